@@ -1,0 +1,37 @@
+"""The exception tree. Every message says what was asked, what was found and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ActCompressError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UnknownOptionError(ActCompressError, ValueError):
+    """An option, preset, role or codec that does not exist."""
+
+    def __init__(self, what: str, asked: object, known: Iterable[object]) -> None:
+        listed = ", ".join(repr(name) for name in known)
+        super().__init__(f"unknown {what} {asked!r}; known: {listed}")
+
+
+class NothingPatchedError(ActCompressError, ValueError):
+    """`strict=True` and no module of the model could be patched."""
+
+
+class UnsupportedModelError(ActCompressError, ValueError):
+    """The model is in a state in which it cannot be patched: wrapped by DDP or FSDP, on the meta device, not a module."""
+
+
+class NotPatchedError(ActCompressError, ValueError):
+    """A report or an unpatch was asked for a model that `patch_model` has not seen."""
+
+
+class CodecError(ActCompressError, ValueError):
+    """A codec was handed a tensor that it cannot hold."""
+
+
+class KernelUnavailableError(ActCompressError, RuntimeError):
+    """An implementation was named explicitly and is not usable here."""

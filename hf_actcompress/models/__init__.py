@@ -1,0 +1,11 @@
+"""What of transformers (and PEFT) becomes what: tables, and the checks that a row really describes a module.
+
+This is the only place with transformers class names. `find_site` asks the rows in order and returns where and how a
+module is patched, or why it is left alone.
+"""
+
+from __future__ import annotations
+
+from .sites import Declined, Site, find_site
+
+__all__ = ["Declined", "Site", "find_site"]

@@ -1,0 +1,94 @@
+"""Attention through transformers' attention interface: our function under our name, its mask beside it."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .. import ops
+from ..codecs import CODECS
+from ..config import CompressionConfig
+from ..modules.attention import ATTENTION_NAME, AttentionMixin
+from ..modules.base import Settings, keeps_for_backward
+from .sites import Declined, Site
+
+
+def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
+    """The site of a module whose forward asks the attention interface for its function by `self.config`."""
+    if isinstance(module, PreTrainedModel) or "config" not in module.__dict__:
+        return None
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+        return None
+    name = getattr(module.__dict__["config"], "_attn_implementation", None)
+    if name != "sdpa":
+        return Declined("attention", _why_not(name))
+    return Site(AttentionMixin, Settings("attention", "sdpa", codec=CODECS[config.attention]))
+
+
+def _why_not(name: str | None) -> str:
+    if name == "eager":
+        return 'attn_implementation is "eager", which keeps the probabilities; load the model with "sdpa"'
+    return f"attn_implementation is {name!r}; it keeps what it keeps (flash kernels: q, k, v, output, statistics)"
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' `sdpa_attention_forward`, keeping no per-layer mask, no repeated heads and no probabilities.
+
+    Where stock keeps q, k, v, output and statistics alone it runs unchanged.
+    """
+    bias = kwargs.pop("position_bias", None)
+    stock = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
+    on_cpu = query.device.type == "cpu"
+    keeps_more = attention_mask is not None or bias is not None or (dropout > 0 and on_cpu)
+    plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
+    eager = not torch.compiler.is_compiling()
+    if not (keeps_more and plain and eager and keeps_for_backward(query, key, value, bias)):
+        return stock(query, key, value, attention_mask, bias), None
+    if on_cpu and dropout == 0 and bias is None and _fusable(query, key, value, attention_mask):
+        codec = module.actcompress.codec if isinstance(module, AttentionMixin) else CODECS["identity"]
+        out = ops.fused_attention(query, key, value, attention_mask, False, scaling, codec=codec)
+        return out.transpose(1, 2).contiguous(), None
+    return ops.recomputed_attention(stock, query, key, value, attention_mask, bias), None
+
+
+def _stock(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, **kwargs: Any
+) -> Tensor:
+    if bias is not None:
+        kwargs["position_bias"] = bias
+    out: Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+    return out
+
+
+def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch itself would take the CPU's fused kernel for this call."""
+    if mask is None or mask.requires_grad or mask.dim() not in (2, 4) or query.size(2) <= 1:
+        return False
+    if query.size(1) % key.size(1) or key.dtype != query.dtype or value.dtype != query.dtype:
+        return False
+    groups = query.size(1) // key.size(1)
+    b, h, s, d = key.shape
+    heads = key[:, :, None].expand(b, h, groups, s, d).flatten(1, 2) if groups > 1 else key
+    return torch._fused_sdp_choice(query, heads, heads, mask, 0.0, False) == int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
+# an unregistered mask name would make transformers build no mask at all
+AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

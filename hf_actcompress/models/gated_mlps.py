@@ -1,0 +1,88 @@
+"""Gated MLPs, recognised by their structure: the names of their children and what their forward does with them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..codecs import CODECS
+from ..config import CompressionConfig
+from ..modules.base import Settings, patch_instance
+from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
+from .sites import Declined, Site
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """A row: the mixin, and the names of the children in the mixin's order; `act` the one that is the activation."""
+
+    mixin: type
+    children: tuple[str, ...]
+    act: str
+    variant: str = ""
+
+
+GATED_MLPS: tuple[GatedMLP, ...] = (
+    # Llama, Mistral, Qwen, Gemma and some 130 more
+    GatedMLP(SplitGatedMLPMixin, ("gate_proj", "up_proj", "down_proj", "act_fn"), "act_fn"),
+    GatedMLP(SplitGatedMLPMixin, ("w1", "w3", "w2", "act_fn"), "act_fn"),
+    # Phi-3, GLM
+    GatedMLP(FusedGatedMLPMixin, ("gate_up_proj", "down_proj", "activation_fn"), "activation_fn"),
+    # ModernBERT
+    GatedMLP(FusedGatedMLPMixin, ("Wi", "Wo", "act", "drop"), "act"),
+    # T5 v1.1, mT5, UMT5
+    GatedMLP(T5GatedMLPMixin, ("wi_0", "wi_1", "wo", "act", "dropout"), "act"),
+)
+
+
+def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
+    """The site of a module that has the children of a row, and only those, and computes what the row says."""
+    names = set(module._modules)
+    for row in GATED_MLPS:
+        if not set(row.children) <= names:
+            continue
+        settings = Settings("gated_mlp", row.variant, row.children, CODECS[config.mlp])
+        if _same_with_stand_ins(module, row, settings):
+            return Site(row.mixin, settings)
+        return Declined("gated_mlp", f"has {', '.join(row.children)} but its forward does something else with them")
+    return None
+
+
+class _StandIn(nn.Module):
+    """In place of a projection: a different affine map per name, pointwise, or two halves for a fused projection."""
+
+    def __init__(self, index: int, halves: bool) -> None:
+        super().__init__()
+        self.index, self.halves = index, halves
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * (1.25 + 0.5 * self.index) + 0.125 * self.index
+        return torch.cat([y, 0.75 - y], dim=-1) if self.halves else y
+
+
+@torch.no_grad()
+def _same_with_stand_ins(module: nn.Module, row: GatedMLP, settings: Settings) -> bool:
+    """Run the module's forward and the mixin's on the same stand-in children: no weight is read, no RNG is drawn."""
+    probe: Any = copy.copy(module)
+    probe._modules = dict(module._modules)
+    for index, name in enumerate(row.children):
+        if name in ("dropout", "drop"):
+            probe._modules[name] = nn.Identity()
+        elif name != row.act:
+            fused = row.mixin is FusedGatedMLPMixin and index == 0
+            probe._modules[name] = _StandIn(index, fused)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        probe.__dict__[hooks] = {}
+    probe.__dict__.pop("forward", None)
+    x = torch.linspace(-3, 3, 24).view(1, 4, 6)
+    try:
+        stock = probe(x)
+    except (RuntimeError, ValueError, TypeError, AttributeError):
+        return False
+    patch_instance(probe, row.mixin, settings)
+    return isinstance(stock, Tensor) and torch.equal(stock, probe(x))

@@ -1,0 +1,119 @@
+"""Rows for leaf types: exact types only, because a subclass may compute something else with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations as hf
+from transformers.pytorch_utils import Conv1D
+
+from ..codecs import CODECS
+from ..config import CompressionConfig
+from ..modules.base import Settings
+from ..modules.leaves import ActivationMixin, DropoutMixin, LayerNormMixin, LinearMixin
+from ..reference import activation_bwd
+from .sites import Declined, Site
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A row: the derivative (of `reference.ACTIVATIONS`) and the attributes that hold its constants."""
+
+    kind: str
+    attributes: tuple[str, ...] = ()
+
+
+ACTIVATION_TYPES: dict[type, Activation] = {
+    nn.SiLU: Activation("silu"),
+    nn.Mish: Activation("mish"),
+    nn.ReLU: Activation("relu"),
+    nn.ReLU6: Activation("relu6"),
+    nn.LeakyReLU: Activation("leaky_relu", ("negative_slope",)),
+    nn.Hardswish: Activation("hardswish"),
+    nn.Sigmoid: Activation("sigmoid"),
+    nn.Tanh: Activation("tanh"),
+    hf.GELUActivation: Activation("gelu"),
+    hf.GELUTanh: Activation("gelu_tanh"),
+    hf.NewGELUActivation: Activation("gelu_tanh"),
+    hf.FastGELUActivation: Activation("gelu_tanh"),
+    hf.AccurateGELUActivation: Activation("gelu_tanh"),
+    hf.QuickGELUActivation: Activation("quick_gelu"),
+    hf.ClippedGELUActivation: Activation("gelu_clipped", ("min", "max")),
+    hf.SiLUActivation: Activation("silu"),
+    hf.MishActivation: Activation("mish"),
+    hf.LaplaceActivation: Activation("laplace"),
+    hf.ReLUSquaredActivation: Activation("relu_squared"),
+}
+if hasattr(hf, "SqrtSoftplusActivation"):  # newer than transformers 5.17
+    ACTIVATION_TYPES[hf.SqrtSoftplusActivation] = Activation("sqrt_softplus")
+
+KEEP_NOTHING = (nn.Identity, hf.LinearActivation)
+WITH_PARAMETERS = (nn.PReLU, hf.XIELUActivation)
+
+
+def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
+    """The site of a leaf type of the tables."""
+    kind = type(module)
+    if kind in _RULES:
+        return _RULES[kind](module, config)
+    if kind is nn.GELU:
+        row = Activation("gelu_tanh" if module.approximate == "tanh" else "gelu")
+        return _activation(module, config, row)
+    if kind in ACTIVATION_TYPES:
+        return _activation(module, config, ACTIVATION_TYPES[kind])
+    if kind in WITH_PARAMETERS:
+        return Declined("activation", "has parameters of its own; not pointwise in its input alone")
+    return _near_miss(module)
+
+
+def _near_miss(module: nn.Module) -> Declined | None:
+    if isinstance(module, nn.Linear):
+        return Declined("linear", f"{type(module).__name__} is a subclass of nn.Linear with a forward of its own")
+    if isinstance(module, nn.Embedding):
+        return Declined("embedding", "keeps only its indices")
+    return None
+
+
+def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:
+    return Site(LinearMixin, Settings("linear", variant, codec=CODECS[config.linear]))
+
+
+def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:
+    return Site(LayerNormMixin, Settings("norm", "layer_norm", codec=CODECS[config.norm]))
+
+
+def _dropout(module: nn.Module, config: CompressionConfig) -> Site | Declined:
+    if module.inplace:
+        return Declined("dropout", "works in place")
+    return Site(DropoutMixin, Settings("dropout", codec=CODECS[config.linear]))
+
+
+def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -> Site | Declined:
+    if getattr(module, "inplace", False):
+        return Declined("activation", "works in place")
+    options = tuple(float(getattr(module, name)) for name in row.attributes)
+    if not _derivative_holds(module, row.kind, options):
+        return Declined("activation", f"its derivative is not that of {row.kind!r} (found by a numeric probe)")
+    return Site(ActivationMixin, Settings("activation", row.kind, options, CODECS[config.mlp]))
+
+
+def _derivative_holds(module: nn.Module, kind: str, options: tuple[float, ...]) -> bool:
+    """Probe f' against autograd in fp64, off the kinks."""
+    with torch.enable_grad():
+        x = torch.linspace(-7.03, 7.01, 61, dtype=torch.float64, device="cpu", requires_grad=True)
+        y = module(x)
+        (expected,) = torch.autograd.grad(y.sum(), x)
+    return torch.allclose(activation_bwd(torch.ones_like(y), x.detach(), kind, options), expected, atol=1e-6)
+
+
+_RULES: dict[type, Callable[[Any, CompressionConfig], Site | Declined]] = {
+    nn.Linear: partial(_linear, variant=""),
+    Conv1D: partial(_linear, variant="transposed"),
+    nn.LayerNorm: _layer_norm,
+    nn.Dropout: _dropout,
+}

@@ -1,0 +1,74 @@
+"""RMSNorms, of which transformers has some 140 classes: recognised by what they compute, not by their name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..codecs import CODECS
+from ..config import CompressionConfig
+from ..modules.base import Settings
+from ..modules.leaves import RMSNormMixin
+from ..reference import RMS_NORM_VARIANTS, rms_norm_fwd
+from .sites import Declined, Site
+
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
+    """The site of a module that has at most a 1-d weight and an eps and whose forward is bit-equal to a variant."""
+    if not _looks_like_one(module):
+        return None
+    eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
+    if eps_name is None:
+        return Declined("norm", f"no eps found under {', '.join(EPS_NAMES)}")
+    variant = _variant(module, eps_name)
+    if variant is None:
+        return Declined("norm", "its forward is none of the known RMSNorm variants (found by a numeric probe)")
+    return Site(RMSNormMixin, Settings("norm", variant, (eps_name,), CODECS[config.norm]))
+
+
+def _looks_like_one(module: nn.Module) -> bool:
+    names = [name for name, value in module._parameters.items() if value is not None]
+    weight = module._parameters.get("weight")
+    return (
+        "norm" in type(module).__name__.lower()
+        and not isinstance(module, nn.LayerNorm)
+        and not module._modules
+        and names in ([], ["weight"])
+        and (weight is None or weight.dim() == 1)
+    )
+
+
+def _variant(module: nn.Module, eps_name: str) -> str | None:
+    """The variant whose values equal the module's bit by bit, on a stand-in weight, in every dtype it may meet."""
+    weight = module._parameters.get("weight")
+    dtype = weight.dtype if weight is not None else torch.float32
+    device = weight.device if weight is not None else torch.device("cpu")
+    width = weight.numel() if weight is not None else 64
+    generator = torch.Generator().manual_seed(0)
+    probe = copy.copy(module)
+    probe._parameters = {}
+    stand_in: Tensor | None = None
+    if weight is not None:
+        stand_in = (1 + 0.5 * torch.randn(width, generator=generator)).to(device=device, dtype=dtype)
+        probe._parameters["weight"] = nn.Parameter(stand_in, requires_grad=False)
+    xs = [3 * torch.randn(5, width, generator=generator) + 0.3 for _ in range(2)]
+    inputs = [xs[0].to(device=device, dtype=dtype), xs[1].to(device=device, dtype=torch.float32)]
+    for variant in RMS_NORM_VARIANTS:
+        if all(_equal(probe, x, stand_in, getattr(module, eps_name), variant) for x in inputs):
+            return variant
+    return None
+
+
+@torch.no_grad()
+def _equal(probe: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str) -> bool:
+    try:
+        stock = probe(x)
+    except (RuntimeError, ValueError, TypeError, AttributeError):  # not callable on one tensor: not an RMSNorm
+        return False
+    ours, _ = rms_norm_fwd(x, weight, eps, variant)
+    return isinstance(stock, Tensor) and stock.dtype == ours.dtype and torch.equal(stock, ours)

@@ -1,0 +1,28 @@
+"""Patched PEFT layers: the cast of an adapter's input is derived, and one for all adapters on that input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from .base import PatchedModule, keeps_for_backward
+
+if TYPE_CHECKING:
+
+    class _Module(PatchedModule, nn.Module):
+        pass
+else:
+    _Module = PatchedModule
+
+
+class AdapterMixin(_Module):
+    """Any `BaseTunerLayer`: overrides its cast alone."""
+
+    def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+        cast_enabled = getattr(self, "cast_input_dtype_enabled", True)
+        if not isinstance(x, Tensor) or not cast_enabled or not keeps_for_backward(x):
+            return super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
+        return ops.cast(x, dtype, codec=self.actcompress.codec)

@@ -1,0 +1,79 @@
+"""What a patched module becomes: a subclass of its own type that adds one mixin.
+
+The class is made on first use, once per (mixin, type). Instances deep-copy and pickle by (mixin, type), so a file
+written by `torch.save` needs this package and the stock class, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..codecs import IDENTITY, Codec
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a patched module was told: its role, the op's variant and constants, and the codec of what it keeps."""
+
+    role: str
+    variant: str = ""
+    options: tuple[Any, ...] = ()
+    codec: Codec = IDENTITY
+
+
+class PatchedModule:
+    """Base of the mixins. `stock_class` is the type before patching, and what unpatching restores."""
+
+    stock_class: ClassVar[type[nn.Module]]
+    actcompress: Settings
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = super().__reduce_ex__(protocol)
+        return (_new, (type(self).__bases__[0], self.stock_class), *state)
+
+
+def _new(mixin: type, stock_class: type[nn.Module]) -> nn.Module:
+    cls = patched_class(mixin, stock_class)
+    module: nn.Module = cls.__new__(cls)
+    return module
+
+
+@lru_cache(maxsize=None)
+def patched_class(mixin: type, stock_class: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `stock_class` with `mixin`; its name shows in `repr(model)`."""
+    name = f"ActCompress{stock_class.__name__}"
+    return type(name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__})
+
+
+def patch_instance(module: nn.Module, mixin: type, settings: Settings) -> None:
+    """Swap the module's class in place. Parameters, buffers, hooks and keys stay."""
+    module.__class__ = patched_class(mixin, type(module))
+    module.__dict__["actcompress"] = settings
+
+
+def unpatch_instance(module: nn.Module) -> None:
+    """Restore the stock class of a patched module."""
+    assert isinstance(module, PatchedModule)
+    module.__class__ = module.stock_class
+    del module.__dict__["actcompress"]
+
+
+def keeps_for_backward(*tensors: Tensor | None) -> bool:
+    """Whether a call on these tensors keeps anything for backward that ours could keep better.
+
+    False without grad (then the stock code runs), under torch.func transforms and for distributed tensors.
+    """
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    needed = False
+    for x in tensors:
+        if x is not None:
+            if hasattr(x, "placements"):
+                return False
+            needed = needed or x.requires_grad
+    return needed

@@ -1,0 +1,79 @@
+"""Patched leaf modules: linear layers, norms, activations, dropout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from .base import PatchedModule, keeps_for_backward
+
+if TYPE_CHECKING:
+    # for the type checker the mixins are modules, which they are once combined with their stock class
+    class _Module(PatchedModule, nn.Module):
+        weight: Tensor
+        bias: Tensor | None
+else:
+    _Module = PatchedModule
+
+
+class LinearMixin(_Module):
+    """nn.Linear (variant "") or transformers' Conv1D (variant "transposed")."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not keeps_for_backward(x, self.weight, self.bias):
+            return super().forward(x)  # type: ignore[no-any-return]
+        settings = self.actcompress
+        return ops.linear(
+            x, self.weight, self.bias, transposed=settings.variant == "transposed", codec=settings.codec
+        )
+
+
+class LayerNormMixin(_Module):
+    """nn.LayerNorm and subclasses that keep its forward."""
+
+    normalized_shape: tuple[int, ...]
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not keeps_for_backward(x, self.weight, self.bias):
+            return super().forward(x)  # type: ignore[no-any-return]
+        return ops.layer_norm(
+            x, self.normalized_shape, self.weight, self.bias, self.eps, codec=self.actcompress.codec
+        )
+
+
+class RMSNormMixin(_Module):
+    """Any RMSNorm whose forward was shown to be one of the variants; options: the name of its eps attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._parameters.get("weight")
+        if not keeps_for_backward(x, weight):
+            return super().forward(x)  # type: ignore[no-any-return]
+        settings = self.actcompress
+        eps = getattr(self, settings.options[0])
+        return ops.rms_norm(x, weight, eps, settings.variant, codec=settings.codec)
+
+
+class ActivationMixin(_Module):
+    """A pointwise activation; variant: its row of `reference.ACTIVATIONS`, options: that row's constants."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or not keeps_for_backward(x):
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        settings = self.actcompress
+        return ops.activation(x, super().forward, settings.variant, settings.options, codec=settings.codec)
+
+
+class DropoutMixin(_Module):
+    """nn.Dropout. The mask's replay needs eager mode and a contiguous input; elsewhere the stock op runs."""
+
+    p: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
+        if not (self.training and self.p > 0 and eager and keeps_for_backward(x)):
+            return super().forward(x)  # type: ignore[no-any-return]
+        return ops.dropout(x, self.p, codec=self.actcompress.codec)

@@ -1,0 +1,68 @@
+"""Pointwise activations that keep their input; the output is derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..codecs import IDENTITY, Codec
+from ..dispatch import implementation
+from ..records import declare, load, record_of, save
+from .autocast import SameAutocast
+
+
+class ActivationFunction(torch.autograd.Function):
+    """Variant "input": keeps x, rebuilds y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], codec: Codec
+    ) -> Tensor:
+        y = stock(x)
+        record = record_of(x, codec)
+        save(ctx, record)
+        if not torch.compiler.is_compiling():
+            declare(y, SameAutocast(stock, x), record)
+        ctx.kind, ctx.options = kind, options
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (x,) = load(ctx)
+        return implementation("activation_bwd", dy)(dy, x, ctx.kind, ctx.options), None, None, None, None
+
+
+def activation(
+    x: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    kind: str,
+    options: tuple[float, ...] = (),
+    *,
+    codec: Codec = IDENTITY,
+) -> Tensor:
+    """A pointwise activation that keeps its input alone.
+
+    Args:
+        x: Pre-activation, any shape, floating point.
+        stock: The stock forward; its values are returned unchanged, and rebuilt with it.
+        kind: A row of ``reference.ACTIVATIONS``: the derivative.
+        options: Constants of that row.
+        codec: How x is stored if it has to be.
+
+    Returns:
+        ``stock(x)``.
+
+    Saves:
+        x by its record; compositions such as ``gelu_new`` keep four tensors in stock, this keeps one.
+
+    Gradient:
+        Exact. Bit-equal to stock where torch has one kernel for it (gelu, silu, relu, mish, ...); for compositions the
+        derivative is computed in fp32 and rounded once.
+    """
+    y: Tensor = ActivationFunction.apply(x, stock, kind, options, codec)  # type: ignore[no-untyped-call]
+    return y

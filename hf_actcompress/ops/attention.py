@@ -1,0 +1,136 @@
+"""Scaled dot-product attention for the calls in which stock keeps more than q, k, v, the output and its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..codecs import IDENTITY, Codec
+from ..dispatch import implementation
+from ..records import load, raw, record_of, save
+from .autocast import SameAutocast, autocast_dtype
+
+_Attend = Callable[..., Tensor]
+
+
+class FusedAttentionFunction(torch.autograd.Function):
+    """Variant "fused": the CPU kernel's forward and backward; keeps what the kernel needs and the mask by reference."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        codec: Codec,
+    ) -> Tensor:
+        out, lse = implementation("attention_fwd", q)(q, k, v, mask, is_causal, scale)
+        kept = [record_of(x, codec) for x in (q, k, v)]
+        save(ctx, *kept, raw(out), raw(lse), raw(mask) if mask is not None else None)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, mask = load(ctx)
+        grads = implementation("attention_bwd", dout)(dout, q, k, v, out, lse, mask, ctx.is_causal, ctx.scale)
+        return (*grads, None, None, None, None)
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    *,
+    codec: Codec = IDENTITY,
+) -> Tensor:
+    """Attention through the CPU's fused kernel, without copies of mask or heads.
+
+    Args:
+        q: ``[B, H, S, D]``.
+        k, v: ``[B, Hkv, K, D]``, H a multiple of Hkv.
+        mask: Bool (True: attend) or additive, broadcastable to ``[B, H, S, K]``, or None.
+        is_causal: Mask the upper triangle.
+        scale: Factor on q k^T, or None for ``D ** -0.5``.
+        codec: How q, k and v are stored.
+
+    Returns:
+        ``[B, H, S, D]`` with the memory order of ``[B, S, H, D]``.
+
+    Saves:
+        q, k, v, the output and its logsumexp; the mask by reference, so that all layers of a model keep one. Stock
+        keeps an additive copy of the mask in each layer and, with a mask, k and v repeated to H heads.
+
+    Gradient:
+        Exact, bit-equal to stock. The mask gets none.
+    """
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        # autograd's own cast: the cast tensors are what is kept, the wider ones die
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    out: Tensor = FusedAttentionFunction.apply(q, k, v, mask, is_causal, scale, codec)  # type: ignore[no-untyped-call]
+    return out
+
+
+class RecomputedAttentionFunction(torch.autograd.Function):
+    """Variant "recomputed": keeps the inputs and runs the stock call again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, attend: _Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        state = implementation("rng_state", q)(q.device)
+        kept = [record_of(x) for x in (q, k, v)]
+        masks = [raw(x) if x is not None else None for x in (mask, bias)]
+        save(ctx, *kept, *masks, raw(state))
+        ctx.attend = SameAutocast(attend, q)
+        return attend(q, k, v, mask, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, state = load(ctx)
+        needs = ctx.needs_input_grad[1:]
+        leaves = [
+            x.detach().requires_grad_(need) if x is not None else None for x, need in zip(inputs, needs, strict=True)
+        ]
+        wanted = [x for x, need in zip(leaves, needs, strict=True) if need and x is not None]
+        with torch.enable_grad(), implementation("replayed_rng", dout)(state, dout.device):
+            out = ctx.attend(*leaves)
+            grads = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
+        return (None, *(next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True)))
+
+
+def recomputed_attention(
+    attend: _Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Any attention call, run again in backward instead of keeping what it keeps.
+
+    Args:
+        attend: The stock call, ``attend(q, k, v, mask, bias) -> out``.
+        q, k, v: ``[B, H or Hkv, S or K, D]``.
+        mask: Bool or additive mask, or None.
+        bias: A position bias that may need a gradient, or None.
+
+    Returns:
+        What ``attend`` returns.
+
+    Saves:
+        q, k, v, mask and bias by reference and the RNG state: no probabilities, no per-layer mask, no repeated heads.
+
+    Gradient:
+        Exact, bit-equal to stock: the same torch calls with the same dropout mask.
+    """
+    out: Tensor = RecomputedAttentionFunction.apply(attend, q, k, v, mask, bias)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,32 @@
+"""What autocast does to an op, made explicit: forward runs with it, backward without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast casts the inputs of a matmul on x's device; None where it does not."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
+
+
+class SameAutocast:
+    """A function that, whenever it is called, runs under the autocast state in which it was made. It holds no tensor."""
+
+    __slots__ = ("device", "dtype", "function")
+
+    def __init__(self, function: Callable[..., Tensor], x: Tensor) -> None:
+        self.function = function
+        self.device = x.device.type
+        self.dtype = autocast_dtype(x)
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        # no weight cache: a cached cast would outlive the backward that made it
+        with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None, cache_enabled=False):
+            return self.function(*args)

@@ -1,0 +1,54 @@
+"""A dtype cast that keeps nothing and whose output is derived: every adapter that casts one input shares one record."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..codecs import IDENTITY, Codec
+from ..records import Derived, Record, Stored, declare_as, record_of, shared_copy, shared_derivation
+
+
+def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Recompute function of a cast."""
+    return x.to(dtype)
+
+
+def cast_record(x: Tensor, dtype: torch.dtype, codec: Codec = IDENTITY) -> Record:
+    """The record of ``x.to(dtype)``, one for all consumers of x.
+
+    Derived where x itself is derived, encoded, or no wider than the cast; otherwise the narrower cast is what is kept.
+    """
+    if isinstance(record_of(x, codec), Stored) and codec == IDENTITY and dtype.itemsize < x.dtype.itemsize:
+        return shared_copy(x, ("cast", dtype), lambda: x.detach().to(dtype))
+    return shared_derivation(x, ("cast", dtype), partial(to_dtype, dtype=dtype), codec)
+
+
+class CastFunction(torch.autograd.Function):
+    """Keeps nothing; declares its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, codec: Codec) -> Tensor:
+        ctx.x_dtype = x.dtype
+        y = x.to(dtype)
+        record = cast_record(x, dtype, codec)
+        if isinstance(record, Derived):
+            declare_as(y, record)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy.to(ctx.x_dtype), None, None
+
+
+def cast(x: Tensor, dtype: torch.dtype, *, codec: Codec = IDENTITY) -> Tensor:
+    """``x.to(dtype)`` of any shape. Saves nothing; consumers of the result keep x by its record. Gradient exact."""
+    if x.dtype == dtype:
+        return x
+    y: Tensor = CastFunction.apply(x, dtype, codec)  # type: ignore[no-untyped-call]
+    return y

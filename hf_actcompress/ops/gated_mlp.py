@@ -1,0 +1,87 @@
+"""The product of a gated MLP, act(gate) * up: keeps gate and up, and neither act(gate) nor the product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..codecs import IDENTITY, Codec
+from ..dispatch import implementation
+from ..records import declare, load, record_of, save
+from .autocast import SameAutocast
+
+_Stock = Callable[[Tensor], Tensor]
+
+
+class _Product:
+    """Recompute function of the product."""
+
+    __slots__ = ("stock",)
+
+    def __init__(self, stock: _Stock) -> None:
+        self.stock = stock
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.stock(gate) * up
+
+
+class GatedProductFunction(torch.autograd.Function):
+    """Variant "gate_up": keeps gate and up, rebuilds the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, stock: _Stock, kind: str, options: tuple[float, ...], codec: Codec
+    ) -> Tensor:  # gate, up [..., F]
+        product = _Product(stock)
+        h = product(gate, up)
+        gate_record, up_record = record_of(gate, codec), record_of(up, codec)
+        save(ctx, gate_record, up_record)
+        if not torch.compiler.is_compiling():
+            ctx.stock = SameAutocast(stock, gate)
+            declare(h, SameAutocast(product, gate), gate_record, up_record)
+        else:
+            ctx.stock = stock
+        ctx.kind, ctx.options = kind, options
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        gate, up = load(ctx)
+        activated = ctx.stock(gate)
+        dgate, dup = implementation("gated_product_bwd", dh)(dh, gate, up, activated, ctx.kind, ctx.options)
+        return dgate, dup, None, None, None, None
+
+
+def gated_product(
+    gate: Tensor,
+    up: Tensor,
+    stock: _Stock,
+    kind: str,
+    options: tuple[float, ...] = (),
+    *,
+    codec: Codec = IDENTITY,
+) -> Tensor:
+    """``stock(gate) * up`` for SwiGLU, GeGLU and their kin.
+
+    Args:
+        gate, up: ``[..., F]``, floating point.
+        stock: The stock activation, applied to gate.
+        kind, options: Its derivative, a row of ``reference.ACTIVATIONS``.
+        codec: How gate and up are stored.
+
+    Returns:
+        The product, ``[..., F]``.
+
+    Saves:
+        gate and up (stock: also act(gate) and, in the next linear, the product).
+
+    Gradient:
+        Exact, bit-equal to stock where the activation's is.
+    """
+    h: Tensor = GatedProductFunction.apply(gate, up, stock, kind, options, codec)  # type: ignore[no-untyped-call]
+    return h

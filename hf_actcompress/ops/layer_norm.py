@@ -1,0 +1,91 @@
+"""LayerNorm that keeps its input and statistics; the output is derived from them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..codecs import IDENTITY, Codec
+from ..dispatch import implementation
+from ..records import declare, load, raw, record_of, save
+from .autocast import autocast_dtype
+
+_Shape = tuple[int, ...]
+
+
+def _rebuild(x: Tensor, *affine: Tensor, shape: _Shape, eps: float, wide: bool, has_weight: bool) -> Tensor:
+    weight = affine[0] if has_weight else None
+    bias = affine[-1] if len(affine) > has_weight else None
+    x = x.float() if wide else x
+    y: Tensor = implementation("layer_norm_fwd", x)(x, shape, weight, bias, eps)[0]
+    return y
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """Variant "input": keeps x, mean, rstd; rebuilds y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: _Shape, eps: float, codec: Codec
+    ) -> Tensor:
+        # autocast runs LayerNorm in fp32, except on a CPU, where it leaves it alone
+        wide = autocast_dtype(x) is not None and x.device.type != "cpu"
+        x_in = x.float() if wide else x
+        y, mean, rstd = implementation("layer_norm_fwd", x)(x_in, shape, weight, bias, eps)
+        x_record = record_of(x, codec)
+        affine = tuple(raw(t) for t in (weight, bias) if t is not None)
+        save(ctx, x_record, raw(mean), raw(rstd), *affine)
+        rebuild = partial(_rebuild, shape=shape, eps=eps, wide=wide, has_weight=weight is not None)
+        declare(y, rebuild, x_record, *affine)
+        ctx.shape, ctx.wide = shape, wide
+        ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, *affine = load(ctx)
+        weight = affine[0] if ctx.has_weight else None
+        bias = affine[-1] if ctx.has_bias else None
+        x_in = x.float() if ctx.wide else x
+        grads = implementation("layer_norm_bwd", dy)(
+            dy, x_in, ctx.shape, mean, rstd, weight, bias, ctx.needs_input_grad[:3]
+        )
+        dx, dweight, dbias = grads
+        return dx.to(x.dtype) if dx is not None else None, dweight, dbias, None, None, None
+
+
+def layer_norm(
+    x: Tensor,
+    shape: _Shape,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    codec: Codec = IDENTITY,
+) -> Tensor:
+    """LayerNorm over the last ``len(shape)`` dimensions.
+
+    Args:
+        x: ``[..., *shape]``, floating point.
+        shape: The normalised dimensions.
+        weight, bias: ``shape`` or None.
+        eps: Added to the variance.
+        codec: How x is stored if it has to be.
+
+    Returns:
+        Like x; fp32 under autocast on an accelerator, as stock.
+
+    Saves:
+        x by its record, mean and rstd (fp32, one each per row); the affine parameters by reference. Not the output:
+        consumers rebuild it.
+
+    Gradient:
+        Exact, bit-equal to stock (identity codec).
+    """
+    y: Tensor = LayerNormFunction.apply(x, weight, bias, shape, eps, codec)  # type: ignore[no-untyped-call]
+    return y

@@ -1,0 +1,81 @@
+"""y = x W^T + b that keeps the record of x: nothing at all if x is derived, or if the weight is frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..codecs import IDENTITY, Codec
+from ..dispatch import implementation
+from ..records import Record, load, raw, record_of, save
+from .autocast import autocast_dtype
+from .cast import cast_record
+
+_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None]
+
+
+class LinearFunction(torch.autograd.Function):
+    """Keeps x by its record and a reference to the weight parameter, never a cast copy of either."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec
+    ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
+        dtype = autocast_dtype(x) or x.dtype
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        save(ctx, _input_record(x, dtype, codec) if needs_weight else None, raw(weight) if needs_x else None)
+        ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        ctx.transposed = transposed
+        bias = bias.to(dtype) if bias is not None else None
+        return implementation("linear_fwd", x)(x.to(dtype), weight.to(dtype), bias, transposed)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> _Grads:  # dy [..., O]
+        x, weight = load(ctx)
+        dtype, x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        # cast again rather than kept: a kept copy of the weight would cost 2 bytes per parameter
+        weight = weight.to(dtype) if weight is not None else None
+        dx, dweight, dbias = implementation("linear_bwd", dy)(dy, x, weight, ctx.transposed, ctx.needs_input_grad[2])
+        return (
+            dx.to(x_dtype) if dx is not None else None,
+            dweight.to(weight_dtype) if dweight is not None else None,
+            dbias.to(bias_dtype) if dbias is not None else None,
+            None,
+            None,
+        )
+
+
+def _input_record(x: Tensor, dtype: torch.dtype, codec: Codec) -> Record:
+    if x.dtype == dtype:
+        return record_of(x, codec)
+    return cast_record(x, dtype, codec)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False, codec: Codec = IDENTITY
+) -> Tensor:
+    """Linear layer that keeps its input by record.
+
+    Args:
+        x: ``[..., I]``, floating point; under autocast of any dtype, otherwise of the weight's.
+        weight: ``[O, I]`` as nn.Linear has it, or ``[I, O]`` (transformers' Conv1D) with ``transposed``.
+        bias: ``[O]`` or None.
+        transposed: The layout of the weight.
+        codec: How x is stored if it has to be.
+
+    Returns:
+        ``[..., O]`` in the autocast dtype or x's, equal to the stock module's.
+
+    Saves:
+        Nothing if the weight is frozen or x is derived; else x through the codec, shared with its other consumers.
+        The weight by reference. Under autocast neither the cast input nor the cast weight: both are cast again.
+
+    Gradient:
+        Exact, bit-equal to stock (identity codec).
+    """
+    y: Tensor = LinearFunction.apply(x, weight, bias, transposed, codec)  # type: ignore[no-untyped-call]
+    return y

@@ -1,0 +1,68 @@
+"""RMSNorm that keeps its input and rstd; the output is derived from them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..codecs import IDENTITY, Codec
+from ..dispatch import implementation
+from ..records import declare, load, raw, record_of, save
+
+
+def _rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None = None, *, variant: str) -> Tensor:
+    y: Tensor = implementation("rms_norm_rebuild", x)(x, rstd, weight, variant)
+    return y
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """Variant "input": keeps x and rstd; rebuilds y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str, codec: Codec) -> Tensor:
+        y, rstd = implementation("rms_norm_fwd", x)(x, weight, eps, variant)
+        kept = [record_of(x, codec), raw(rstd)]
+        if weight is not None:
+            kept.append(raw(weight))
+        save(ctx, *kept)
+        declare(y, partial(_rebuild, variant=variant), *kept)
+        ctx.variant = variant
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, rstd, *rest = load(ctx)
+        weight = rest[0] if rest else None
+        dx, dweight = implementation("rms_norm_bwd", dy)(dy, x, weight, rstd, ctx.variant, ctx.needs_input_grad[:2])
+        return dx, dweight, None, None, None
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, variant: str = "weight_after_cast", *, codec: Codec = IDENTITY
+) -> Tensor:
+    """RMSNorm over the last dimension.
+
+    Args:
+        x: ``[..., C]``, floating point.
+        weight: ``[C]`` or None.
+        eps: Added to the mean square.
+        variant: A row of ``reference.RMS_NORM_VARIANTS``: in which dtype the gain is applied.
+        codec: How x is stored if it has to be.
+
+    Returns:
+        ``[..., C]``, equal to the stock module's.
+
+    Saves:
+        x by its record, rstd (fp32, one per row), the weight by reference. Stock keeps x in fp32 and the normalised
+        x, and every consumer the output.
+
+    Gradient:
+        Exact, bit-equal to the stock modules' (identity codec).
+    """
+    y: Tensor = RMSNormFunction.apply(x, weight, eps, variant, codec)  # type: ignore[no-untyped-call]
+    return y

@@ -1,0 +1,179 @@
+"""patch_model and its inverse: find the sites of a model, swap their classes, report what was done."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from torch import nn
+
+from .config import CompressionConfig, resolve
+from .errors import NothingPatchedError, NotPatchedError, UnsupportedModelError
+from .models import Declined, Site, find_site
+from .models.root import install_root, is_root, restore_root, root_of
+from .modules.base import PatchedModule, patch_instance, unpatch_instance
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class PatchRow:
+    """One module: what it became, or why it was left alone (`reason`)."""
+
+    name: str
+    module: str
+    role: str
+    variant: str = ""
+    codec: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Every module that a rule knows. Prints with rich (`print()`), serialises (`to_json()`)."""
+
+    rows: tuple[PatchRow, ...]
+
+    @property
+    def patched(self) -> tuple[PatchRow, ...]:
+        return tuple(row for row in self.rows if not row.reason)
+
+    @property
+    def left_alone(self) -> tuple[PatchRow, ...]:
+        return tuple(row for row in self.rows if row.reason)
+
+    def to_json(self) -> str:
+        return json.dumps([asdict(row) for row in self.rows], indent=2)
+
+    def __str__(self) -> str:
+        roles = Counter(row.role for row in self.patched)
+        patched = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "nothing"
+        lines = [f"patched: {patched}"]
+        for (role, reason), count in Counter((row.role, row.reason) for row in self.left_alone).items():
+            lines.append(f"left alone: {count} {role}: {reason}")
+        return "\n".join(lines)
+
+    def print(self) -> None:
+        """A table of all modules on the console."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("module", "type", "role", "variant", "codec", "left alone because", title="hf_actcompress")
+        for row in self.rows:
+            table.add_row(row.name, row.module, row.role, row.variant, row.codec, row.reason)
+        Console().print(table)
+
+
+def patch_model(model: _Model, config: CompressionConfig | str = "exact", *, strict: bool = True) -> _Model:
+    """Make a model keep fewer bytes between forward and backward. In place; call it before Trainer or `prepare`.
+
+    Args:
+        model: A transformers model, bare or wrapped by PEFT (before or after `get_peft_model`), or any module that
+            holds one. Not on the meta device, not wrapped by DDP or FSDP.
+        config: A preset's name or a CompressionConfig. The default keeps gradients exact.
+        strict: Raise if nothing could be patched.
+
+    Returns:
+        The same model. A second call with the same config patches what is new in the model; with another config it
+        starts again from the stock classes.
+
+    Saves:
+        See `memory_report(model, batch)`; state_dict, save_pretrained, generate and eval are those of the stock model.
+
+    Raises:
+        NothingPatchedError: strict, and no module was patched.
+        UnknownOptionError: Unknown preset or codec.
+        UnsupportedModelError: Wrapped by DDP or FSDP, on the meta device, or not a module.
+    """
+    resolved = resolve(config)
+    _check(model)
+    if any(isinstance(m, PatchedModule) for m in model.modules()) and _config_of(model) != resolved:
+        unpatch_model(model)
+    rows = tuple(_patch_modules(model, resolved))
+    report = PatchReport(rows)
+    if strict and not report.patched:
+        raise NothingPatchedError(
+            f"patch_model was asked to patch {type(model).__name__} and found nothing to patch.\n{report}\n"
+            "Pass strict=False to go on with the stock model."
+        )
+    install_root(model, resolved, report.rows)
+    return model
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"patch_model takes a torch.nn.Module, got {type(model).__name__}")
+    wrapped = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "OptimizedModule", "DeepSpeedEngine"}
+    for name, module in model.named_modules():
+        kinds = {cls.__name__ for cls in type(module).__mro__}
+        if kinds & wrapped or "FSDPModule" in kinds:
+            raise UnsupportedModelError(
+                f"{name or 'the model'} is already wrapped ({type(module).__name__}); call patch_model before "
+                "Trainer, accelerator.prepare, DDP, fully_shard or torch.compile"
+            )
+    meta = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)
+    if meta is not None:
+        raise UnsupportedModelError(
+            f"parameter {meta!r} is on the meta device; load the weights first, or use estimate() to plan without them"
+        )
+
+
+def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
+    for name, module in model.named_modules():
+        if isinstance(module, PatchedModule):
+            yield _row(name, module)
+            continue
+        found = find_site(module, config)
+        if isinstance(found, Declined):
+            yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
+        elif isinstance(found, Site):
+            patch_instance(module, found.mixin, found.settings)
+            assert isinstance(module, PatchedModule)
+            yield _row(name, module)
+
+
+def _row(name: str, module: PatchedModule) -> PatchRow:
+    settings = module.actcompress
+    codec = type(settings.codec).__name__.lower()
+    return PatchRow(name, module.stock_class.__name__, settings.role, settings.variant, codec)
+
+
+def _config_of(model: nn.Module) -> CompressionConfig | None:
+    root = root_of(model)
+    return root.config if root is not None else None
+
+
+def unpatch_model(model: _Model) -> _Model:
+    """Restore every class and forward that `patch_model` changed, in place. Harmless on a stock model."""
+    for module in model.modules():
+        if isinstance(module, PatchedModule):
+            unpatch_instance(module)
+        if is_root(module):
+            restore_root(module)
+    return model
+
+
+@contextmanager
+def patched(model: _Model, config: CompressionConfig | str = "exact", *, strict: bool = True) -> Iterator[_Model]:
+    """`with patched(model): ...`: patched inside, and afterwards as it was before (stock, or under its old config)."""
+    before = _config_of(model)
+    try:
+        yield patch_model(model, config, strict=strict)
+    finally:
+        unpatch_model(model)
+        if before is not None:
+            patch_model(model, before, strict=False)
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """What was patched, and what was left alone and why. Raises NotPatchedError for a stock model."""
+    root = root_of(model)
+    if root is None:
+        raise NotPatchedError(f"{type(model).__name__} is not patched; call patch_model(model) first")
+    return PatchReport(tuple(root.rows))
+
+

@@ -1,0 +1,223 @@
+"""Which record belongs to a live tensor.
+
+A tensor is found by its data (storage, offset, element count, dtype, version counter), so that a view of the same data
+has the same record, and a tensor that was written in place is a new one. An entry ends with its tensor object, with
+the forward of the patched model (`frame`), and as soon as the innermost saved-tensor hooks change: that is how a
+checkpointed region is entered and left, and a record must not cross that boundary.
+
+The registry is per thread and only ever describes a forward in progress. Under `torch.compile` there is none.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs import IDENTITY, Codec
+from .record import Derived, Recipe, Record, Stored
+
+_Key = tuple[int, int, int, torch.dtype, int]
+
+
+class _Entry:
+    """One live tensor: its record (if it has one) and the derivations that its consumers share.
+
+    Nothing here may hold the tensor itself, or it would never end.
+    """
+
+    __slots__ = ("__weakref__", "copies", "derivations", "record", "shape", "stride", "tensor")
+
+    def __init__(self, x: Tensor, record: Record | None, on_death: Callable[[Any], None]) -> None:
+        self.tensor = weakref.ref(x, on_death)
+        self.record = record
+        self.shape, self.stride = x.shape, x.stride()
+        self.derivations: dict[Hashable, Recipe] = {}
+        self.copies: dict[Hashable, Stored] = {}
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.entries: dict[_Key, _Entry] = {}
+        self.hooks: Callable[[], object] | None = None
+
+
+_state = _State()
+
+
+def _key(x: Tensor) -> _Key | None:
+    if x.is_inference() or x.layout is not torch.strided:
+        return None
+    try:
+        return (x.untyped_storage()._cdata, int(x.storage_offset()), x.numel(), x.dtype, x._version)
+    except (NotImplementedError, RuntimeError):  # tensor subclasses without storage (DTensor, functional wrappers)
+        return None
+
+
+def _entries() -> dict[_Key, _Entry]:
+    """The live entries, emptied first if the innermost saved-tensor hooks are not those of the last call."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hook = top[0] if top is not None else None
+    last = _state.hooks() if _state.hooks is not None else None
+    if hook is not last or (hook is None) != (_state.hooks is None):
+        _state.entries.clear()
+        # by identity through a weak reference: ids are recycled
+        _state.hooks = None if hook is None else _reference(hook)
+    return _state.entries
+
+
+def _reference(hook: object) -> Callable[[], object]:
+    try:
+        return weakref.ref(hook)
+    except TypeError:  # a callable without weak references
+        return lambda: hook
+
+
+def _insert(x: Tensor, record: Record | None) -> _Entry | None:
+    key = _key(x)
+    if key is None:
+        return None
+    entries = _entries()
+
+    def drop(reference: object) -> None:
+        entry = entries.get(key)
+        if entry is not None and entry.tensor is reference:
+            del entries[key]
+
+    entry = _Entry(x, record, drop)
+    entries[key] = entry
+    return entry
+
+
+def _find(x: Tensor) -> _Entry | None:
+    key = _key(x)
+    entry = _entries().get(key) if key is not None else None
+    return entry if entry is not None and entry.tensor() is not None else None
+
+
+def _dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
+    """Say that y need not be kept: `recompute(*sources)` returns it again, same shape, dtype and values.
+
+    Args:
+        y: The output of an op, any shape; ignored unless it is contiguous.
+        recompute: A cheap function of the sources' tensors that holds no tensor itself.
+        sources: Records of what y is made from; weights, statistics and RNG states as `raw`.
+    """
+    declare_as(y, Derived(Recipe(recompute), sources))
+
+
+def declare_as(y: Tensor, record: Derived) -> None:
+    """Say that y need not be kept: `record` rebuilds it, same shape, dtype and values. Ignored unless y is contiguous."""
+    if not torch.compiler.is_compiling() and y.is_contiguous():
+        _insert(y, record)
+
+
+def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
+    """The record of x: what its producer declared, or x itself through `codec`, packed once for all its consumers."""
+    if torch.compiler.is_compiling():
+        return Stored(codec, *codec.pack(x)) if codec != IDENTITY else Stored(IDENTITY, (x,))
+    entry = _find(x)
+    if entry is not None and entry.record is not None and _shareable(entry, x):
+        return _viewed(entry, entry.record, x)
+    if codec == IDENTITY:
+        return Stored(IDENTITY, (x,))
+    record = Stored(codec, *codec.pack(x.detach()))
+    if entry is None:
+        _insert(x, record)
+    elif entry.record is None:
+        entry.record = record
+        entry.shape, entry.stride = x.shape, x.stride()
+    return record
+
+
+def _shareable(entry: _Entry, x: Tensor) -> bool:
+    """Whether x can be viewed out of the rebuilt value, which is contiguous whatever the original was."""
+    return _dense(entry.shape, entry.stride) or (x.shape == entry.shape and x.stride() == entry.stride)
+
+
+def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor], codec: Codec = IDENTITY) -> Derived:
+    """The record of a cheap function of x that every consumer of x derives in the same way (a cast), by name.
+
+    The consumers share one recipe, so the value is rebuilt once per backward.
+    """
+    source = record_of(x, codec)
+    if torch.compiler.is_compiling():
+        return Derived(Recipe(recompute), (source,))
+    entry = _find(x) or _insert(x, None)
+    if entry is None:
+        return Derived(Recipe(recompute), (source,))
+    key = (name, x.shape, x.stride())
+    if key not in entry.derivations:
+        entry.derivations[key] = Recipe(recompute)
+    return Derived(entry.derivations[key], (source,))
+
+
+def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Stored:
+    """The record of a copy of x (a narrower cast) that is kept in x's stead, made once for all consumers, by name."""
+    entry = None if torch.compiler.is_compiling() else _find(x) or _insert(x, None)
+    if entry is None:
+        return Stored(IDENTITY, (make(),))
+    key = (name, x.shape, x.stride())
+    if key not in entry.copies:
+        entry.copies[key] = Stored(IDENTITY, (make(),))
+    return entry.copies[key]
+
+
+def _viewed(entry: _Entry, record: Record, x: Tensor) -> Record:
+    """`record` as x sees the data: the same element count at the same offset, perhaps in another shape or order."""
+    if x.shape == entry.shape and x.stride() == entry.stride:
+        return record
+    key = ("view", x.shape, x.stride())
+    if key not in entry.derivations:
+        entry.derivations[key] = Recipe(_View(x.shape, x.stride()))
+    return Derived(entry.derivations[key], (record,))
+
+
+class _View:
+    """Recompute function of a view: no copy, the base is what was rebuilt."""
+
+    __slots__ = ("shape", "stride")
+
+    def __init__(self, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.shape, self.stride = shape, stride
+
+    def __call__(self, base: Tensor) -> Tensor:
+        if _dense(self.shape, self.stride):
+            return base.view(self.shape)
+        return base.as_strided(self.shape, self.stride)
+
+
+@contextmanager
+def frame() -> Iterator[None]:
+    """One forward of a patched model: it begins with an empty registry and, however it ends, leaves nothing behind."""
+    outer, outer_hooks = _state.entries, _state.hooks
+    _state.entries, _state.hooks = {}, None
+    try:
+        yield
+    finally:
+        _state.entries.clear()
+        _state.entries, _state.hooks = outer, outer_hooks
+
+
+def clear() -> None:
+    """Forget every entry of this thread."""
+    _state.entries.clear()
+
+
+def live_entries() -> int:
+    """How many tensors of this thread have an entry (for tests and leak checks)."""
+    return len(_state.entries)

@@ -1,0 +1,111 @@
+"""Derivatives of the pointwise activations. The forward is always the stock module's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
+    """dx = dy * f'(x), in x's dtype; `kind` is a row of `ACTIVATIONS`, `options` its constants (bounds, slope)."""
+    dtype = torch.promote_types(dy.dtype, x.dtype)
+    dx: Tensor = ACTIVATIONS[kind](dy.to(dtype), x.to(dtype), *options)
+    return dx.to(x.dtype)
+
+
+def _gelu(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.gelu_backward(dy, x)
+
+
+def _gelu_tanh(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.gelu_backward(dy, x, approximate="tanh")
+
+
+def _gelu_clipped(dy: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+    y = torch.nn.functional.gelu(x)
+    return aten.gelu_backward(dy * ((y >= low) & (y <= high)), x)
+
+
+def _silu(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.silu_backward(dy, x)
+
+
+def _mish(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.mish_backward(dy, x)
+
+
+def _relu(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.threshold_backward(dy, x, 0)
+
+
+def _relu_squared(dy: Tensor, x: Tensor) -> Tensor:
+    return dy * (2.0 * torch.relu(x))
+
+
+def _relu6(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.hardtanh_backward(dy, x, 0.0, 6.0)
+
+
+def _leaky_relu(dy: Tensor, x: Tensor, slope: float) -> Tensor:
+    return aten.leaky_relu_backward(dy, x, slope, False)
+
+
+def _hardswish(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.hardswish_backward(dy, x)
+
+
+def _sigmoid(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.sigmoid_backward(dy, torch.sigmoid(x))
+
+
+def _tanh(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.tanh_backward(dy, torch.tanh(x))
+
+
+def _in_fp32(derivative: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Composite functions: f' in fp32 and rounded once, which is closer to the truth than the stock composition."""
+
+    def backward(dy: Tensor, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return dy.to(wide).mul_(derivative(x.to(wide))) if dy.dtype != wide else dy * derivative(x)
+
+    return backward
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    s = torch.sigmoid(1.702 * x)
+    return s * (1 + 1.702 * x * (1 - s))
+
+
+def _laplace(x: Tensor, mu: float = 0.707107, sigma: float = 0.282095) -> Tensor:
+    z = (x - mu) / (sigma * math.sqrt(2.0))
+    return torch.exp(-z * z) / (sigma * math.sqrt(2.0 * math.pi))
+
+
+def _sqrt_softplus(x: Tensor) -> Tensor:
+    return torch.sigmoid(x) / (2 * torch.nn.functional.softplus(x).sqrt())
+
+
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_clipped": _gelu_clipped,
+    "silu": _silu,
+    "mish": _mish,
+    "relu": _relu,
+    "relu_squared": _relu_squared,
+    "relu6": _relu6,
+    "leaky_relu": _leaky_relu,
+    "hardswish": _hardswish,
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "quick_gelu": _in_fp32(_quick_gelu),
+    "laplace": _in_fp32(_laplace),
+    "sqrt_softplus": _in_fp32(_sqrt_softplus),
+}

@@ -1,0 +1,59 @@
+"""Attention whose backward kernel can be called with what was kept: the CPU's fused kernel.
+
+Elsewhere the op recomputes the stock call in backward (see ops/attention.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, S, D] and logsumexp [B, H, S] of q [B, H, S, D], k and v [B, Hkv, K, D]; mask bool (True: attend)
+    or additive, broadcastable to [B, H, S, K]."""
+    groups = q.size(1) // k.size(1)
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        q, _repeat(k, groups), _repeat(v, groups), 0.0, is_causal, attn_mask=_additive(mask, q.dtype), scale=scale
+    )
+
+
+def attention_bwd(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, shaped like q, k, v; the repeated heads of grouped-query attention are made again and summed."""
+    groups = q.size(1) // k.size(1)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, _repeat(k, groups), _repeat(v, groups), out, lse, 0.0, is_causal,
+        attn_mask=_additive(mask, q.dtype), scale=scale,
+    )  # fmt: skip
+    return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
+
+
+def _repeat(x: Tensor, groups: int) -> Tensor:
+    if groups == 1:
+        return x
+    b, h, s, d = x.shape
+    return x[:, :, None].expand(b, h, groups, s, d).reshape(b, h * groups, s, d)
+
+
+def _sum_groups(dx: Tensor, groups: int) -> Tensor:
+    return dx if groups == 1 else dx.unflatten(1, (-1, groups)).sum(2)
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), float("-inf"))

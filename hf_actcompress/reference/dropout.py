@@ -1,0 +1,50 @@
+"""Dropout whose mask is drawn again in backward from the generator's state before the draw."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# one swap of a device's default generator at a time
+_lock = threading.RLock()
+
+
+def rng_state(device: torch.device) -> Tensor:
+    """State of the default generator of `device`: a uint8 tensor on the host (5,056 bytes CPU, 16 bytes CUDA)."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
+    """`dropout(x, p)` with the mask that was drawn from `state`; the default generator is left as found.
+
+    On dy it is the gradient: both are x * mask / (1 - p), and the stock kernels compute both by this formula.
+    """
+    x = x.contiguous()
+    if x.device.type == "cpu":
+        generator = torch.Generator().set_state(state)
+        noise = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
+        return x * noise.div_(1 - p) if p < 1 else x * noise
+    with replayed_rng(state, x.device):
+        return functional.dropout(x, p, training=True)
+
+
+@contextmanager
+def replayed_rng(state: Tensor, device: torch.device) -> Iterator[None]:
+    """Run a block with `device`'s default generator set to `state`, then put it back as it was."""
+    with _lock:
+        module = torch if device.type == "cpu" else torch.get_device_module(device)
+        where = () if device.type == "cpu" else (device,)
+        current = module.get_rng_state(*where)
+        module.set_rng_state(state, *where)
+        try:
+            yield
+        finally:
+            module.set_rng_state(current, *where)
