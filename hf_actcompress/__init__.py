@@ -1,18 +1,60 @@
-"""Fine-tune HuggingFace Transformers with a fraction of the activation memory and exact gradients."""
+"""Fine-tune HuggingFace Transformers with a fraction of the activation memory and exact gradients.
+
+The public names, nothing else. They are imported on first use, so that the console script starts without torch.
+"""
 
 from __future__ import annotations
 
-from .config import PRESETS, CompressionConfig
-from .errors import ActCompressError
-from .patching import PatchReport, patch_model, patch_report, patched, unpatch_model
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import PRESETS, CompressionConfig
+    from .errors import ActCompressError
+    from .memory import MemoryReport, StepMemory, measure_step, memory_report
+    from .patching import PatchReport, patch_model, patch_report, patched, unpatch_model
+    from .training import ActCompressCallback
+
+_HOME = {
+    "ActCompressCallback": "training",
+    "ActCompressError": "errors",
+    "CompressionConfig": "config",
+    "MemoryReport": "memory",
+    "PRESETS": "config",
+    "PatchReport": "patching",
+    "StepMemory": "memory",
+    "measure_step": "memory",
+    "memory_report": "memory",
+    "patch_model": "patching",
+    "patch_report": "patching",
+    "patched": "patching",
+    "unpatch_model": "patching",
+}
 
 __all__ = [
     "PRESETS",
+    "ActCompressCallback",
     "ActCompressError",
     "CompressionConfig",
+    "MemoryReport",
     "PatchReport",
+    "StepMemory",
+    "measure_step",
+    "memory_report",
     "patch_model",
     "patch_report",
     "patched",
     "unpatch_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
