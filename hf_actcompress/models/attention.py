@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -54,7 +56,7 @@ def attention_forward(
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
     bias = kwargs.pop("position_bias", None)
-    stock = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
+    stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
     on_cpu = query.device.type == "cpu"
     keeps_more = attention_mask is not None or bias is not None or (dropout > 0 and on_cpu)
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
@@ -86,7 +88,8 @@ def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
     groups = query.size(1) // key.size(1)
     b, h, s, d = key.shape
     heads = key[:, :, None].expand(b, h, groups, s, d).flatten(1, 2) if groups > 1 else key
-    return torch._fused_sdp_choice(query, heads, heads, mask, 0.0, False) == int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+    choice: int = torch._fused_sdp_choice(query, heads, heads, mask, 0.0, False)
+    return choice == SDPBackend.FLASH_ATTENTION.value
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

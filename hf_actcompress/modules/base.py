@@ -33,18 +33,18 @@ class PatchedModule:
     actcompress: Settings
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(protocol)
-        return (_new, (type(self).__bases__[0], self.stock_class), *state)
+        stock: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
+        return (_new, (type(self).__bases__[0], self.stock_class), *stock[2:])
 
 
-def _new(mixin: type, stock_class: type[nn.Module]) -> nn.Module:
+def _new(mixin: type, stock_class: Any) -> nn.Module:
     cls = patched_class(mixin, stock_class)
     module: nn.Module = cls.__new__(cls)
     return module
 
 
 @lru_cache(maxsize=None)
-def patched_class(mixin: type, stock_class: type[nn.Module]) -> type[nn.Module]:
+def patched_class(mixin: type, stock_class: Any) -> type[nn.Module]:
     """The subclass of `stock_class` with `mixin`; its name shows in `repr(model)`."""
     name = f"ActCompress{stock_class.__name__}"
     return type(name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__})
@@ -52,14 +52,14 @@ def patched_class(mixin: type, stock_class: type[nn.Module]) -> type[nn.Module]:
 
 def patch_instance(module: nn.Module, mixin: type, settings: Settings) -> None:
     """Swap the module's class in place. Parameters, buffers, hooks and keys stay."""
-    module.__class__ = patched_class(mixin, type(module))
+    stock_class: Any = type(module)
+    module.__class__ = patched_class(mixin, stock_class)
     module.__dict__["actcompress"] = settings
 
 
 def unpatch_instance(module: nn.Module) -> None:
     """Restore the stock class of a patched module."""
-    assert isinstance(module, PatchedModule)
-    module.__class__ = module.stock_class
+    module.__class__ = module.stock_class  # type: ignore[assignment]
     del module.__dict__["actcompress"]
 
 

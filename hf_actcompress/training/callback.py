@@ -31,8 +31,9 @@ class ActCompressCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, config: CompressionConfig | str = "exact", *, strict: bool = True) -> None:
-        named = isinstance(config, str)
-        self.config = CompressionConfig.from_preset(config, logits=False) if named else resolve(config)
+        if isinstance(config, str):
+            config = CompressionConfig.from_preset(config, logits=False)
+        self.config = resolve(config)
         self.strict = strict
         self.report: PatchReport | None = None
 
