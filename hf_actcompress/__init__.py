@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import PRESETS, CompressionConfig
     from .errors import ActCompressError
-    from .memory import MemoryReport, StepMemory, measure_step, memory_report
+    from .memory import MemoryReport, StepMemory, kept_bytes, measure_step, memory_report
     from .patching import PatchReport, patch_model, patch_report, patched, unpatch_model
     from .training import ActCompressCallback
 
@@ -23,6 +23,7 @@ _HOME = {
     "PRESETS": "config",
     "PatchReport": "patching",
     "StepMemory": "memory",
+    "kept_bytes": "memory",
     "measure_step": "memory",
     "memory_report": "memory",
     "patch_model": "patching",
@@ -39,6 +40,7 @@ __all__ = [
     "MemoryReport",
     "PatchReport",
     "StepMemory",
+    "kept_bytes",
     "measure_step",
     "memory_report",
     "patch_model",

@@ -35,3 +35,7 @@ class CodecError(ActCompressError, ValueError):
 
 class KernelUnavailableError(ActCompressError, RuntimeError):
     """An implementation was named explicitly and is not usable here."""
+
+
+class MeasurementError(ActCompressError, RuntimeError):
+    """Memory cannot be measured here: no allocator events, or a device without allocator statistics."""

@@ -1,0 +1,184 @@
+"""What the allocator says: bytes held and peak bytes of a call, counted from the allocations and frees themselves.
+
+On a CPU the events come from `torch.profiler`, deterministic to the byte. On CUDA they come from the caching
+allocator's statistics, which round every block up to 512 bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from ..errors import MeasurementError
+
+
+@dataclass(frozen=True)
+class AllocatorTrace:
+    """The allocator during one call.
+
+    Args:
+        net_bytes: Allocated minus freed again: what the call still holds.
+        peak_bytes: The highest running sum, i.e. what was held at once.
+        events: How many allocations and frees there were.
+    """
+
+    net_bytes: int
+    peak_bytes: int
+    events: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one training step above what was allocated before it.
+
+    Args:
+        peak_bytes: The highest point: what decides whether the step fits.
+        left_bytes: What the step leaves behind (gradients that did not exist before, cached tensors).
+    """
+
+    peak_bytes: int
+    left_bytes: int
+
+
+def trace(fn: Callable[[], Any]) -> AllocatorTrace:
+    """Run `fn` once and read the CPU allocator's events in time order.
+
+    What `fn` returns is held until the count is complete. Garbage is collected before, and after the call while it is
+    still counted, so that cycles do not count as held. Blocks that were there before are left out: the profiler
+    does not report their frees reliably.
+
+    Raises:
+        MeasurementError: This torch reports no allocator events, or not in a form that is known here.
+    """
+    with _collected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        held = fn()
+        gc.collect()
+    del held
+    return _summed(_allocations(profiler))
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """No garbage at the start, no collection at a moment of the interpreter's choice."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _allocations(profiler: Any) -> list[tuple[int, int, int]]:
+    """(time, address, signed size) of the CPU allocator's events, in time order."""
+    try:
+        # the flat list of events has no addresses, and `profile.events()` folds allocations into their operators
+        pending = list(profiler.profiler.kineto_results.experimental_event_tree())
+        found = []
+        while pending:
+            event = pending.pop()
+            pending.extend(event.children)
+            if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+                found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    except (AttributeError, TypeError) as error:
+        raise MeasurementError(
+            f"torch {torch.__version__} does not give its profiler's memory events in the form that is read here "
+            f"({error}); tested with torch 2.11 to 2.13"
+        ) from error
+    return sorted(found, key=lambda event: event[0])
+
+
+def _summed(allocations: list[tuple[int, int, int]]) -> AllocatorTrace:
+    net = peak = 0
+    live: dict[int, int] = {}
+    for _, address, size in allocations:
+        if size > 0:
+            live[address] = size
+            net += size
+        else:
+            # torch remembers sizes by address across traces: a block of before, freed now at an address that an
+            # earlier trace saw, is reported with that trace's size, and otherwise not at all. so neither is counted
+            net -= live.pop(address, 0)
+        peak = max(peak, net)
+    return AllocatorTrace(net, peak, len(allocations))
+
+
+def measure_step(step: Callable[[], object], device: torch.device | str) -> StepMemory:
+    """Memory of one step (forward and backward, perhaps the optimizer) above what is allocated before it.
+
+    Args:
+        step: Runs the step once. For a figure of activations alone, run it once before, so that the gradients exist.
+        device: Where the model is: a CPU or a CUDA device.
+
+    Returns:
+        Its peak and what it leaves behind, in bytes.
+
+    Raises:
+        MeasurementError: Another kind of device, or no allocator events.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        seen = trace(lambda: _drop(step()))
+        return StepMemory(seen.peak_bytes, seen.net_bytes)
+    with _cuda_start(device) as before:
+        _drop(step())
+        peak = torch.cuda.max_memory_allocated(device) - before
+        gc.collect()
+        return StepMemory(peak, torch.cuda.memory_allocated(device) - before)
+
+
+def kept_bytes(forward: Callable[[], Any], device: torch.device | str) -> int:
+    """Bytes held after a forward while its loss is held: what is kept for backward.
+
+    Args:
+        forward: Runs the forward once and returns the loss, or an output with a ``loss``. Only the loss is held on
+            to: logits and hidden states are counted only if backward needs them.
+        device: Where the model is: a CPU or a CUDA device.
+
+    Returns:
+        Bytes above what was allocated before: no weights, gradients or optimizer state, unless the forward makes them.
+
+    Raises:
+        MeasurementError: Another kind of device, no allocator events, or an output without a loss.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return trace(lambda: _loss(forward())).net_bytes
+    with _cuda_start(device) as before:
+        held = _loss(forward())
+        gc.collect()
+        kept = torch.cuda.memory_allocated(device) - before
+        del held
+        return kept
+
+
+def _drop(_: object) -> None:
+    return None
+
+
+def _loss(output: Any) -> Tensor:
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise MeasurementError(
+            f"the forward returned {type(output).__name__} without a loss; pass labels, or return the loss itself"
+        )
+    return loss
+
+
+@contextmanager
+def _cuda_start(device: torch.device) -> Iterator[int]:
+    if device.type != "cuda":
+        raise MeasurementError(f"memory was asked for on {device}; it can be measured on a CPU or a CUDA device")
+    with _collected():
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield torch.cuda.memory_allocated(device)
