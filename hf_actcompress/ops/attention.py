@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,21 +95,26 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         masks = [raw(x) if x is not None else None for x in (mask, bias)]
         save(ctx, *kept, *masks, raw(state))
         ctx.attend = SameAutocast(attend, q)
-        return attend(q, k, v, mask, bias)
+        # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph
+        leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:])
+        with torch.enable_grad():
+            return attend(*leaves).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, state = load(ctx)
         needs = ctx.needs_input_grad[1:]
-        leaves = [
-            x.detach().requires_grad_(need) if x is not None else None for x, need in zip(inputs, needs, strict=True)
-        ]
+        leaves = _leaves(inputs, needs)
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need and x is not None]
         with torch.enable_grad(), implementation("replayed_rng", dout)(state, dout.device):
             out = ctx.attend(*leaves)
             grads = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
         return (None, *(next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True)))
+
+
+def _leaves(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    return [x.detach().requires_grad_(need) if x is not None else None for x, need in zip(inputs, needs, strict=True)]
 
 
 def recomputed_attention(

@@ -53,7 +53,9 @@ def rms_norm_bwd(
         dweight = product.reshape(-1, product.size(-1)).sum(0).to(weight.dtype)
     if not needed[0]:
         return None, dweight
-    dnormed = _fp32(dy if gain is None else dy * gain)
+    dnormed = dy if gain is None else dy * gain
+    # where the gain is wider than what it is applied to, autograd rounds here
+    dnormed = _fp32(dnormed if in_fp32 else dnormed.to(normed_cast.dtype))
     return _dx(dnormed, x32, rstd).to(x.dtype), dweight
 
 
