@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -47,12 +47,12 @@ def implementation(name: str, x: Tensor) -> Callable[..., Any]:
     return _function(f"{__package__}.reference", name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _function(module: str, name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
 
 
-@lru_cache(maxsize=1)
+@cache
 def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None

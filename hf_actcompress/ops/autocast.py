@@ -17,7 +17,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 class SameAutocast:
-    """A function that, whenever it is called, runs under the autocast state in which it was made. It holds no tensor."""
+    """A function that always runs under the autocast state in which it was wrapped. It holds no tensor."""
 
     __slots__ = ("device", "dtype", "function")
 

@@ -43,7 +43,7 @@ class LayerNormFunction(torch.autograd.Function):
         declare(y, rebuild, x_record, *affine)
         ctx.shape, ctx.wide = shape, wide
         ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
-        return y
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable

@@ -24,13 +24,16 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
-        dtype = autocast_dtype(x) or x.dtype
+        autocast = autocast_dtype(x)
+        dtype = autocast or x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         save(ctx, _input_record(x, dtype, codec) if needs_weight else None, raw(weight) if needs_x else None)
         ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.transposed = transposed
-        bias = bias.to(dtype) if bias is not None else None
-        return implementation("linear_fwd", x)(x.to(dtype), weight.to(dtype), bias, transposed)  # type: ignore[no-any-return]
+        if autocast is not None:
+            # nothing else is cast: mixed dtypes are an error, as in stock
+            x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
+        return implementation("linear_fwd", x)(x, weight, bias, transposed)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,15 @@ Record = Stored | Derived
 def raw(x: Tensor) -> Stored:
     """The record of a weight, a statistic, an RNG state, a mask or an index: kept as it is, under every preset."""
     return Stored(IDENTITY, (x,))
+
+
+def leaves(record: Record) -> Iterator[Tensor]:
+    """The tensors that keeping `record` keeps."""
+    if isinstance(record, Stored):
+        yield from record.tensors
+    else:
+        for source in record.sources:
+            yield from leaves(source)
 
 
 class Recipe:

@@ -1,9 +1,11 @@
 """Which record belongs to a live tensor.
 
 A tensor is found by its data (storage, offset, element count, dtype, version counter), so that a view of the same data
-has the same record, and a tensor that was written in place is a new one. An entry ends with its tensor object, with
-the forward of the patched model (`frame`), and as soon as the innermost saved-tensor hooks change: that is how a
-checkpointed region is entered and left, and a record must not cross that boundary.
+has the same record, and a tensor that was written in place is a new one. So is one whose sources were written since:
+it can no longer be rebuilt, and its consumers keep it. (Writes that no version counter sees, through `.data`, are not
+seen here either.) An entry ends with its tensor object, with the forward of the patched model (`frame`), and as soon as
+the innermost saved-tensor hooks change: that is how a checkpointed region is entered and left, and a record must not
+cross that boundary.
 
 The registry is per thread and only ever describes a forward in progress. Under `torch.compile` there is none.
 """
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from .record import Derived, Recipe, Record, Stored
+from .record import Derived, Recipe, Record, Stored, leaves
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
@@ -31,14 +33,32 @@ class _Entry:
     Nothing here may hold the tensor itself, or it would never end.
     """
 
-    __slots__ = ("__weakref__", "copies", "derivations", "record", "shape", "stride", "tensor")
+    __slots__ = ("copies", "derivations", "record", "shape", "stride", "tensor", "versions")
 
     def __init__(self, x: Tensor, record: Record | None, on_death: Callable[[Any], None]) -> None:
         self.tensor = weakref.ref(x, on_death)
-        self.record = record
-        self.shape, self.stride = x.shape, x.stride()
         self.derivations: dict[Hashable, Recipe] = {}
         self.copies: dict[Hashable, Stored] = {}
+        self.describe(x, record)
+
+    def describe(self, x: Tensor, record: Record | None) -> None:
+        """Note that `record` gives the data as x sees it."""
+        self.record = record
+        self.shape, self.stride = x.shape, x.stride()
+        self.versions = _versions(record)
+
+    def describes(self, x: Tensor) -> bool:
+        """Whether there is a record out of which x, same data as this tensor, can be had."""
+        if self.record is None or self.versions != _versions(self.record):
+            return False
+        if x.shape == self.shape and x.stride() == self.stride:
+            return True
+        # what is rebuilt is contiguous whatever the original was, and ends where the original did
+        return _dense(self.shape, self.stride) and _extent(x) <= x.numel()
+
+
+def _versions(record: Record | None) -> tuple[int, ...]:
+    return tuple(x._version for x in leaves(record)) if record is not None else ()
 
 
 class _State(threading.local):
@@ -51,7 +71,7 @@ _state = _State()
 
 
 def _key(x: Tensor) -> _Key | None:
-    if x.is_inference() or x.layout is not torch.strided:
+    if x.is_inference() or x.layout is not torch.strided or x.numel() == 0 or x.is_complex() or x.is_neg():
         return None
     try:
         return (x.untyped_storage()._cdata, int(x.storage_offset()), x.numel(), x.dtype, x._version)
@@ -87,7 +107,8 @@ def _insert(x: Tensor, record: Record | None) -> _Entry | None:
     def drop(reference: object) -> None:
         entry = entries.get(key)
         if entry is not None and entry.tensor is reference:
-            del entries[key]
+            # a tensor may die in another thread, while this one clears the entries
+            entries.pop(key, None)
 
     entry = _Entry(x, record, drop)
     entries[key] = entry
@@ -97,7 +118,11 @@ def _insert(x: Tensor, record: Record | None) -> _Entry | None:
 def _find(x: Tensor) -> _Entry | None:
     key = _key(x)
     entry = _entries().get(key) if key is not None else None
-    return entry if entry is not None and entry.tensor() is not None else None
+    if entry is None:
+        return None
+    # the tensor may have been given other data since (`set_`, `.data =`), and the storage's address to someone else
+    known = entry.tensor()
+    return entry if known is not None and _key(known) == key else None
 
 
 def _dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
@@ -107,6 +132,11 @@ def _dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
             return False
         expected *= size
     return True
+
+
+def _extent(x: Tensor) -> int:
+    """One past the last element of the storage that x sees, counted from its first."""
+    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
@@ -121,7 +151,7 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
 
 
 def declare_as(y: Tensor, record: Derived) -> None:
-    """Say that y need not be kept: `record` rebuilds it, same shape, dtype and values. Ignored unless y is contiguous."""
+    """Say that y need not be kept: `record` rebuilds it, same shape, dtype, values. Ignored unless y is contiguous."""
     if not torch.compiler.is_compiling() and y.is_contiguous():
         _insert(y, record)
 
@@ -131,7 +161,8 @@ def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
     if torch.compiler.is_compiling():
         return Stored(codec, *codec.pack(x)) if codec != IDENTITY else Stored(IDENTITY, (x,))
     entry = _find(x)
-    if entry is not None and entry.record is not None and _shareable(entry, x):
+    if entry is not None and entry.describes(x):
+        assert entry.record is not None
         return _viewed(entry, entry.record, x)
     if codec == IDENTITY:
         return Stored(IDENTITY, (x,))
@@ -139,14 +170,8 @@ def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
     if entry is None:
         _insert(x, record)
     elif entry.record is None:
-        entry.record = record
-        entry.shape, entry.stride = x.shape, x.stride()
+        entry.describe(x, record)
     return record
-
-
-def _shareable(entry: _Entry, x: Tensor) -> bool:
-    """Whether x can be viewed out of the rebuilt value, which is contiguous whatever the original was."""
-    return _dense(entry.shape, entry.stride) or (x.shape == entry.shape and x.stride() == entry.stride)
 
 
 def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor], codec: Codec = IDENTITY) -> Derived:
@@ -160,7 +185,8 @@ def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor
     entry = _find(x) or _insert(x, None)
     if entry is None:
         return Derived(Recipe(recompute), (source,))
-    key = (name, x.shape, x.stride())
+    # those who asked before x was encoded derive from x itself
+    key = (name, x.shape, x.stride(), entry.describes(x))
     if key not in entry.derivations:
         entry.derivations[key] = Recipe(recompute)
     return Derived(entry.derivations[key], (source,))
@@ -196,6 +222,7 @@ class _View:
         self.shape, self.stride = shape, stride
 
     def __call__(self, base: Tensor) -> Tensor:
+        base = base.contiguous()
         if _dense(self.shape, self.stride):
             return base.view(self.shape)
         return base.as_strided(self.shape, self.stride)

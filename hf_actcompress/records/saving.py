@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import Codec
-from .record import Derived, Recipe, Record, Stored
+from .record import Recipe, Record, Stored
 
 
 @dataclass(frozen=True)
@@ -91,5 +91,3 @@ def load(ctx: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     slots: tuple[_Slot | None, ...] = ctx.slots
     return tuple(None if slot is None else slot.value(saved) for slot in slots)
-
-

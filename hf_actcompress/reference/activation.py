@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
@@ -19,28 +19,28 @@ def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] 
     return dx.to(x.dtype)
 
 
-def _gelu(dy: Tensor, x: Tensor) -> Tensor:
+def _gelu(dy: Tensor, x: Tensor) -> Any:
     return aten.gelu_backward(dy, x)
 
 
-def _gelu_tanh(dy: Tensor, x: Tensor) -> Tensor:
+def _gelu_tanh(dy: Tensor, x: Tensor) -> Any:
     return aten.gelu_backward(dy, x, approximate="tanh")
 
 
-def _gelu_clipped(dy: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+def _gelu_clipped(dy: Tensor, x: Tensor, low: float, high: float) -> Any:
     y = torch.nn.functional.gelu(x)
     return aten.gelu_backward(dy * ((y >= low) & (y <= high)), x)
 
 
-def _silu(dy: Tensor, x: Tensor) -> Tensor:
+def _silu(dy: Tensor, x: Tensor) -> Any:
     return aten.silu_backward(dy, x)
 
 
-def _mish(dy: Tensor, x: Tensor) -> Tensor:
+def _mish(dy: Tensor, x: Tensor) -> Any:
     return aten.mish_backward(dy, x)
 
 
-def _relu(dy: Tensor, x: Tensor) -> Tensor:
+def _relu(dy: Tensor, x: Tensor) -> Any:
     return aten.threshold_backward(dy, x, 0)
 
 
@@ -48,23 +48,23 @@ def _relu_squared(dy: Tensor, x: Tensor) -> Tensor:
     return dy * (2.0 * torch.relu(x))
 
 
-def _relu6(dy: Tensor, x: Tensor) -> Tensor:
+def _relu6(dy: Tensor, x: Tensor) -> Any:
     return aten.hardtanh_backward(dy, x, 0.0, 6.0)
 
 
-def _leaky_relu(dy: Tensor, x: Tensor, slope: float) -> Tensor:
+def _leaky_relu(dy: Tensor, x: Tensor, slope: float) -> Any:
     return aten.leaky_relu_backward(dy, x, slope, False)
 
 
-def _hardswish(dy: Tensor, x: Tensor) -> Tensor:
+def _hardswish(dy: Tensor, x: Tensor) -> Any:
     return aten.hardswish_backward(dy, x)
 
 
-def _sigmoid(dy: Tensor, x: Tensor) -> Tensor:
+def _sigmoid(dy: Tensor, x: Tensor) -> Any:
     return aten.sigmoid_backward(dy, torch.sigmoid(x))
 
 
-def _tanh(dy: Tensor, x: Tensor) -> Tensor:
+def _tanh(dy: Tensor, x: Tensor) -> Any:
     return aten.tanh_backward(dy, torch.tanh(x))
 
 

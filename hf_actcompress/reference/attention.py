@@ -5,10 +5,12 @@ Elsewhere the op recomputes the stock call in backward (see ops/attention.py).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def attention_fwd(
@@ -17,9 +19,10 @@ def attention_fwd(
     """out [B, H, S, D] and logsumexp [B, H, S] of q [B, H, S, D], k and v [B, Hkv, K, D]; mask bool (True: attend)
     or additive, broadcastable to [B, H, S, K]."""
     groups = q.size(1) // k.size(1)
-    return aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q, _repeat(k, groups), _repeat(v, groups), 0.0, is_causal, attn_mask=_additive(mask, q.dtype), scale=scale
     )
+    return out, lse
 
 
 def attention_bwd(
@@ -50,7 +53,8 @@ def _repeat(x: Tensor, groups: int) -> Tensor:
 
 
 def _sum_groups(dx: Tensor, groups: int) -> Tensor:
-    return dx if groups == 1 else dx.unflatten(1, (-1, groups)).sum(2)
+    b, h, s, d = dx.shape
+    return dx if groups == 1 else dx.view(b, h // groups, groups, s, d).sum(2)
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """y [..., O] of x [..., I]; weight [O, I], or [I, O] if `transposed`. The torch calls are those of the stock modules."""
+    """y [..., O] of x [..., I]; weight [O, I], or [I, O] if `transposed`. The torch calls are the stock modules'."""
     if not transposed:
         return torch.nn.functional.linear(x, weight, bias)
     rows = x.view(-1, x.size(-1))

@@ -1,0 +1,397 @@
+"""Which tensors have a record: by data, as long as the data are what they were."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_actcompress.records import (
+    Derived,
+    Stored,
+    clear,
+    declare,
+    frame,
+    live_entries,
+    raw,
+    record_of,
+    shared_copy,
+    shared_derivation,
+)
+from tests.records.toys import Half, consume
+
+
+def declared(x: Tensor) -> Tensor:
+    y = torch.sin(x)
+    declare(y, torch.sin, raw(x))
+    return y
+
+
+def is_derived(x: Tensor) -> bool:
+    return isinstance(record_of(x), Derived)
+
+
+def test_declared_tensor_is_derived_and_others_are_stored():
+    y = declared(torch.randn(3, 4))
+    assert is_derived(y)
+    other = torch.randn(3, 4)
+    record = record_of(other)
+    assert isinstance(record, Stored) and record.tensors[0] is other
+
+
+def test_same_record_for_every_consumer():
+    y = declared(torch.randn(3, 4))
+    first, second = record_of(y), record_of(y)
+    assert isinstance(first, Derived) and isinstance(second, Derived)
+    assert first.recipe is second.recipe
+
+
+def test_entry_ends_with_the_tensor():
+    y = declared(torch.randn(3, 4))
+    assert live_entries() == 1
+    del y
+    assert live_entries() == 0
+
+
+def test_recycled_address_is_not_found():
+    """Free and allocate in turn until the storage's address comes back: it must be a stranger's."""
+    x = torch.randn(64)
+    addresses = set()
+    recycled = 0
+    for _ in range(200):
+        y = declared(x)
+        addresses.add(y.untyped_storage()._cdata)
+        del y
+        z = torch.cos(x)
+        recycled += z.untyped_storage()._cdata in addresses
+        assert not is_derived(z)
+        del z
+    assert recycled > 0, "the allocator never gave an address back; this test tested nothing"
+
+
+@pytest.mark.parametrize("swap", [lambda y: y.set_(torch.zeros(64)), lambda y: setattr(y, "data", torch.zeros(64))])
+def test_data_swapped_under_a_live_tensor_is_not_found(swap):
+    """`set_` and `.data =` let go of the storage under a tensor that lives on; then it may be anyone's."""
+    y = declared(torch.randn(64))
+    anyone = y.data  # the old storage, with a version counter of its own
+    assert is_derived(anyone)
+    swap(y)
+    assert not is_derived(anyone) and not is_derived(y)
+
+
+VIEWS = {
+    "itself": lambda y: y,
+    "reshaped": lambda y: y.view(2, 12),
+    "flat": lambda y: y.view(-1),
+    "unsqueezed": lambda y: y.unsqueeze(1),
+    "transposed": lambda y: y.t(),
+    "permuted": lambda y: y.view(2, 2, 6).permute(2, 0, 1),
+    "detached": lambda y: y.detach(),
+    "expanded": lambda y: y[:1].expand(4, 6),
+    "strided": lambda y: y.view(-1).as_strided((4, 6), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_view_of_the_same_data_is_the_same_record(view):
+    y = declared(torch.randn(4, 6))
+    v = view(y).detach().requires_grad_()
+    assert is_derived(v) == (v.numel() == y.numel())
+    z = consume(v)
+    dz = torch.randn_like(z)
+    (dv,) = torch.autograd.grad(z, v, dz)
+    assert torch.equal(dv, 2 * v.detach() * dz)
+
+
+NOT_THE_SAME = {
+    "half": lambda y: y[:2],
+    "other offset": lambda y: y[2:],
+    "every second": lambda y: y.view(-1)[::2],
+    "other dtype": lambda y: y.view(torch.int32),
+    "one expanded": lambda y: y[0].expand(3, 6),
+}
+
+
+@pytest.mark.parametrize("view", NOT_THE_SAME.values(), ids=NOT_THE_SAME.keys())
+def test_other_data_in_the_same_storage_is_not_the_same_record(view):
+    y = declared(torch.randn(4, 6))
+    assert not is_derived(view(y))
+
+
+def test_view_that_reaches_beyond_the_declared_slice():
+    """Same storage, offset, count, dtype and version, yet other elements: it must be kept by itself."""
+    buffer = torch.randn(8, 4)
+    y = buffer[:4]
+    declare(y, torch.sin, raw(torch.randn(4, 4)))
+    assert is_derived(y)
+    assert not is_derived(buffer[::2])
+
+
+def test_non_contiguous_outputs_are_not_declared():
+    y = torch.randn(4, 6).t()
+    declare(y, torch.sin, raw(torch.randn(6, 4)))
+    assert live_entries() == 0
+
+
+def test_conjugated_complex_data_have_no_record():
+    y = torch.randn(4, dtype=torch.complex64)
+    declare(y, torch.sin, raw(y.clone()))
+    assert not is_derived(y) and not is_derived(y.conj())
+
+
+def test_zero_size_tensors_have_no_entry():
+    y = torch.empty(0, 4)
+    declare(y, torch.sin, raw(torch.empty(0, 4)))
+    assert live_entries() == 0 and isinstance(record_of(y, Half()), Stored)
+
+
+def test_inference_tensors_have_no_entry():
+    with torch.inference_mode():
+        y = declared(torch.randn(4))
+        assert live_entries() == 0
+        assert isinstance(record_of(y), Stored)
+
+
+def test_in_place_write_makes_a_new_tensor():
+    y = declared(torch.randn(4, 6))
+    y.mul_(2)
+    assert not is_derived(y)
+
+
+def test_in_place_write_through_a_view_makes_a_new_tensor():
+    y = declared(torch.randn(4, 6))
+    y.view(-1)[3:5].zero_()
+    assert not is_derived(y)
+
+
+def test_written_source_makes_the_output_stored():
+    """A source that changed cannot rebuild the output any more."""
+    x = torch.randn(4, 6)
+    y = declared(x)
+    x.add_(1)
+    record = record_of(y)
+    assert isinstance(record, Stored) and record.tensors[0] is y
+
+
+def test_written_source_of_a_source():
+    x = torch.randn(4, 6)
+    y = declared(x)
+    z = torch.cos(y)
+    declare(z, torch.cos, record_of(y))
+    assert is_derived(z)
+    x.add_(1)
+    assert not is_derived(z)
+    assert not is_derived(y)
+
+
+def test_gradient_is_right_when_the_source_is_written_before_the_consumer():
+    x = torch.randn(4, 6)
+    w = torch.ones(4, 6, requires_grad=True)
+    h = w * 1.0
+    y = torch.sin(x)
+    declare(y, torch.sin, raw(x))
+    x.add_(1)
+    z = consume(h * y)
+    (dw,) = torch.autograd.grad(z.sum(), w)
+    torch.testing.assert_close(dw, 2 * y * y)
+
+
+def test_source_written_after_the_consumer_raises_in_backward():
+    x = torch.randn(4, 6)
+    base = torch.randn(4, 6, requires_grad=True)
+    y = base * 1.0
+    declare(y, torch.sin, raw(x))
+    z = consume(y)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+def test_codec_packs_once_for_all_consumers():
+    codec = Half()
+    x = torch.randn(4, 6)
+    first, second = record_of(x, codec), record_of(x, codec)
+    assert first is second
+    view = record_of(x.view(-1), codec)
+    assert isinstance(view, Derived) and view.sources == (first,)
+    assert codec.log == ["pack"]
+
+
+def test_codec_packs_again_after_a_write():
+    codec = Half()
+    x = torch.randn(4, 6)
+    record_of(x, codec)
+    x.add_(1)
+    record = record_of(x, codec)
+    assert codec.log == ["pack", "pack"]
+    assert isinstance(record, Stored) and torch.equal(record.tensors[0], x.bfloat16())
+
+
+def test_declared_tensor_is_never_packed():
+    codec = Half()
+    y = declared(torch.randn(4, 6))
+    assert isinstance(record_of(y, codec), Derived) and codec.log == []
+
+
+def test_packing_holds_neither_the_tensor_nor_its_graph():
+    codec = Half()
+    x = torch.randn(4, 6, requires_grad=True)
+    h = x * 2
+    record = record_of(h, codec)
+    assert isinstance(record, Stored) and not record.tensors[0].requires_grad
+    del h
+    assert live_entries() == 0
+
+
+def test_transposed_tensor_through_a_codec_and_then_its_base():
+    codec = Half()
+    base = torch.randn(4, 6)
+    for x in (base.t(), base, base.t()):
+        record = record_of(x, codec)
+        (value,) = [_value(record)]
+        assert torch.equal(value, x.bfloat16().float())
+
+
+def _value(record) -> Tensor:
+    if isinstance(record, Stored):
+        return record.codec.unpack(record.tensors, record.meta)
+    return record.recipe.recompute(*(_value(source) for source in record.sources))
+
+
+def test_shared_derivation_is_one_recipe_by_name_and_view():
+    y = declared(torch.randn(4, 6))
+    one = shared_derivation(y, "cast", Tensor.double)
+    assert shared_derivation(y, "cast", Tensor.double).recipe is one.recipe
+    assert shared_derivation(y, "other", Tensor.double).recipe is not one.recipe
+    assert shared_derivation(y.view(-1), "cast", Tensor.double).recipe is not one.recipe
+
+
+def test_derivations_from_the_tensor_and_from_its_encoding_are_not_mixed():
+    x = torch.randn(4, 6)
+    exact = shared_derivation(x, "cast", Tensor.double)
+    lossy = shared_derivation(x, "cast", Tensor.double, Half())
+    assert exact.recipe is not lossy.recipe
+    assert torch.equal(_value(exact), x.double())
+
+
+def test_shared_copy_is_made_once_and_again_after_a_write():
+    x = torch.randn(4, 6)
+    calls = []
+
+    def make() -> Tensor:
+        calls.append(1)
+        return x.bfloat16()
+
+    assert shared_copy(x, "bf16", make) is shared_copy(x, "bf16", make)
+    x.add_(1)
+    assert torch.equal(shared_copy(x, "bf16", make).tensors[0], x.bfloat16())
+    assert len(calls) == 2
+
+
+def test_hooks_are_a_boundary_in_and_out():
+    y = declared(torch.randn(4, 6))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert not is_derived(y)
+        inner = declared(torch.randn(4, 6))
+        assert is_derived(inner)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert not is_derived(inner)
+        assert not is_derived(inner)
+    assert not is_derived(inner) and not is_derived(y)
+    assert live_entries() == 0
+
+
+def test_hooks_with_a_recycled_id_are_a_boundary():
+    for _ in range(20):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            inner = declared(torch.randn(4))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert not is_derived(inner)
+
+
+def test_same_hooks_are_no_boundary():
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = declared(torch.randn(4))
+        assert is_derived(y) and is_derived(y)
+
+
+def test_hooks_without_weak_references():
+    class Pack:
+        __slots__ = ()
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x
+
+    with torch.autograd.graph.saved_tensors_hooks(Pack(), lambda t: t):
+        y = declared(torch.randn(4))
+        assert is_derived(y)
+    assert not is_derived(y)
+
+
+def test_disabled_hooks_are_no_error():
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert is_derived(declared(torch.randn(4)))
+
+
+def test_frame_starts_empty_and_leaves_nothing():
+    outside = declared(torch.randn(4))
+    with frame():
+        assert not is_derived(outside)
+        inside = declared(torch.randn(4))
+        assert is_derived(inside)
+    assert not is_derived(inside)
+    assert is_derived(outside)
+
+
+def test_frame_ends_by_an_exception():
+    held = []
+    with pytest.raises(ZeroDivisionError), frame():
+        held.append(declared(torch.randn(4)))
+        raise ZeroDivisionError
+    assert live_entries() == 0 and not is_derived(held[0])
+
+
+def test_nested_and_interleaved_frames():
+    with frame():
+        a = declared(torch.randn(4))
+        with frame():
+            assert live_entries() == 0
+            b = declared(torch.randn(4))
+            assert is_derived(b) and not is_derived(a)
+        assert is_derived(a) and not is_derived(b)
+
+
+def test_threads_have_registries_of_their_own():
+    y = declared(torch.randn(4))
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: found.append(is_derived(y))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [False, False] and is_derived(y)
+
+
+def test_tensor_that_dies_in_another_thread():
+    held = [declared(torch.randn(4))]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert live_entries() == 0
+
+
+def test_entries_die_by_reference_count_alone():
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(4, 6)
+        y = declared(x)
+        shared_derivation(y.view(-1), "cast", Tensor.double)
+        assert live_entries() == 1
+        del y
+        assert live_entries() == 0
+    finally:
+        gc.enable()
