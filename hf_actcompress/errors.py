@@ -39,3 +39,7 @@ class KernelUnavailableError(ActCompressError, RuntimeError):
 
 class MeasurementError(ActCompressError, RuntimeError):
     """Memory cannot be measured here: no allocator events, or a device without allocator statistics."""
+
+
+class MissingExtraError(ActCompressError, ImportError):
+    """Something was asked that needs an optional dependency which is not installed."""

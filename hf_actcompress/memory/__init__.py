@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from .allocator import AllocatorTrace, StepMemory, kept_bytes, measure_step, trace
+from .attribution import memory_report
+from .report import Advice, MemoryReport, MemoryRow
 
 __all__ = [
+    "Advice",
     "AllocatorTrace",
+    "MemoryReport",
+    "MemoryRow",
     "StepMemory",
     "kept_bytes",
     "measure_step",
+    "memory_report",
     "trace",
 ]

@@ -152,9 +152,9 @@ def kept_bytes(forward: Callable[[], Any], device: torch.device | str) -> int:
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return trace(lambda: _loss(forward())).net_bytes
+        return trace(lambda: loss_of(forward())).net_bytes
     with _cuda_start(device) as before:
-        held = _loss(forward())
+        held = loss_of(forward())
         gc.collect()
         kept = torch.cuda.memory_allocated(device) - before
         del held
@@ -165,7 +165,8 @@ def _drop(_: object) -> None:
     return None
 
 
-def _loss(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a forward returned. Raises MeasurementError if there is none."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise MeasurementError(

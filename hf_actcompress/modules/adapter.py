@@ -22,7 +22,8 @@ class AdapterMixin(_Module):
     """Any `BaseTunerLayer`: overrides its cast alone."""
 
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
+        # below the first trainable layer x needs no gradient, but the adapters' weights need x
         cast_enabled = getattr(self, "cast_input_dtype_enabled", True)
-        if not isinstance(x, Tensor) or not cast_enabled or not keeps_for_backward(x):
+        if not isinstance(x, Tensor) or not cast_enabled or not keeps_for_backward(x, *self.parameters()):
             return super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
         return ops.cast(x, dtype, codec=self.actcompress.codec)

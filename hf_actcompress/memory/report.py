@@ -1,0 +1,191 @@
+"""What a memory report holds, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one module keeps for backward.
+
+    Args:
+        module: Its name; "" is the model itself.
+        role: linear, norm, activation, mlp, attention, dropout, adapter, embedding, loss, checkpoint or other.
+        stock_bytes, patched_bytes: Bytes of the storages that are first saved while it runs, without its children.
+        stock_tensors, patched_tensors: Dtype and shape of each.
+    """
+
+    module: str
+    role: str
+    stock_bytes: int
+    patched_bytes: int
+    stock_tensors: tuple[str, ...] = ()
+    patched_tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something that the user can still turn off, as the model was when the report was asked for.
+
+    Args:
+        what: What is kept or held.
+        bytes: Measured on this model and batch.
+        how: What to change.
+    """
+
+    what: str
+    bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What is kept for backward, stock beside patched. Prints with rich, serialises, draws with matplotlib.
+
+    Args:
+        rows: One per module and role that keeps anything.
+        advice: What can still be turned off, largest first.
+        notes: What limits the figures.
+        layer_tokens: Tokens of the batch summed over the layers: the divisor of the figures per token and layer.
+        hidden_size: Width of the layers, 0 if unknown.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+    layer_tokens: int
+    hidden_size: int
+    layer_stock_bytes: int
+    layer_patched_bytes: int
+
+    @property
+    def stock_bytes(self) -> int:
+        return sum(row.stock_bytes for row in self.rows)
+
+    @property
+    def patched_bytes(self) -> int:
+        return sum(row.patched_bytes for row in self.rows)
+
+    @property
+    def stock_per_token_layer(self) -> float:
+        """Bytes per token and layer, of what the layers keep."""
+        return self.layer_stock_bytes / max(1, self.layer_tokens)
+
+    @property
+    def patched_per_token_layer(self) -> float:
+        """Bytes per token and layer, of what the layers keep."""
+        return self.layer_patched_bytes / max(1, self.layer_tokens)
+
+    def by_role(self) -> dict[str, tuple[int, int]]:
+        """Bytes per role, stock and patched, the largest in stock first."""
+        return _totals((row.role, row) for row in self.rows)
+
+    def to_json(self) -> str:
+        """All rows, the advice and the totals."""
+        totals = {
+            "stock_bytes": self.stock_bytes,
+            "patched_bytes": self.patched_bytes,
+            "stock_bytes_per_token_and_layer": self.stock_per_token_layer,
+            "patched_bytes_per_token_and_layer": self.patched_per_token_layer,
+        }
+        return json.dumps({**totals, **asdict(self)}, indent=2)
+
+    def __str__(self) -> str:
+        lines = [f"kept for backward: {_size(self.stock_bytes)} stock, {_size(self.patched_bytes)} patched"]
+        if self.layer_tokens:
+            lines.append(f"per token and layer: {self._per_layer()}")
+        lines += [f"still to turn off, {_size(row.bytes)}: {row.what}; {row.how}" for row in self.advice]
+        return "\n".join([*lines, *self.notes])
+
+    def _per_layer(self) -> str:
+        stock, patched = self.stock_per_token_layer, self.patched_per_token_layer
+        text = f"{stock:,.0f} bytes stock, {patched:,.0f} patched"
+        if self.hidden_size:
+            text += (
+                f" ({stock / self.hidden_size:.2f} h and {patched / self.hidden_size:.2f} h, h = {self.hidden_size})"
+            )
+        return text
+
+    def print(self) -> None:
+        """Tables on the console, the layers summed up; plain text where the output is no terminal."""
+        from rich.box import ASCII2, ROUNDED
+        from rich.console import Console
+
+        terminal = Console().is_terminal
+        console = Console() if terminal else Console(width=120)
+        console.print(self._table(ROUNDED if terminal else ASCII2))
+        # the sizes and names are data: no markup, no highlighting
+        console.print(str(self), markup=False, highlight=False, soft_wrap=True)
+
+    def _table(self, box: Any) -> Table:
+        from rich.table import Table
+
+        table = Table("module", "role", box=box, title="kept for backward")
+        for column in ("stock", "patched"):
+            table.add_column(column, justify="right")
+        totals = _totals(((re.sub(r"\.\d+(?=\.|$)", ".*", row.module), row.role), row) for row in self.rows)
+        for (module, role), (stock, patched) in totals.items():
+            table.add_row(module or "(model)", role, _size(stock), _size(patched))
+        table.add_section()
+        table.add_row("total", "", _size(self.stock_bytes), _size(self.patched_bytes))
+        return table
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Bars per role, stock above patched, as a picture.
+
+        Args:
+            path: Where to write; the suffix decides the format (png, svg, pdf).
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError(
+                "MemoryReport.plot needs matplotlib, which is not installed: pip install 'hf-actcompress[plot]'"
+            ) from error
+        figure = Figure(figsize=(9, 2.8), layout="constrained")
+        axes = figure.subplots()
+        left = [0.0, 0.0]
+        for role, sizes in self.by_role().items():
+            widths = [size / 2**20 for size in sizes]
+            axes.barh(["stock", "patched"], widths, left=left, label=role)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.invert_yaxis()
+        axes.set_xlabel("MiB kept for backward")
+        figure.legend(loc="outside right upper")
+        figure.savefig(path)
+
+
+def _totals(keyed: Iterable[tuple[Any, MemoryRow]]) -> dict[Any, tuple[int, int]]:
+    """Stock and patched bytes summed by key, the largest in stock first."""
+    sums: dict[Any, list[int]] = defaultdict(lambda: [0, 0])
+    for key, row in keyed:
+        sums[key][0] += row.stock_bytes
+        sums[key][1] += row.patched_bytes
+    ordered = sorted(sums.items(), key=lambda item: (-item[1][0], -item[1][1]))
+    return {key: (stock, patched) for key, (stock, patched) in ordered}
+
+
+def _size(nbytes: int) -> str:
+    """Bytes for people."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

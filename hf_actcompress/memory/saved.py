@@ -1,0 +1,199 @@
+"""Who keeps what: every tensor that autograd saves in one forward, and the module that was running."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One storage that is alive after the forward because backward needs it.
+
+    Args:
+        module: Name of the innermost module that was running when it was first saved; "" is the model.
+        shape, dtype: Of the tensor that was saved first; views of the same storage are not counted again.
+        nbytes: Size of the storage.
+        call: ``dropout`` or ``softmax`` if it was saved by that function of ``torch.nn.functional``.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    call: str = ""
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass
+class SavedTensors:
+    """What one forward keeps.
+
+    Args:
+        tensors: Each storage once, in the order in which they were saved.
+        tokens: Tokens that went into each layer (the modules of the outermost ModuleLists), by name.
+        hidden_size: Width of the first layer's input.
+        hidden_from_view: Some modules ran where their saved tensors are not seen (gradient checkpointing, offloading).
+        logits: Size of ``outputs.logits`` if nothing that is kept holds it, else 0.
+        logits_shape: Its shape.
+    """
+
+    tensors: list[SavedTensor] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
+    hidden_size: int = 0
+    hidden_from_view: bool = False
+    logits: int = 0
+    logits_shape: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class _Packed:
+    """What autograd holds in place of a saved tensor; it dies with the graph node."""
+
+    __slots__ = ("__weakref__", "call", "module", "tensor")
+
+    def __init__(self, x: Tensor, module: str, call: str) -> None:
+        self.tensor, self.module, self.call = x.detach(), module, call
+
+
+class _Collector:
+    """Saved-tensor hooks, and hooks on the modules that tell where the forward is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stack = [""]
+        self.packed: list[weakref.ref[_Packed]] = []
+        self.seen = SavedTensors()
+        self.layers = set(layer_names(model))
+        self.names = {module: name for name, module in model.named_modules()}
+        self.thread = threading.get_ident()
+
+    def pack(self, x: Tensor) -> _Packed:
+        # whoever calls the op is one frame up: a dropout that is no module shows there
+        packed = _Packed(x, self.stack[-1], _CALLS.get(sys._getframe(1).f_code, ""))
+        self.packed.append(weakref.ref(packed))
+        return packed
+
+    @staticmethod
+    def unpack(packed: _Packed) -> Tensor:
+        return packed.tensor
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        if not self._ours(module):
+            return
+        self.stack.append(self.names[module])
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if not torch.is_grad_enabled() or top is None or top[0] != self.pack:
+            self.seen.hidden_from_view = True
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._ours(module):
+            return
+        name = self.stack.pop()
+        if name in self.layers:
+            # decoder layers return a tensor or a tuple that starts with one
+            returned = output if isinstance(output, tuple) else (output,)
+            x = next((v for v in (*args, *returned) if isinstance(v, Tensor) and v.is_floating_point()), None)
+            if x is not None and x.dim() > 1:
+                self.seen.hidden_size = self.seen.hidden_size or x.shape[-1]
+                self.seen.tokens[name] = x.numel() // x.shape[-1]
+
+    def _ours(self, module: nn.Module) -> bool:
+        return module in self.names and threading.get_ident() == self.thread
+
+    def finish(self, not_counted: set[int]) -> SavedTensors:
+        """The saved tensors whose graph nodes are still alive, each storage once."""
+        for reference in self.packed:
+            packed = reference()
+            if packed is None:
+                continue
+            storage = packed.tensor.untyped_storage()
+            if storage.data_ptr() in not_counted or storage.nbytes() == 0:
+                continue
+            not_counted.add(storage.data_ptr())
+            x = packed.tensor
+            self.seen.tensors.append(SavedTensor(packed.module, tuple(x.shape), x.dtype, storage.nbytes(), packed.call))
+        return self.seen
+
+
+def layer_names(model: nn.Module) -> Iterator[str]:
+    """Names of the layers: the members of the outermost ModuleLists of more than one element."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        nested = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not nested:
+            found.append(name)
+            yield from (f"{name}.{index}" for index in range(len(module)))
+
+
+@contextmanager
+def _module_hooks(collector: _Collector) -> Iterator[None]:
+    """For all modules at once, told apart by the collector: a patched parent treats a hooked child differently."""
+    handles = [
+        register_module_forward_pre_hook(collector.enter),
+        register_module_forward_hook(collector.leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def storages(tensors: Iterable[Any]) -> set[int]:
+    """The addresses of the tensors' data."""
+    return {x.untyped_storage().data_ptr() for x in tensors if isinstance(x, Tensor) and x.layout is torch.strided}
+
+
+def saved_tensors(
+    model: nn.Module, forward: Callable[[], Any], loss_of: Callable[[Any], Tensor], before: set[int]
+) -> SavedTensors:
+    """Run `forward` once and list what backward would need, with nothing but the loss held.
+
+    Args:
+        model: The modules to attribute to; their hooks are taken off again, however the forward ends.
+        forward: Returns an output from which `loss_of` takes the loss.
+        loss_of: Raises if there is none.
+        before: Addresses of what was there before (the batch), which is not counted.
+
+    Returns:
+        Each storage once, without parameters and buffers.
+    """
+    collector = _Collector(model)
+    with _module_hooks(collector), saved_tensors_hooks(collector.pack, collector.unpack):
+        output = forward()
+    loss = loss_of(output)
+    logits = _size(getattr(output, "logits", None))
+    # the output holds the logits, and through them graph nodes that the loss may not need
+    del output
+    seen = collector.finish(before | storages([*model.parameters(), *model.buffers(), loss]))
+    if logits is not None and logits[0] not in _addresses(collector):
+        _, seen.logits, seen.logits_shape = logits
+    return seen
+
+
+def _size(logits: Any) -> tuple[int, int, tuple[int, ...]] | None:
+    if not isinstance(logits, Tensor):
+        return None
+    return logits.untyped_storage().data_ptr(), logits.nbytes, tuple(logits.shape)
+
+
+def _addresses(collector: _Collector) -> set[int]:
+    alive = (reference() for reference in collector.packed)
+    return storages(packed.tensor for packed in alive if packed is not None)
