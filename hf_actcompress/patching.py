@@ -100,7 +100,7 @@ def patch_model(model: _Model, config: CompressionConfig | str = "exact", *, str
             f"patch_model was asked to patch {type(model).__name__} and found nothing to patch.\n{report}\n"
             "Pass strict=False to go on with the stock model."
         )
-    install_root(model, resolved, report.rows)
+    install_root(model, resolved, report.rows, patch_model)
     return model
 
 

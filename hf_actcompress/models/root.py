@@ -18,13 +18,16 @@ from ..config import CompressionConfig
 from ..records import frame
 
 _ATTRIBUTE = "actcompress_root"
+# patch_model, handed in because this package does not know the one above it
+_Patch = Callable[..., Any]
 
 
 class PatchedForward:
     """The forward of a patched model, and the state of its patch. Deep-copies and pickles with the model."""
 
-    def __init__(self, model: nn.Module, config: CompressionConfig, rows: tuple[Any, ...]) -> None:
+    def __init__(self, model: nn.Module, config: CompressionConfig, rows: tuple[Any, ...], patch: _Patch) -> None:
         self.model = model
+        self.patch = patch
         self.config = config
         self.rows = rows
         self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
@@ -50,10 +53,8 @@ class PatchedForward:
     def _patch_new_adapters(self) -> None:
         adapters = _adapters(self.model)
         if adapters != self.adapters:
-            from ..patching import patch_model
-
             self.adapters = adapters
-            patch_model(self.model, self.config, strict=False)
+            self.patch(self.model, self.config, strict=False)
 
 
 def _adapters(model: nn.Module) -> tuple[str, ...]:
@@ -66,14 +67,14 @@ def _root_module(model: nn.Module) -> nn.Module:
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
-def install_root(model: nn.Module, config: CompressionConfig, rows: tuple[Any, ...]) -> None:
-    """Bind the patched forward, or update the one that is there."""
+def install_root(model: nn.Module, config: CompressionConfig, rows: tuple[Any, ...], patch: _Patch) -> None:
+    """Bind the patched forward, or update the one that is there; `patch` is called when adapters have been added."""
     root = root_of(model)
     if root is not None:
         root.rows = rows
         return
     module = _root_module(model)
-    root = PatchedForward(module, config, rows)
+    root = PatchedForward(module, config, rows, patch)
     module.__dict__[_ATTRIBUTE] = root
     module.__dict__["forward"] = root
 

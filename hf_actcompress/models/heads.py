@@ -1,0 +1,104 @@
+"""Which module is a model's language-modelling head, and what is done with its deferred logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.utils import ModelOutput
+
+from ..config import CompressionConfig
+from ..modules.base import Settings, has_hooks, patched_class
+from ..modules.head import HeadMixin, deferring
+from ..ops import DeferredLogits, plain
+from .sites import Declined, Site
+
+
+def output_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules whose output are the model's logits, as it stands: PEFT's `modules_to_save` copies included."""
+    if not isinstance(model, PreTrainedModel):
+        return ()
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # models without one that do not say so
+        return ()
+    if not isinstance(head, nn.Module):
+        return ()
+    copies = getattr(head, "modules_to_save", None)
+    return (head, *copies.values()) if isinstance(copies, nn.ModuleDict) else (head,)
+
+
+def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
+    """The site of one of the `output_layers`, or why it is treated as what it is otherwise."""
+    if not config.loss_head:
+        return Declined("loss_head", "switched off (loss_head=False)")
+    if hasattr(module, "modules_to_save"):
+        return None  # the copies inside have rows of their own
+    if type(module) is not nn.Linear:
+        return Declined("loss_head", f"the head is a {type(module).__name__}, not a plain nn.Linear")
+    if "forward" in module.__dict__:
+        return Declined("loss_head", "forward is already bound on the instance")
+    return Site(HeadMixin, Settings("loss_head", "logits" if config.logits else "no_logits"))
+
+
+@contextmanager
+def deferred_logits(
+    model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Callable[[Any], Any]]:
+    """Around a forward of `model`: its head defers the logits if a loss is asked for.
+
+    Yields the function that the output has to go through.
+    """
+    heads = _deferrable(model) if _wants_loss(model, stock, args, kwargs) else ()
+    if not heads:
+        yield lambda output: output
+        return
+    with deferring(heads):
+        yield _without_deferred
+
+
+def _wants_loss(model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not (model.training and torch.is_grad_enabled()):
+        return False
+    labels = kwargs.get("labels")
+    if labels is None and args:
+        labels = inspect.signature(stock).bind_partial(*args).arguments.get("labels")
+    return isinstance(labels, Tensor) and _stock_loss(model)
+
+
+def _stock_loss(model: nn.Module) -> bool:
+    """Whether the loss comes out of torch's cross entropy. A kernel in its stead (Liger's) reads the logits' memory."""
+    own = model.__dict__.get("_loss_function")
+    known = own is None or any(own is loss for loss in LOSS_MAPPING.values())
+    return known and nn.functional.cross_entropy.__module__ == "torch.nn.functional"
+
+
+def _deferrable(model: nn.Module) -> tuple[HeadMixin, ...]:
+    """Patched heads that nobody looks at: a hook may do anything, and FSDP's expects gradients at the output."""
+    return tuple(
+        layer
+        for layer in output_layers(model)
+        if isinstance(layer, HeadMixin)
+        and not has_hooks(layer)
+        and type(layer) is patched_class(HeadMixin, nn.Linear)  # type: ignore[arg-type]
+    )
+
+
+def _without_deferred(output: Any) -> Any:
+    """The model's output with plain logits; where they are not kept, without: a key is absent, a tuple has None."""
+    if isinstance(output, ModelOutput):
+        values = {name: _without_deferred(value) for name, value in output.items()}
+        if all(values[name] is output[name] for name in values):
+            return output
+        return type(output)(**{name: value for name, value in values.items() if value is not None})
+    if type(output) in (tuple, list):
+        return type(output)(_without_deferred(value) for value in output)
+    if isinstance(output, DeferredLogits):
+        return plain(output) if output.head.keep_logits else None
+    return output

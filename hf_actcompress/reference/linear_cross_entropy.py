@@ -1,0 +1,156 @@
+"""Cross entropy of h W^T + b per row, in chunks: the logits exist one chunk at a time, forward and backward.
+
+`pointwise` is what the model does to the logits before its loss (a cast to fp32, a softcap): functions of any chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Pointwise = Sequence[Callable[[Tensor], Tensor]]
+Losses = tuple[Tensor, Tensor, Tensor]
+
+# elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32)
+MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 25
+# chunks are whole tiles of a matrix product
+ALIGNMENT = 64
+
+
+def _chunks(total: int, others: int, budget: int) -> Iterator[slice]:
+    """Slices of `total` rows or columns with about `budget` elements in each, `others` the size of the other side."""
+    budget = min(max(budget, MIN_CHUNK), MAX_CHUNK)
+    step = max(budget // max(others, 1) // ALIGNMENT, 1) * ALIGNMENT
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
+def _applied(pointwise: Pointwise, x: Tensor) -> Tensor:
+    for function in pointwise:
+        x = function(x)
+    return x
+
+
+def _wide(x: Tensor) -> Tensor:
+    """x in fp32, or fp64 if it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> tuple[Tensor, Tensor]:
+    """One chunk of logits [K, C] in h's dtype, and the chunk of the weight [C, D] that made it."""
+    part = weight[columns].to(h.dtype)
+    return F.linear(h, part, bias[columns].to(h.dtype) if bias is not None else None), part
+
+
+def cross_entropy_fwd(
+    logits: Tensor, rows: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
+) -> Losses:
+    """Losses [K] in `dtype`, the maximum and the log of the sum of exponentials [K] of each row, from whole logits.
+
+    Args:
+        logits: ``[M, V]``, as the head made them.
+        rows: ``[K]`` int64, the rows of the logits that count; None for all.
+        target: ``[K]`` int64.
+        pointwise: Applied to each chunk.
+        dtype: In which the losses are computed, with torch's own log_softmax.
+    """
+    parts: list[Losses] = []
+    for part in _chunks(target.numel(), logits.size(1), logits.size(1) * ALIGNMENT):
+        x = _applied(pointwise, logits[part] if rows is None else logits.index_select(0, rows[part])).to(dtype)
+        log_probabilities = torch.log_softmax(x, 1)
+        losses = F.nll_loss(log_probabilities, target[part], ignore_index=-1, reduction="none")
+        maximum = _wide(x.amax(1))
+        if x.dtype == maximum.dtype:
+            # where x is the maximum the log-probability is 0 - log_sum: torch's own, without another pass of exp
+            log_sum = -log_probabilities.amax(1)
+        else:
+            log_sum = (_wide(x) - maximum[:, None]).exp_().sum(1).log_()
+        parts.append((losses, maximum, log_sum))
+    return _joined(parts, logits, dtype)
+
+
+def _joined(parts: list[Losses], logits: Tensor, dtype: torch.dtype) -> Losses:
+    if not parts:  # every target is ignored
+        none = logits.new_empty(0, dtype=dtype)
+        return none, _wide(none), _wide(none)
+    losses, maximum, log_sum = (torch.cat(column) for column in zip(*parts, strict=True))
+    return losses, maximum, log_sum
+
+
+def linear_cross_entropy_fwd(
+    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
+) -> Losses:
+    """The same from h [K, D], weight [V, D] and bias [V], in chunks of the vocabulary; the logits are never whole."""
+    wide = torch.promote_types(h.dtype, torch.float32)
+    maximum = torch.full_like(target, -torch.inf, dtype=wide)
+    picked = torch.zeros_like(maximum)
+    # one number per row, so fp64 costs nothing and the many chunks do not add up their roundings
+    total = torch.zeros_like(maximum, dtype=torch.float64)
+    for part in _chunks(weight.size(0), h.size(0), h.numel()):
+        x = _wide(_applied(pointwise, _logits(h, weight, bias, part)[0]))
+        column, inside = _columns(target, part)
+        picked = torch.where(inside, x.gather(1, column)[:, 0], picked)
+        larger = torch.maximum(maximum, x.amax(1))
+        total.mul_((maximum - larger).exp_()).add_((x - larger[:, None]).exp_().sum(1))
+        maximum = larger
+    log_sum = total.log_().to(wide)
+    return (log_sum - (picked - maximum)).to(dtype), maximum, log_sum
+
+
+def linear_cross_entropy_bwd(
+    dlosses: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    maximum: Tensor,
+    log_sum: Tensor,
+    pointwise: Pointwise,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dh [K, D] in fp32, dweight [V, D], dbias [V] from dlosses [K], as far as `needs` asks for them.
+
+    In chunks of the vocabulary: a row of dweight is one dot product over all K, rounded once; dh adds up in fp32.
+    """
+    dh = torch.zeros_like(h, dtype=maximum.dtype) if needs[0] else None
+    dweight = torch.empty_like(weight) if needs[1] else None
+    dbias = torch.empty_like(bias) if needs[2] and bias is not None else None
+    scale = dlosses.to(maximum.dtype)[:, None]
+    for part in _chunks(weight.size(0), h.size(0), h.numel()):
+        x, weight_part = _logits(h, weight, bias, part)
+        with torch.enable_grad():
+            x.requires_grad_()
+            y = _applied(pointwise, x)
+        # the softmax by the stock formula: subtracting the two separately is right for large logits as well
+        dy = (y.detach() - maximum[:, None]).sub_(log_sum[:, None]).exp_()
+        column, inside = _columns(target, part)
+        dy.scatter_add_(1, column, -inside[:, None].to(dy.dtype))
+        dy.mul_(scale)
+        dx = torch.autograd.grad(y, x, dy.to(y.dtype))[0] if pointwise else dy.to(x.dtype)
+        del x, y, dy
+        if dbias is not None:
+            dbias[part] = dx.sum(0, dtype=maximum.dtype)
+        if dweight is not None:
+            dweight[part] = dx.t().mm(h)
+        if dh is not None:
+            _accumulate(dh, dx, weight_part)
+    return dh, dweight, dbias
+
+
+def _columns(target: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """Where the targets are in a chunk of the vocabulary: columns [K, 1], clamped into it, and whether inside [K]."""
+    inside = (target >= part.start) & (target < part.stop)
+    return (target - part.start).clamp_(0, part.stop - part.start - 1)[:, None], inside
+
+
+def _accumulate(dh: Tensor, dx: Tensor, weight: Tensor) -> None:
+    """dh [K, D] += dx [K, C] @ weight [C, D] without rounding the product to a narrower dtype first."""
+    if dx.dtype == dh.dtype:
+        dh.addmm_(dx, weight)
+    elif dx.is_cuda:
+        dh.add_(torch.mm(dx, weight, out_dtype=dh.dtype))
+    else:
+        dh.addmm_(dx.to(dh.dtype), weight.to(dh.dtype))
