@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..modules.base import Settings, patch_instance
+from ..modules.base import HOOKS, Settings, patch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
 from .sites import Declined, Site
 
@@ -76,9 +76,10 @@ def _same_with_stand_ins(module: nn.Module, row: GatedMLP, settings: Settings) -
         elif name != row.act:
             fused = row.mixin is FusedGatedMLPMixin and index == 0
             probe._modules[name] = _StandIn(index, fused)
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        probe.__dict__[hooks] = {}
-    probe.__dict__.pop("forward", None)
+    probe._modules[row.act] = act = copy.copy(module._modules[row.act])
+    for part in (probe, act):
+        part.__dict__.update({hooks: {} for hooks in HOOKS})
+        part.__dict__.pop("forward", None)
     x = torch.linspace(-3, 3, 24).view(1, 4, 6)
     try:
         stock = probe(x)

@@ -7,7 +7,7 @@ written by `torch.save` needs this package and the stock class, nothing else.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -43,7 +43,7 @@ def _new(mixin: type, stock_class: Any) -> nn.Module:
     return module
 
 
-@lru_cache(maxsize=None)
+@cache
 def patched_class(mixin: type, stock_class: Any) -> type[nn.Module]:
     """The subclass of `stock_class` with `mixin`; its name shows in `repr(model)`."""
     name = f"ActCompress{stock_class.__name__}"
@@ -61,6 +61,22 @@ def unpatch_instance(module: nn.Module) -> None:
     """Restore the stock class of a patched module."""
     module.__class__ = module.stock_class  # type: ignore[assignment]
     del module.__dict__["actcompress"]
+
+
+# what a module carries that only a call, and not its forward, runs
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to see the module called."""
+    return any(module.__dict__.get(hooks) for hooks in HOOKS)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP or ZeRO-3 frees the module's own parameters when its unit is not in use."""
+    if module.__dict__.get("_is_fsdp_managed_module", False):
+        return True
+    return any(hasattr(p, "ds_id") for p in module._parameters.values())
 
 
 def keeps_for_backward(*tensors: Tensor | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .base import PatchedModule, keeps_for_backward
+from .base import PatchedModule, has_hooks, keeps_for_backward
 
 if TYPE_CHECKING:
 
@@ -21,8 +21,8 @@ else:
 
 class _GatedMLPMixin(_Module):
     def _product(self, gate: Tensor, up: Tensor, act: Any) -> Tensor:
-        """act(gate) * up; through our op if the activation is a patched one."""
-        if not isinstance(act, PatchedModule) or not keeps_for_backward(gate, up):
+        """act(gate) * up; through our op if the activation is a patched one that nobody hooks."""
+        if not isinstance(act, PatchedModule) or has_hooks(act) or not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]
         activation = act.actcompress
         stock = act.stock_class.forward.__get__(act)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .base import PatchedModule, keeps_for_backward
+from .base import PatchedModule, is_sharded, keeps_for_backward
 
 if TYPE_CHECKING:
     # for the type checker the mixins are modules, which they are once combined with their stock class
@@ -41,7 +41,13 @@ class LayerNormMixin(_Module):
         if not keeps_for_backward(x, self.weight, self.bias):
             return super().forward(x)  # type: ignore[no-any-return]
         return ops.layer_norm(
-            x, self.normalized_shape, self.weight, self.bias, self.eps, codec=self.actcompress.codec
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            codec=self.actcompress.codec,
+            copy_affine=is_sharded(self),
         )
 
 
@@ -54,7 +60,7 @@ class RMSNormMixin(_Module):
             return super().forward(x)  # type: ignore[no-any-return]
         settings = self.actcompress
         eps = getattr(self, settings.options[0])
-        return ops.rms_norm(x, weight, eps, settings.variant, codec=settings.codec)
+        return ops.rms_norm(x, weight, eps, settings.variant, codec=settings.codec, copy_affine=is_sharded(self))
 
 
 class ActivationMixin(_Module):

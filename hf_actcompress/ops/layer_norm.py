@@ -30,7 +30,7 @@ class LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: _Shape, eps: float, codec: Codec
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: _Shape, eps: float, codec: Codec, copy: bool
     ) -> Tensor:
         # autocast runs LayerNorm in fp32, except on a CPU, where it leaves it alone
         wide = autocast_dtype(x) is not None and x.device.type != "cpu"
@@ -40,6 +40,8 @@ class LayerNormFunction(torch.autograd.Function):
         affine = tuple(raw(t) for t in (weight, bias) if t is not None)
         save(ctx, x_record, raw(mean), raw(rstd), *affine)
         rebuild = partial(_rebuild, shape=shape, eps=eps, wide=wide, has_weight=weight is not None)
+        if copy:
+            affine = tuple(raw(t.detach().clone()) for t in (weight, bias) if t is not None)
         declare(y, rebuild, x_record, *affine)
         ctx.shape, ctx.wide = shape, wide
         ctx.has_weight, ctx.has_bias = weight is not None, bias is not None
@@ -56,7 +58,7 @@ class LayerNormFunction(torch.autograd.Function):
             dy, x_in, ctx.shape, mean, rstd, weight, bias, ctx.needs_input_grad[:3]
         )
         dx, dweight, dbias = grads
-        return dx.to(x.dtype) if dx is not None else None, dweight, dbias, None, None, None
+        return dx.to(x.dtype) if dx is not None else None, dweight, dbias, None, None, None, None
 
 
 def layer_norm(
@@ -67,6 +69,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     codec: Codec = IDENTITY,
+    copy_affine: bool = False,
 ) -> Tensor:
     """LayerNorm over the last ``len(shape)`` dimensions.
 
@@ -76,6 +79,8 @@ def layer_norm(
         weight, bias: ``shape`` or None.
         eps: Added to the variance.
         codec: How x is stored if it has to be.
+        copy_affine: Rebuild the output from copies of weight and bias. For sharded modules: a consumer in another
+            unit of FSDP asks for the output when the parameters' memory has been freed again.
 
     Returns:
         Like x; fp32 under autocast on an accelerator, as stock.
@@ -87,5 +92,5 @@ def layer_norm(
     Gradient:
         Exact, bit-equal to stock (identity codec).
     """
-    y: Tensor = LayerNormFunction.apply(x, weight, bias, shape, eps, codec)  # type: ignore[no-untyped-call]
+    y: Tensor = LayerNormFunction.apply(x, weight, bias, shape, eps, codec, copy_affine)  # type: ignore[no-untyped-call]
     return y

@@ -23,12 +23,14 @@ class RMSNormFunction(torch.autograd.Function):
     """Variant "input": keeps x and rstd; rebuilds y."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str, codec: Codec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str, codec: Codec, copy: bool) -> Tensor:
         y, rstd = implementation("rms_norm_fwd", x)(x, weight, eps, variant)
         kept = [record_of(x, codec), raw(rstd)]
         if weight is not None:
             kept.append(raw(weight))
         save(ctx, *kept)
+        if copy and weight is not None:
+            kept[-1] = raw(weight.detach().clone())
         declare(y, partial(_rebuild, variant=variant), *kept)
         ctx.variant = variant
         return y  # type: ignore[no-any-return]
@@ -39,11 +41,17 @@ class RMSNormFunction(torch.autograd.Function):
         x, rstd, *rest = load(ctx)
         weight = rest[0] if rest else None
         dx, dweight = implementation("rms_norm_bwd", dy)(dy, x, weight, rstd, ctx.variant, ctx.needs_input_grad[:2])
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None, None, None
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, variant: str = "weight_after_cast", *, codec: Codec = IDENTITY
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    variant: str = "weight_after_cast",
+    *,
+    codec: Codec = IDENTITY,
+    copy_affine: bool = False,
 ) -> Tensor:
     """RMSNorm over the last dimension.
 
@@ -53,6 +61,8 @@ def rms_norm(
         eps: Added to the mean square.
         variant: A row of ``reference.RMS_NORM_VARIANTS``: in which dtype the gain is applied.
         codec: How x is stored if it has to be.
+        copy_affine: Rebuild the output from a copy of the weight. For sharded modules: a consumer in another unit of
+            FSDP asks for the output when the parameters' memory has been freed again.
 
     Returns:
         ``[..., C]``, equal to the stock module's.
@@ -64,5 +74,5 @@ def rms_norm(
     Gradient:
         Exact, bit-equal to the stock modules' (identity codec).
     """
-    y: Tensor = RMSNormFunction.apply(x, weight, eps, variant, codec)  # type: ignore[no-untyped-call]
+    y: Tensor = RMSNormFunction.apply(x, weight, eps, variant, codec, copy_affine)  # type: ignore[no-untyped-call]
     return y
