@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from .activation import ACTIVATIONS, activation_bwd
 from .attention import attention_bwd, attention_fwd
+from .derivative import activation_derivative, forward_derivative
 from .dropout import dropout_replay, replayed_rng, rng_state
+from .fewbit import FEWBIT_METHODS, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .gated_mlp import gated_product_bwd
+from .inverted import activation_output_bits, activation_output_bwd
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
 from .linear import linear_bwd, linear_fwd
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
+from .tables.inverted import INVERTED
 
 __all__ = [
     "ACTIVATIONS",
+    "FEWBIT_METHODS",
+    "INVERTED",
     "RMS_NORM_VARIANTS",
     "activation_bwd",
+    "activation_derivative",
+    "activation_output_bits",
+    "activation_output_bwd",
     "attention_bwd",
     "attention_fwd",
     "dropout_replay",
+    "fewbit_bwd",
+    "fewbit_codes",
+    "fewbit_stored_bits",
+    "forward_derivative",
     "gated_product_bwd",
     "layer_norm_bwd",
     "layer_norm_fwd",

@@ -1,0 +1,70 @@
+"""Pointwise activations that keep their derivative, evaluated in the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..codecs import IDENTITY, Codec
+from ..dispatch import implementation
+from ..records import Stored, load, save
+
+
+class ActivationDerivativeFunction(torch.autograd.Function):
+    """Variant "derivative": keeps f'(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slope: Tensor, stock: Callable[[Tensor], Tensor], codec: Codec) -> Tensor:
+        save(ctx, Stored(codec, *codec.pack(slope)))
+        ctx.x_dtype = x.dtype
+        return stock(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (slope,) = load(ctx)
+        return (dy * slope).to(ctx.x_dtype), None, None, None
+
+
+def activation_derivative(
+    x: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    kind: str | None = None,
+    options: tuple[float, ...] = (),
+    *,
+    codec: Codec = IDENTITY,
+) -> Tensor:
+    """A pointwise function of any composition that keeps one tensor, its derivative, however many stock keeps.
+
+    Args:
+        x: Any shape, floating point.
+        stock: The stock forward, pointwise; its values are returned unchanged.
+        kind: A row of ``reference.ACTIVATIONS``, or None: then f' is had by forward-mode differentiation of ``stock``
+            in fp32, which needs no row.
+        options: Constants of that row.
+        codec: How f'(x) is stored.
+
+    Returns:
+        ``stock(x)``.
+
+    Saves:
+        f'(x) in x's dtype: ``x.element_size()`` bytes per element (``gelu_new`` in stock: four times that).
+
+    Gradient:
+        Exact but for the rounding of f' to x's dtype: relative error at most 2**-9 per element in bf16, none in fp32.
+
+    Source:
+        Nested forward automatic differentiation (arXiv 2209.10778).
+    """
+    with torch.no_grad():
+        # not inside the Function, where forward-mode differentiation is switched off
+        if kind is None:
+            slope = implementation("forward_derivative", x)(x, stock)
+        else:
+            slope = implementation("activation_derivative", x)(x, kind, options)
+    y: Tensor = ActivationDerivativeFunction.apply(x, slope, stock, codec)  # type: ignore[no-untyped-call]
+    return y

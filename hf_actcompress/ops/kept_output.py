@@ -1,0 +1,26 @@
+"""How an op keeps its own output: once, for itself and for every consumer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..records import Stored, declare, raw
+
+
+def _same(y: Tensor) -> Tensor:
+    return y
+
+
+def keep_output(y: Tensor) -> Stored:
+    """The record of y, to be saved by the op that returns y.
+
+    y is declared as what is kept, so that consumers keep these bytes and no other: through no codec of theirs, and a
+    cast of y is derived instead of kept beside it.
+    """
+    if torch.compiler.is_compiling():
+        return raw(y)
+    # an alias: the entry must not hold the tensor that it describes
+    record = raw(y.detach())
+    declare(y, _same, record)
+    return record

@@ -1,0 +1,76 @@
+"""Small codes packed into bytes: k bits per element, k from 1 to 8, nothing wasted but the end of the last byte.
+
+k is split into fields of 4, 2 and 1 bits (3 = 2 + 1), each of which divides a byte; the fields follow one another in
+the packed tensor. Within a byte the first element is in the lowest bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """A 1-D uint8 tensor of `packed_bytes(codes.numel(), bits)` from codes: uint8 of any shape, each below 2**bits."""
+    flat = codes.reshape(-1)
+    if bits == 8:
+        return flat.clone()
+    parts = []
+    for shift, width in _fields(bits):
+        parts.append(_pack_field((flat >> shift) & (2**width - 1), width))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes, uint8 [count], of what `pack_codes` returned."""
+    if bits == 8:
+        return packed
+    codes, start = None, 0
+    for shift, width in _fields(bits):
+        size = -(-count * width // 8)
+        field = _unpack_field(packed[start : start + size], width)[:count]
+        codes = field if codes is None else codes | (field << shift)
+        start += size
+    assert codes is not None
+    return codes
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """How many bytes `count` codes of that many bits take."""
+    return count if bits == 8 else sum(-(-count * width // 8) for _, width in _fields(bits))
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """A bool tensor of any shape, 8 elements per byte."""
+    return pack_codes(mask.view(torch.uint8), 1)
+
+
+def unpack_mask(packed: Tensor, shape: torch.Size) -> Tensor:
+    """The bool tensor of that shape that `pack_mask` packed."""
+    return unpack_codes(packed, 1, shape.numel()).view(torch.bool).view(shape)
+
+
+def _fields(bits: int) -> list[tuple[int, int]]:
+    """(shift, width) of the fields of a code, lowest first."""
+    fields, shift = [], 0
+    for width in (4, 2, 1):
+        if bits & width:
+            fields.append((shift, width))
+            shift += width
+    return fields
+
+
+def _pack_field(codes: Tensor, width: int) -> Tensor:
+    per_byte = 8 // width
+    padded = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte))
+    rows = padded.view(padded.numel() // per_byte, per_byte)
+    packed: Tensor = rows[:, 0]
+    for i in range(1, per_byte):
+        packed = packed | (rows[:, i] << (i * width))
+    return packed
+
+
+def _unpack_field(packed: Tensor, width: int) -> Tensor:
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+    codes: Tensor = (packed[:, None] >> shifts) & (2**width - 1)
+    return codes.reshape(-1)

@@ -1,0 +1,120 @@
+"""Pointwise activations whose derivative is kept in a few bits per element.
+
+Two ways to make a code of k bits out of x:
+  steps   the cell of x; f' is replaced by the step function nearest to it (few-bit backward, arXiv 2202.00441)
+  values  f'(x) itself, rounded to the nearest of 2**k levels, 0 (and 1) among them; at 8 bits a uniform grid
+and, for comparison, "relus": two bits, the derivative of the sum of ReLUs nearest to f (ReGELU2, arXiv 2406.16282).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..errors import UnknownOptionError
+from .activation import ACTIVATIONS, activation_bwd
+from .bits import pack_codes, unpack_codes
+from .tables.fewbit import CENTRES, GRIDS, LEVELS, PRIMITIVE_STEPS, STEPS
+
+FEWBIT_METHODS: dict[str, tuple[int, ...]] = {"steps": (1, 2, 3, 4), "values": (2, 3, 4, 8), "relus": (2,)}
+
+_Options = tuple[float, ...]
+
+# f' takes two values and one bit is exact, whatever was asked
+_TWO_VALUED = ("relu", "relu6", "leaky_relu")
+# f' outside the bounds is 0, inside it is that of
+_CLIPPED = {"gelu_clipped": "gelu"}
+# f' has no bound: the grid is scaled per row
+_UNBOUNDED = ("relu_squared",)
+
+
+def fewbit_stored_bits(kind: str, bits: int, method: str) -> int:
+    """Bits per element that `fewbit_codes` keeps. Raises UnknownOptionError for what there is no table of."""
+    if method not in FEWBIT_METHODS:
+        raise UnknownOptionError("few-bit method", method, FEWBIT_METHODS)
+    if bits not in FEWBIT_METHODS[method]:
+        raise UnknownOptionError(f"number of bits for {method!r}", bits, FEWBIT_METHODS[method])
+    known = PRIMITIVE_STEPS if method == "relus" else ACTIVATIONS
+    if kind not in known:
+        raise UnknownOptionError(f"activation for {method!r}", kind, known)
+    return 1 if kind in _TWO_VALUED else bits
+
+
+def fewbit_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str) -> tuple[Tensor, Tensor | None]:
+    """Packed codes of f'(x), and the scale of each row [..., 1] where f' has no bound. `kind` as in `ACTIVATIONS`."""
+    stored = fewbit_stored_bits(kind, bits, method)
+    x = x if x.dtype == torch.float64 else x.float()
+    scale = None
+    if kind in _TWO_VALUED:
+        codes = activation_bwd(torch.ones_like(x), x, kind, options) == 1
+    elif kind in _UNBOUNDED:
+        slope = activation_bwd(torch.ones_like(x), x, kind, options)
+        scale = _row_maximum(slope).div_(2**bits - 1)
+        # a row of zeros: any divisor will do
+        codes = (slope / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round_()
+    elif method == "values":
+        codes = _value_codes(activation_bwd(torch.ones_like(x), x, kind, options), kind, bits)
+    else:
+        codes = _step_codes(x, kind, options, bits, method)
+    return pack_codes(codes.to(torch.uint8), stored), scale
+
+
+def fewbit_bwd(
+    dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: _Options, bits: int, method: str
+) -> Tensor:
+    """dx = dy * q in dy's dtype, rounded once: q is the level of each code. dy has x's shape."""
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    levels = torch.tensor(_levels(kind, options, bits, method), dtype=wide, device=dy.device)
+    stored = fewbit_stored_bits(kind, bits, method)
+    factor = levels[unpack_codes(codes, stored, dy.numel()).int()].view(dy.shape)
+    if scale is not None:
+        factor = factor * scale
+    return (dy.to(wide) * factor).to(dy.dtype)
+
+
+def _row_maximum(slope: Tensor) -> Tensor:
+    if slope.numel() == 0 or slope.dim() == 0:
+        return slope.new_zeros(slope.shape[:-1] + (1,)) if slope.dim() else slope.clone()
+    return slope.amax(-1, keepdim=True)
+
+
+def _value_codes(slope: Tensor, kind: str, bits: int) -> Tensor:
+    base = _CLIPPED.get(kind, kind)
+    if bits == 8:
+        zero, step = GRIDS[base]
+        return slope.div_(step).round_().add_(zero).clamp_(0, 255)
+    borders = [(low + high) / 2 for low, high in pairwise(LEVELS[base][bits])]
+    return torch.bucketize(slope, torch.tensor(borders, dtype=slope.dtype, device=slope.device), out_int32=True)
+
+
+def _step_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str) -> Tensor:
+    base = _CLIPPED.get(kind, kind)
+    borders, levels = _steps(base, bits, method)
+    at = (x - CENTRES[base]).abs() if base in CENTRES and method == "steps" else x
+    codes = torch.bucketize(at, torch.tensor(borders, dtype=x.dtype, device=x.device), out_int32=True)
+    if kind in _CLIPPED:
+        low, high = options
+        dead = min(range(len(levels)), key=lambda i: abs(levels[i]))
+        # these activations are increasing where they reach a bound
+        codes = torch.where((x < low) | (x > high), dead, codes)
+    return codes
+
+
+def _steps(kind: str, bits: int, method: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    return PRIMITIVE_STEPS[kind] if method == "relus" else STEPS[kind][bits]
+
+
+def _levels(kind: str, options: _Options, bits: int, method: str) -> tuple[float, ...]:
+    if kind in _TWO_VALUED:
+        return (options[0] if kind == "leaky_relu" else 0.0, 1.0)
+    if kind in _UNBOUNDED:
+        return tuple(float(code) for code in range(2**bits))
+    base = _CLIPPED.get(kind, kind)
+    if method == "values":
+        if bits != 8:
+            return LEVELS[base][bits]
+        zero, step = GRIDS[base]
+        return tuple((code - zero) * step for code in range(256))
+    return _steps(base, bits, method)[1]
