@@ -1,0 +1,1 @@
+"""What the recipes share: options, data, models, run state and the stock-beside-patched comparison."""

@@ -1,0 +1,136 @@
+"""A comparison as a table, a sentence, a JSON file and a picture."""
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+from rich.table import Table
+
+from hf_actcompress import PRESETS
+
+from .compare import Comparison, RunResult
+
+MIB = 2**20
+PACKAGES = ("hf-actcompress", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers")
+
+
+def environment() -> dict[str, str]:
+    """What the figures depend on: versions and hardware."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    on_gpu = torch.cuda.is_available()
+    found["device"] = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
+    found["threads"] = str(torch.get_num_threads())
+    return found
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """Loss, memory and speed side by side."""
+    stock, patched = comparison.stock, comparison.patched
+    table = Table(title="stock beside patched")
+    for name in ("", "stock", "patched", "patched / stock"):
+        table.add_column(name, justify="left" if not name else "right")
+    rows = [("first loss", stock.losses[0], patched.losses[0]), ("last loss", stock.losses[-1], patched.losses[-1])]
+    rows += [(name, value, patched.metrics[name]) for name, value in stock.metrics.items()]
+    for name, before, after in rows:
+        table.add_row(name, f"{before:.6f}", f"{after:.6f}", "")
+    if stock.peak_bytes and patched.peak_bytes is not None:
+        ratio = patched.peak_bytes / stock.peak_bytes
+        sizes = [f"{result.peak_bytes / MIB:.1f} MiB" for result in (stock, patched)]
+        table.add_row("peak activation memory", *sizes, f"{ratio:.2f}")
+    speeds = [result.tokens_per_second for result in (stock, patched)]
+    table.add_row("tokens per second", *(f"{speed:,.0f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}")
+    return table
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """Whether the loss curves agree and where the memory went, in plain words."""
+    gap, largest, steps = comparison.first_difference, comparison.largest_difference, len(comparison.stock.losses)
+    first = "the first is bit-equal" if gap == 0 else f"the first differs by {gap:.2e}"
+    first += "" if gap <= comparison.first_tolerance else f" (rounding would allow {comparison.first_tolerance:.2e})"
+    whole = f"the largest difference in {steps} steps is {largest:.2e}"
+    allowed = f"rounding allows {comparison.tolerance:.2e} ({comparison.tolerance_source})"
+    if comparison.agrees and largest == 0:
+        sentences = ["The losses agree: every one is bit-equal."]
+    else:
+        opening = "The losses agree" if comparison.agrees else "The losses DIFFER"
+        sentences = [f"{opening}: {first}, {whole}, {allowed}."]
+    before, after = comparison.stock.peak_bytes, comparison.patched.peak_bytes
+    if before and after is not None:
+        saved = f"{100 * (1 - after / before):.0f}% less ({before / after:.2f}x)"
+        sentences.append(f"Peak activation memory: {before / MIB:.1f} -> {after / MIB:.1f} MiB, {saved}.")
+    return sentences
+
+
+def plot_losses(comparison: Comparison, path: Path) -> None:
+    """The two loss curves, and their distance below them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained")
+    top.plot(comparison.stock.losses, label="stock", linewidth=3, alpha=0.5)
+    top.plot(comparison.patched.losses, label="patched", linewidth=1, color="black")
+    top.set_ylabel("training loss")
+    top.legend()
+    gaps = [b - a for a, b in zip(comparison.stock.losses, comparison.patched.losses, strict=True)]
+    bottom.plot(gaps, color="black", linewidth=1)
+    bottom.set(xlabel="step", ylabel="patched - stock")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_json(comparison: Comparison, args: argparse.Namespace, path: Path) -> None:
+    """Everything needed to read the figures again, or to make them again."""
+    document = {
+        "command": shlex.join(["python", *sys.argv]),
+        "arguments": {name: value if _plain(value) else str(value) for name, value in vars(args).items()},
+        "environment": environment(),
+        "comparison": asdict(comparison),
+        "verdict": verdict(comparison),
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def publish(comparison: Comparison, args: argparse.Namespace) -> int:
+    """Print the table and the verdict, write JSON and PNG.
+
+    Returns the exit status: 1 where a lossless preset does not agree with stock.
+    """
+    status = int(PRESETS[args.preset].lossless and not comparison.agrees)
+    if not PartialState().is_main_process:
+        return status
+    console = Console()
+    console.print(comparison_table(comparison))
+    for line in verdict(comparison):
+        console.print(line, highlight=False)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(comparison, args, args.output_dir / "compare.json")
+    plot_losses(comparison, args.output_dir / "compare.png")
+    console.print(f"Written: {args.output_dir / 'compare.json'} and compare.png", highlight=False, soft_wrap=True)
+    return status
+
+
+def print_run(result: RunResult) -> None:
+    """One line for a run that is compared with nothing."""
+    if not PartialState().is_main_process:
+        return
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+    Console().print(f"last loss {result.losses[-1]:.4f}, {metrics}, {result.tokens_per_second:,.0f} tokens/s")
