@@ -10,17 +10,19 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
 from .kernels import KERNELS
 
-_choice: ContextVar[str] = ContextVar("hf_actcompress_implementation", default="auto")
 CHOICES = ("auto", "reference", "triton")
+
+# of the process, not of a thread or context: backward runs in autograd's own threads, and torch.compile reads it
+_choice = "auto"
 
 
 @contextmanager
@@ -28,28 +30,30 @@ def use(choice: str) -> Iterator[None]:
     """Run a block with "reference", "triton" or "auto" implementations. Raises UnknownOptionError for another name."""
     if choice not in CHOICES:
         raise UnknownOptionError("implementation", choice, CHOICES)
-    token = _choice.set(choice)
+    global _choice
+    before, _choice = _choice, choice
     try:
         yield
     finally:
-        _choice.reset(token)
+        _choice = before
 
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
     """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x."""
-    choice = _choice.get()
-    if choice == "triton" and name not in KERNELS:
+    if _choice == "triton" and name not in KERNELS:
         raise KernelUnavailableError(
             f'asked for the Triton kernel of {name!r}; there is none; use "auto" or "reference" for this op'
         )
-    if name in KERNELS and (choice == "triton" or (choice == "auto" and x.is_cuda and _triton_installed())):
-        return _function(f"{__package__}.kernels.{KERNELS[name]}", name)
-    return _function(f"{__package__}.reference", name)
+    if name in KERNELS and (_choice == "triton" or (_choice == "auto" and x.is_cuda and _triton_installed())):
+        return _kernel(name)
+    function: Callable[..., Any] = getattr(reference, name)
+    return function
 
 
 @cache
-def _function(module: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+def _kernel(name: str) -> Callable[..., Any]:
+    module = importlib.import_module(f".kernels.{KERNELS[name]}", __package__)
+    function: Callable[..., Any] = getattr(module, name)
     return function
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +63,9 @@ class Recipe:
         self._left = 0
         self._task = -1
         self._value: Tensor | None = None
-        # consumers on several devices run in several autograd threads
-        self._lock = threading.RLock()
+        # consumers on several devices run in several autograd threads. a lock cannot be traced, and there nothing is shared
+        compiling = torch.compiler.is_compiling()
+        self._lock: AbstractContextManager[Any] = nullcontext() if compiling else threading.RLock()
 
     def value(self, load_sources: Callable[[], Sequence[Tensor]]) -> Tensor:
         """The rebuilt activation; `load_sources` is called only if it is not at hand from an earlier consumer."""

@@ -147,7 +147,8 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
         sources: Records of what y is made from; weights, statistics and RNG states as `raw`.
     """
-    declare_as(y, Derived(Recipe(recompute), sources))
+    if not torch.compiler.is_compiling():
+        declare_as(y, Derived(Recipe(recompute), sources))
 
 
 def declare_as(y: Tensor, record: Derived) -> None:

@@ -329,8 +329,8 @@ class Block(nn.Module):
 
     def __init__(self, recorded: bool) -> None:
         super().__init__()
-        torch.manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(SHAPE))
+        # not the default generator: it is shared between threads
+        self.weight = nn.Parameter(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)))
         self.recorded = recorded
 
     def forward(self, x: Tensor) -> Tensor:
@@ -367,7 +367,9 @@ WRAPPERS = {
     "plain": lambda block, x: block(x),
     "checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
     "reentrant checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=True),
-    "checkpoint twice": lambda block, x: checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False),
+    "checkpoint twice": lambda block, x: checkpoint(
+        block, checkpoint(block, x, use_reentrant=False), use_reentrant=False
+    ),
     "checkpoint in checkpoint": lambda block, x: checkpoint(
         lambda x: checkpoint(block, block(x), use_reentrant=False), x, use_reentrant=False
     ),

@@ -1,0 +1,303 @@
+"""One builder per row of `ops.OPS`: what the contract tests run, beside the stock composition it must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_actcompress import ops
+from hf_actcompress.reference import RMS_NORM_VARIANTS
+from tests.oracle import Function
+
+Inputs = list[Tensor | None]
+RNG_STATE = torch.get_rng_state().numel()
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op with its options: ours and stock take the same inputs."""
+
+    id: str
+    ours: Function
+    stock: Function
+    # inputs(batch, dtype)
+    inputs: Callable[[int, torch.dtype], Inputs]
+    # how many of the inputs, from the first, are activations (the rest are weights and masks)
+    activations: int
+    # kept(inputs) in bytes, as documented
+    kept: Callable[[Inputs], int]
+    # dtypes in which law 2 promises bit-equality; the others are held to stock's own error
+    bits: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    gradcheck: bool = True
+    # the memory order of the inputs is free
+    strided: bool = True
+    compiles: bool = True
+    # a frozen weight (this index) makes the op keep none of its first input
+    weight_only: int | None = None
+
+
+def rand(*shape: int, dtype: torch.dtype, grad: bool = True) -> Tensor:
+    """Values that bf16 holds exactly, so that every dtype sees the same numbers."""
+    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(shape, generator=generator).bfloat16().to(dtype).requires_grad_(grad)
+
+
+def size(*tensors: Tensor | None) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+
+
+def rows(x: Tensor) -> int:
+    return x.numel() // x.size(-1)
+
+
+def statistic(x: Tensor) -> int:
+    """Bytes of one fp32 (or wider) number."""
+    return max(x.element_size(), 4)
+
+
+def seeded(function: Function) -> Function:
+    def run(*inputs: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return function(*inputs)
+
+    return run
+
+
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """transformers' Conv1D."""
+    y = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
+    return y.view(*x.shape[:-1], weight.size(1))
+
+
+def linear_cases() -> list[Case]:
+    def inputs(batch: int, dtype: torch.dtype, transposed: bool = False, bias: bool = True) -> Inputs:
+        weight = rand(7, 5, dtype=dtype) if transposed else rand(5, 7, dtype=dtype)
+        return [rand(batch, 3, 7, dtype=dtype), weight, rand(5, dtype=dtype) if bias else None]
+
+    def kept(x: Inputs) -> int:
+        return size(x[0])
+
+    return [
+        Case("linear", ops.linear, functional.linear, inputs, 1, kept, weight_only=1),
+        Case("linear_no_bias", ops.linear, functional.linear, partial(inputs, bias=False), 1, kept, weight_only=1),
+        Case(
+            "conv1d", partial(ops.linear, transposed=True), conv1d, partial(inputs, transposed=True), 1, kept,
+            strided=False, weight_only=1,
+        ),
+    ]  # fmt: skip
+
+
+def activation_cases() -> list[Case]:
+    stocks = {
+        "gelu": functional.gelu,
+        "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+        "silu": functional.silu,
+        "mish": functional.mish,
+    }
+    return [
+        Case(
+            kind,
+            partial(ops.activation, stock=stock, kind=kind),
+            stock,
+            lambda batch, dtype: [rand(batch, 3, 8, dtype=dtype)],
+            1,
+            lambda x: size(x[0]),
+        )
+        for kind, stock in stocks.items()
+    ]
+
+
+def gated_cases() -> list[Case]:
+    cases = []
+    stocks = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
+    for kind, stock in stocks.items():
+        cases.append(
+            Case(
+                f"gated_{kind}",
+                partial(ops.gated_product, stock=stock, kind=kind),
+                lambda gate, up, stock=stock: stock(gate) * up,
+                lambda batch, dtype: [rand(batch, 3, 8, dtype=dtype), rand(batch, 3, 8, dtype=dtype)],
+                2,
+                lambda x: size(x[0], x[1]),
+            )
+        )
+    return cases
+
+
+def layer_norm_cases() -> list[Case]:
+    def inputs(batch: int, dtype: torch.dtype, weight: bool, bias: bool) -> Inputs:
+        affine = [rand(9, dtype=dtype) if wanted else None for wanted in (weight, bias)]
+        return [rand(batch, 4, 9, dtype=dtype), *affine]
+
+    def stock(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return functional.layer_norm(x, (9,), weight, bias, 1e-5)
+
+    def ours(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return ops.layer_norm(x, (9,), weight, bias, 1e-5)
+
+    def kept(x: Inputs) -> int:
+        # mean and rstd have x's dtype on a CPU
+        return size(x[0]) + 2 * rows(x[0]) * x[0].element_size()
+
+    return [
+        Case(f"layer_norm_{name}", ours, stock, partial(inputs, weight=weight, bias=bias), 1, kept)
+        for name, weight, bias in (("affine", True, True), ("weight", True, False), ("plain", False, False))
+    ]
+
+
+def rms_norm_stock(x: Tensor, weight: Tensor | None, variant: str) -> Tensor:
+    """The forward that transformers' modules of that variant have."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x32 = x.to(dtype)
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)
+    if weight is None:
+        return normed.to(x.dtype)
+    if variant == "one_plus_weight":
+        return (normed * (1.0 + weight.to(dtype))).to(x.dtype)
+    if variant == "weight_in_fp32":
+        return (weight.to(dtype) * normed).to(x.dtype)
+    if variant == "cast_to_weight":
+        return weight * (normed.to(weight.dtype) if weight.dtype in (torch.bfloat16, torch.float16) else normed)
+    return weight * normed.to(x.dtype)
+
+
+def rms_norm_cases() -> list[Case]:
+    cases = []
+    for variant in RMS_NORM_VARIANTS:
+        for has_weight in (True, False):
+            cases.append(
+                Case(
+                    f"rms_norm_{variant}{'' if has_weight else '_plain'}",
+                    partial(ops.rms_norm, eps=1e-6, variant=variant),
+                    partial(rms_norm_stock, variant=variant),
+                    lambda batch, dtype, has_weight=has_weight: [
+                        rand(batch, 4, 9, dtype=dtype),
+                        rand(9, dtype=dtype) if has_weight else None,
+                    ],
+                    1,
+                    lambda x: size(x[0]) + rows(x[0]) * statistic(x[0]),
+                    # in fp32 stock sums the two terms of dx in the engine's order
+                    bits=(torch.bfloat16,),
+                )
+            )
+    return cases
+
+
+def dropout_cases() -> list[Case]:
+    return [
+        Case(
+            f"dropout_{p}",
+            seeded(partial(ops.dropout, p=p)),
+            seeded(partial(functional.dropout, p=p)),
+            lambda batch, dtype: [rand(batch, 3, 8, dtype=dtype)],
+            1,
+            lambda x: RNG_STATE,
+            strided=False,
+            compiles=False,
+        )
+        for p in (0.1, 0.5, 1.0)
+    ]
+
+
+def attention_inputs(batch: int, dtype: torch.dtype, kv_heads: int, mask: str) -> Inputs:
+    q = rand(batch, 4, 6, 8, dtype=dtype)
+    k, v = (rand(batch, kv_heads, 6, 8, dtype=dtype) for _ in range(2))
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None].expand(batch, 1, 6, 6).contiguous()
+    if mask == "additive":
+        return [q, k, v, torch.zeros(causal.shape, dtype=dtype).masked_fill_(~causal, torch.finfo(dtype).min)]
+    return [q, k, v, causal]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    groups = q.size(1) // k.size(1)
+    b, h, s, d = k.shape
+    if groups > 1:
+        k, v = (x[:, :, None].expand(b, h, groups, s, d).reshape(b, h * groups, s, d) for x in (k, v))
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask if bias is None else bias)
+
+
+def fused_attention_cases() -> list[Case]:
+    return [
+        Case(
+            f"fused_{mask}_{kv_heads}",
+            lambda q, k, v, mask: ops.fused_attention(q, k, v, mask, False, None),
+            sdpa,
+            partial(attention_inputs, kv_heads=kv_heads, mask=mask),
+            3,
+            # and the logsumexp, [B, H, S]
+            lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0]),
+            compiles=False,
+        )
+        for mask in ("bool", "additive")
+        for kv_heads in (4, 2)
+    ]
+
+
+def recomputed_attention_cases() -> list[Case]:
+    def with_bias(batch: int, dtype: torch.dtype) -> Inputs:
+        q, k, v, _ = attention_inputs(batch, dtype, 4, "bool")
+        return [q, k, v, None, rand(max(batch, 1), 4, 6, 6, dtype=dtype)]
+
+    dropped = seeded(lambda q, k, v, mask: functional.scaled_dot_product_attention(q, k, v, mask, 0.3))
+    masked = partial(attention_inputs, kv_heads=4, mask="bool")
+
+    def kept(x: Inputs) -> int:
+        return size(x[0], x[1], x[2]) + RNG_STATE
+
+    return [
+        Case("recomputed_bias", partial(ops.recomputed_attention, sdpa), sdpa, with_bias, 3, kept, compiles=False),
+        Case(
+            "recomputed_grouped", partial(ops.recomputed_attention, sdpa), sdpa,
+            partial(attention_inputs, kv_heads=2, mask="bool"), 3, kept, compiles=False,
+        ),
+        Case(
+            "recomputed_dropout",
+            seeded(
+                partial(
+                    ops.recomputed_attention,
+                    lambda q, k, v, mask, bias: functional.scaled_dot_product_attention(q, k, v, mask, 0.3),
+                )
+            ),
+            dropped, masked, 3, kept, compiles=False,
+        ),
+    ]  # fmt: skip
+
+
+def cast_cases() -> list[Case]:
+    return [
+        Case(
+            f"cast_{str(dtype).removeprefix('torch.')}",
+            partial(ops.cast, dtype=dtype),
+            partial(Tensor.to, dtype=dtype),
+            lambda batch, dtype: [rand(batch, 3, 8, dtype=dtype)],
+            1,
+            lambda x: 0,
+            # a rounding has no finite differences
+            gradcheck=False,
+        )
+        for dtype in (torch.float16, torch.float64)
+    ]
+
+
+BUILDERS: dict[tuple[str, str], Callable[[], list[Case]]] = {
+    ("linear", "record"): linear_cases,
+    ("activation", "input"): activation_cases,
+    ("gated_mlp", "gate_up"): gated_cases,
+    ("layer_norm", "input"): layer_norm_cases,
+    ("rms_norm", "input"): rms_norm_cases,
+    ("dropout", "rng"): dropout_cases,
+    ("attention", "fused"): fused_attention_cases,
+    ("attention", "recomputed"): recomputed_attention_cases,
+    ("cast", "record"): cast_cases,
+}
+
+# rows whose contract does not fit this form, and the file that has it
+ELSEWHERE = {("linear_cross_entropy", "vocabulary_chunks"): "test_linear_cross_entropy.py"}
+
+CASES = [case for build in BUILDERS.values() for case in build()]

@@ -1,0 +1,327 @@
+"""What every op promises, for every row of the table: gradients, bytes, and to leave alone what is not its own."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hf_actcompress import ops
+from hf_actcompress.records import frame, live_entries
+from tests.ops.cases import BUILDERS, CASES, ELSEWHERE, Case, rand, size
+from tests.oracle import (
+    assert_equal_bits,
+    assert_within_law,
+    clones,
+    gradients,
+    graph_nodes,
+    kept_bytes,
+    pattern,
+    tensors_in,
+    widened,
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def compare(case: Case, inputs: list, dtype: torch.dtype, dy: Tensor | None = None) -> None:
+    """Bit-equality where it is promised, else law 2."""
+    ours, stock = gradients(case.ours, inputs, dy), gradients(case.stock, inputs, dy)
+    assert_equal_bits(ours[:1], stock[:1])
+    if dtype in case.bits:
+        assert_equal_bits(ours, stock)
+    else:
+        wide = dy.double() if dy is not None else pattern(stock[0]).double()
+        assert_within_law(ours, stock, gradients(case.stock, [widened(x) for x in inputs], wide))
+
+
+def test_every_row_has_a_builder():
+    rows = {(op.name, op.variant) for op in ops.OPS}
+    assert rows == set(BUILDERS) | set(ELSEWHERE)
+    for file in ELSEWHERE.values():
+        assert (Path(__file__).parent / file).exists(), file
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.gradcheck], ids=lambda case: case.id)
+def test_gradcheck(case):
+    inputs = case.inputs(2, torch.float64)
+    assert torch.autograd.gradcheck(case.ours, inputs)
+
+
+@every_case
+@every_dtype
+def test_values_and_gradients(case, dtype):
+    compare(case, case.inputs(2, dtype), dtype)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.strided], ids=lambda case: case.id)
+@every_dtype
+def test_non_contiguous_inputs(case, dtype):
+    inputs = case.inputs(2, dtype)
+    for i in range(case.activations):
+        x = inputs[i]
+        wider = torch.cat([x, x], dim=-1).detach()
+        inputs[i] = wider[..., : x.size(-1)].requires_grad_(x.requires_grad)
+        assert not inputs[i].is_contiguous()
+    compare(case, inputs, dtype)
+
+
+@every_case
+def test_transposed_and_expanded_incoming_gradients(case):
+    inputs = case.inputs(2, torch.float32)
+    y = case.stock(*clones(inputs))
+    dense = pattern(y)
+    transposed = dense.transpose(-1, -2).contiguous().transpose(-1, -2)
+    expanded = dense[..., :1].expand_as(dense)
+    scalar = torch.ones((), dtype=y.dtype).expand_as(dense)
+    # the layout of dy may choose another summation in stock and in ours: each is held to law 2
+    for dy in (transposed, expanded, scalar):
+        ours, stock = gradients(case.ours, inputs, dy), gradients(case.stock, inputs, dy)
+        oracle = gradients(case.stock, [widened(x) for x in inputs], dy.double())
+        assert_within_law(ours, stock, oracle)
+
+
+@every_case
+def test_backward_twice(case):
+    leaves = clones(case.inputs(2, torch.float32))
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    y = case.ours(*leaves)
+    first = torch.autograd.grad(y, wanted, pattern(y), retain_graph=True)
+    assert_equal_bits(torch.autograd.grad(y, wanted, pattern(y), retain_graph=True), first)
+    assert_equal_bits(torch.autograd.grad(y, wanted, pattern(y)), first)
+    if case.kept(leaves):
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(y, wanted, pattern(y))
+
+
+@every_case
+def test_every_subset_of_wanted_gradients(case):
+    inputs = case.inputs(2, torch.float32)
+    differentiable = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
+    for count in range(1, len(differentiable)):
+        for subset in itertools.combinations(differentiable, count):
+            frozen = clones(inputs)
+            for i in differentiable:
+                frozen[i].requires_grad_(i in subset)
+            compare(case, frozen, torch.float32)
+
+
+@every_case
+def test_saved_bytes(case):
+    """Against the allocator: the activations as documented, weights and masks by reference."""
+    inputs = case.inputs(4, torch.float32)
+    count = case.activations
+
+    def run() -> Tensor:
+        # neg keeps nothing: whatever of its results is still there after the model's forward is what the op keeps
+        with frame():
+            return case.ours(*(-x for x in inputs[:count]), *inputs[count:])
+
+    assert kept_bytes(run) == case.kept(inputs)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.weight_only is not None], ids=lambda case: case.id)
+def test_frozen_weight_keeps_no_input(case):
+    inputs = case.inputs(4, torch.float32)
+    inputs[case.weight_only].requires_grad_(False)
+    assert kept_bytes(lambda: case.ours(-inputs[0], *inputs[1:])) == 0
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.weight_only is not None], ids=lambda case: case.id)
+def test_frozen_input_keeps_no_weight(case):
+    inputs = case.inputs(4, torch.float32)
+    inputs[0].requires_grad_(False)
+    y = case.ours(*inputs)
+    assert all(x.shape != inputs[case.weight_only].shape for x in y.grad_fn.saved_tensors)
+
+
+@every_case
+def test_no_grad_keeps_nothing(case):
+    inputs = case.inputs(4, torch.float32)
+
+    def run() -> Tensor:
+        with torch.no_grad(), frame():
+            return case.ours(*inputs)
+
+    assert kept_bytes(run) == 0
+
+
+@every_case
+def test_no_tensor_on_ctx(case):
+    nodes = [node for node in graph_nodes(case.ours(*case.inputs(2, torch.float32))) if hasattr(node, "slots")]
+    assert nodes or case.id.startswith("cast")
+    for node in nodes:
+        assert list(tensors_in(vars(node))) == []
+
+
+@every_case
+@pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "save_on_cpu"])
+def test_under_checkpointing_and_offloading(case, kind):
+    def wrapped(*inputs: Tensor) -> Tensor:
+        if kind == "save_on_cpu":
+            with torch.autograd.graph.save_on_cpu():
+                return case.ours(*inputs)
+        return checkpoint(case.ours, *inputs, use_reentrant=kind == "reentrant")
+
+    inputs = clones(case.inputs(2, torch.float32))
+    # by .backward(): the reentrant kind knows no other
+    with frame():
+        y = wrapped(*inputs)
+    y.backward(pattern(y))
+    # not emptied at the end of a recomputation, but ended with its tensors
+    ours = [y.detach(), *(x.grad for x in inputs if x is not None and x.requires_grad)]
+    assert_equal_bits(ours, gradients(case.ours, inputs))
+    assert live_entries() == 0
+
+
+@every_case
+@every_dtype
+def test_nothing_is_written(case, dtype):
+    """Inputs, output, incoming gradient and saved tensors are after two backwards what they were."""
+    leaves = clones(case.inputs(2, dtype))
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    y = case.ours(*leaves)
+    dy = pattern(y)
+    saved = [x for node in graph_nodes(y) for x in getattr(node, "saved_tensors", ()) if x is not None]
+    watched = [x.detach() for x in (*leaves, y, dy, *saved) if x is not None]
+    before = [x.clone() for x in watched]
+    versions = [x._version for x in watched]
+    for _ in range(2):
+        torch.autograd.grad(y, wanted, dy, retain_graph=True)
+    assert_equal_bits(watched, before)
+    assert [x._version for x in watched] == versions
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "fused" not in case.id], ids=lambda case: case.id)
+def test_zero_size_inputs(case):
+    inputs = case.inputs(0, torch.float32)
+    for ours, stock in zip(gradients(case.ours, inputs), gradients(case.stock, inputs), strict=True):
+        assert ours.shape == stock.shape and torch.equal(ours, stock)
+
+
+@every_case
+def test_double_backward_raises(case):
+    inputs = clones(case.inputs(2, torch.float32))
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    y = case.ours(*inputs)
+    dy = pattern(y).requires_grad_()
+    (dx, *_) = torch.autograd.grad(y, wanted, dy, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.compiles], ids=lambda case: case.id)
+def test_compiled_equals_eager(case):
+    torch._dynamo.reset()
+    compiled = torch.compile(case.ours, fullgraph=True, backend="aot_eager")
+    inputs = case.inputs(2, torch.float32)
+    assert_equal_bits(gradients(compiled, inputs), gradients(case.ours, inputs))
+
+
+few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
+sizes = st.integers(1, 33)
+
+
+@few
+@given(batch=sizes, rows=sizes, width=sizes, out=sizes, bias=st.booleans(), dtype=st.sampled_from(DTYPES))
+def test_linear_of_any_shape(batch, rows, width, out, bias, dtype):
+    inputs = [rand(batch, rows, width, dtype=dtype), rand(out, width, dtype=dtype)]
+    inputs.append(rand(out, dtype=dtype) if bias else None)
+    assert_equal_bits(gradients(ops.linear, inputs), gradients(torch.nn.functional.linear, inputs))
+
+
+@few
+@given(lead=st.lists(st.integers(1, 5), max_size=3), width=sizes, eps=st.sampled_from((1e-12, 1e-5, 1e-1)))
+def test_norms_of_any_shape(lead, width, eps):
+    inputs = [rand(*lead, width, dtype=torch.float32), rand(width, dtype=torch.float32)]
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return ops.layer_norm(x, (width,), weight, None, eps)
+
+    def stock(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (width,), weight, None, eps)
+
+    assert_equal_bits(gradients(ours, inputs), gradients(stock, inputs))
+
+
+@few
+@given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), p=st.floats(0.01, 1.0), seed=st.integers(0, 99))
+def test_dropout_of_any_shape_is_the_stock_mask(shape, p, seed):
+    inputs = [rand(*shape, dtype=torch.float32)]
+
+    def run(function):
+        def call(x: Tensor) -> Tensor:
+            torch.manual_seed(seed)
+            y = function(x, p)
+            # the generator moves on as in stock, and backward puts it back where it found it
+            return y + 0 * torch.rand(())
+
+        return gradients(call, inputs) + [torch.rand(3)]
+
+    assert_equal_bits(run(ops.dropout), run(torch.nn.functional.dropout))
+
+
+def test_mixed_dtypes_are_an_error_as_in_stock():
+    x, weight = rand(2, 4, dtype=torch.bfloat16), rand(3, 4, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.nn.functional.linear(x, weight)
+    with pytest.raises(RuntimeError, match="dtype"):
+        ops.linear(x, weight)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["bf16 input", "fp32 input"])
+def test_linear_under_autocast_keeps_one_cast_for_three_consumers(wide):
+    x = rand(4, 8, dtype=torch.float32 if wide else torch.bfloat16)
+    weights = [rand(8, 8, dtype=torch.float32) * scale for scale in (1, 2, 3)]
+    weights = [w.detach().requires_grad_() for w in weights]
+
+    def run(linear):
+        def call(x: Tensor, *weights: Tensor) -> Tensor:
+            h = -x
+            with torch.autocast("cpu", torch.bfloat16):
+                return torch.stack([linear(h, w) for w in weights]).sum(0)
+
+        return call
+
+    assert_equal_bits(
+        gradients(run(ops.linear), [x, *weights]), gradients(run(torch.nn.functional.linear), [x, *weights])
+    )
+    # the input once, in bf16; no cast copy of a weight
+    assert kept_bytes(lambda: run(ops.linear)(x, *weights)) == x.numel() * 2
+
+
+def test_gated_product_and_norms_under_autocast():
+    def run(norm, product):
+        def call(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return product(norm(x, weight), up)
+
+        return call
+
+    silu = torch.nn.functional.silu
+    inputs = [rand(2, 3, 8, dtype=torch.float32), rand(2, 3, 8, dtype=torch.bfloat16), rand(8, dtype=torch.float32)]
+    ours = run(lambda x, w: ops.layer_norm(x, (8,), w), lambda gate, up: ops.gated_product(gate, up, silu, "silu"))
+    stock = run(lambda x, w: torch.nn.functional.layer_norm(x, (8,), w), lambda gate, up: silu(gate) * up)
+    assert_equal_bits(gradients(ours, inputs), gradients(stock, inputs))
+
+
+def test_derived_output_costs_its_consumers_nothing():
+    """norm -> q, k, v: the norm's input once, for four consumers; and the casts of the consumers are derived too."""
+    x = rand(16, 8, dtype=torch.float32)
+    weight, out = rand(8, dtype=torch.float32), rand(8, 8, dtype=torch.float32)
+
+    def run() -> Tensor:
+        h = ops.rms_norm(-x, weight, 1e-6)
+        return ops.linear(h, out) + ops.linear(h, out) + ops.linear(h, out)
+
+    assert kept_bytes(run) == size(x) + 16 * 4
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept_bytes(run) == size(x) + 16 * 4

@@ -1,0 +1,44 @@
+"""The house's limits: short files, short functions."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_actcompress"
+FILES = sorted(PACKAGE.rglob("*.py"))
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 300, 40, 80
+
+
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    lines = node.end_lineno - node.lineno + 1
+    first = node.body[0]
+    if ast.get_docstring(node) is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_are_short(path):
+    source = path.read_text()
+    assert len(source.splitlines()) < FILE_LINES
+    limit = KERNEL_LINES if "kernels" in path.parts else FUNCTION_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert body_lines(node) < limit, f"{path.name}: {node.name}"
+
+
+def test_every_module_says_what_it_is():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert not tree.body or ast.get_docstring(tree), path
+
+
+def test_one_op_has_one_basename_in_every_layer():
+    """A file of kernels/ has one of the same name in reference/."""
+    names = {path.stem for path in (PACKAGE / "reference").glob("*.py")}
+    assert {path.stem for path in (PACKAGE / "kernels").glob("*.py") if path.stem[0] != "_"} <= names

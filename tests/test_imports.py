@@ -1,0 +1,146 @@
+"""Imports point one way, heavy libraries stay where they belong, and triton is never needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_actcompress
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_actcompress"
+NAME = PACKAGE.name
+
+# a part imports from its own and lower levels; parts of one level do not import each other
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("kernels", "reference"),
+    ("dispatch",),
+    ("codecs",),
+    ("records", "config"),
+    ("ops",),
+    ("modules",),
+    ("models",),
+    ("patching",),
+    ("memory",),
+    ("training", "cli"),
+)
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+
+# third-party package -> where in the package it may be imported
+CONFINED = {
+    "transformers": ("models", "training", "memory"),
+    "peft": ("models", "training"),
+    "accelerate": ("training",),
+    "triton": ("kernels",),
+    "matplotlib": ("memory", "training", "cli"),
+    "typer": ("cli",),
+}
+
+
+def modules() -> Iterator[tuple[Path, str, ast.Module]]:
+    """Every file of the package: its path, the part it belongs to, its tree."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        part = relative.parts[0].removesuffix(".py")
+        if part not in ("__init__", "__main__"):
+            yield path, part, ast.parse(path.read_text())
+
+
+def imported(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Absolute dotted names of what a file imports, with the line; lazy imports and type-checking ones too."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in node.names)
+
+
+def test_every_part_has_a_level():
+    assert {part for _, part, _ in modules()} <= set(LEVEL)
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for path, part, tree in modules():
+        for line, name in imported(path, tree):
+            head, *rest = name.split(".")
+            if head != NAME or not rest or rest[0] not in LEVEL:
+                continue
+            target = rest[0]
+            if target != part and LEVEL[target] >= LEVEL[part]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_part_imports_the_top():
+    for path, _, tree in modules():
+        for line, name in imported(path, tree):
+            head, *rest = name.split(".")
+            assert head != NAME or (rest and rest[0] in LEVEL) or rest == ["__version__"], f"{path}:{line} {name}"
+
+
+@pytest.mark.parametrize("library", CONFINED)
+def test_libraries_are_confined(library):
+    wrong = []
+    for path, part, tree in modules():
+        for line, name in imported(path, tree):
+            if name.split(".")[0] == library and part not in CONFINED[library]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_recipes_use_public_names_alone():
+    public = set(hf_actcompress.__all__)
+    wrong = []
+    for path in sorted((ROOT / "recipes").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == NAME and not node.level:
+                names = {alias.name for alias in node.names}
+                if node.module != NAME or not names <= public:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.module} {sorted(names - public)}")
+            if isinstance(node, ast.Import):
+                wrong.extend(f"{path}:{node.lineno}" for a in node.names if a.name.startswith(NAME + "."))
+    assert not wrong, "\n".join(wrong)
+
+
+def run_fresh(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_alone_is_light():
+    out = run_fresh(f"import sys, {NAME}; print([m for m in ('torch', 'transformers', 'triton') if m in sys.modules])")
+    assert out.strip() == "[]"
+
+
+def test_trains_a_step_without_triton():
+    out = run_fresh(
+        """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ImportError("blocked")
+sys.meta_path.insert(0, Block())
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from hf_actcompress import patch_model
+config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+model = patch_model(LlamaForCausalLM(config))
+ids = torch.arange(8)[None]
+model(input_ids=ids, labels=ids).loss.backward()
+assert all(p.grad is not None for p in model.parameters())
+print("trained", "triton" in sys.modules)
+"""
+    )
+    assert out.strip() == "trained False"
