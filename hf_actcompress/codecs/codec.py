@@ -1,0 +1,92 @@
+"""The protocol of a codec, and what every codec keeps of a tensor besides bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import CodecError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Codec(Protocol):
+    """What a codec must offer. `unpack(*pack(x))` has x's shape and dtype.
+
+    A codec is a frozen dataclass (equal means the same format). It knows neither autograd nor ctx, reads nothing back
+    to the host, and the shapes of what it returns follow from x's shape and dtype alone. What it draws, it draws
+    from the default generator of x's device, so that a checkpoint's recomputation packs the same codes again.
+    """
+
+    @property
+    def lossless(self) -> bool:
+        """Whether `unpack(*pack(x))` equals x bit by bit."""
+        return False
+
+    @property
+    def linear_only(self) -> bool:
+        """Whether it only serves the sum over tokens that a linear's weight gradient is, and no other role."""
+        return False
+
+    def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
+        """Encode x, of any shape: the tensors to keep, and static Python data (shape, dtype)."""
+        ...
+
+    def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
+        """Decode what `pack` returned into a tensor of x's shape and dtype."""
+        ...
+
+    def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
+        """dW [O, I] = dy^T x, dy [..., O], out of the packed x [..., I] where that is cheaper than unpacking.
+
+        None: it is not cheaper; unpack x and multiply.
+        """
+        return None
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Bytes of the tensors that `pack` returns for an x of that shape and dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """The static half of a packed tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> TensorMeta:
+        """Raises CodecError if x is not of a dtype that activations have."""
+        if x.dtype not in DTYPES:
+            raise CodecError(f"a lossy codec stores {', '.join(map(str, DTYPES))}; asked to store {x.dtype}")
+        return cls(x.shape, x.dtype)
+
+    @property
+    def features(self) -> int:
+        """Size of the last axis; 1 for a scalar."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def rows(self) -> int:
+        """How many vectors of `features` elements there are."""
+        return self.shape[:-1].numel() if self.shape else 1
+
+
+def meta_of(meta: object) -> TensorMeta:
+    assert isinstance(meta, TensorMeta)
+    return meta
+
+
+def check_fraction(fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ValueError(f"the kept fraction lies in (0, 1]; found {fraction}")
+
+
+def kept(fraction: float, count: int) -> int:
+    """That fraction of `count`, rounded, at least one if there is one."""
+    return min(count, max(1, math.floor(fraction * count + 0.5)))

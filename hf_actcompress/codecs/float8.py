@@ -1,0 +1,61 @@
+"""8-bit floats, scaled per row or per group of features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..dispatch import implementation
+from ..errors import UnknownOptionError
+from .codec import Codec, TensorMeta, meta_of
+
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@dataclass(frozen=True)
+class Float8(Codec):
+    """fp8 with one scale per row, or per group of 16 or 128 neighbouring features.
+
+    The relative error is at most 2^-4 (e4m3) or 2^-3 (e5m2) down to 2^-14 and 2^-29 of the group's largest magnitude:
+    where int8 shares one step among all, small values keep their digits, and large ones have fewer.
+
+    Bytes: ``1 + 2 / group_size`` per element (the scale in bf16, rounded up); per row ``1 + 2 / D``.
+    Bias: rounds to nearest, at most half a step.
+    Source: FP8 formats (arXiv 2209.05433); activations in groups, COAT (arXiv 2410.19313).
+
+    Args:
+        format: "e4m3" or "e5m2".
+        group_size: Features that share a scale; None: the whole row.
+
+    Raises:
+        UnknownOptionError: Another format.
+        ValueError: A group size below 1.
+    """
+
+    format: str = "e4m3"
+    group_size: int | None = 128
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UnknownOptionError("float8 format", self.format, FORMATS)
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(f"group_size >= 1 or None (the whole row); found {self.group_size}")
+
+    def _group_size(self, features: int) -> int:
+        return self.group_size or max(features, 1)
+
+    def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
+        meta = TensorMeta.of(x)
+        return implementation("float8_pack", x)(x, FORMATS[self.format], self._group_size(meta.features)), meta
+
+    def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
+        known = meta_of(meta)
+        unpack = implementation("float8_unpack", tensors[0])
+        rows: Tensor = unpack(*tensors, known.dtype, self._group_size(known.features))
+        return rows.view(known.shape)
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        x = TensorMeta(shape, dtype)
+        return x.rows * (x.features + 2 * -(-x.features // self._group_size(x.features)))

@@ -1,0 +1,85 @@
+"""Integers of 8, 4 or 2 bits in groups along the feature axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..dispatch import implementation
+from ..errors import UnknownOptionError
+from .codec import Codec, TensorMeta, meta_of
+
+BITS = (2, 4, 8)
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True)
+class IntGroup(Codec):
+    """Group quantisation: each group of neighbouring features has its own range, each feature its code in it.
+
+    Mesa (arXiv 2111.11124) is the configuration of 8 bits, stochastic, with groups of the head size: one range per
+    head of q, k and v, and as many chunks of a hidden state. Mesa smooths its ranges over steps, so that a value of
+    today can lie above the range of yesterday, and its packing does not clamp: the code wraps around, and the largest
+    activation comes back as the smallest. Here ranges are always those of the tensor itself, which costs one reading.
+
+    Bytes: ``bits / 8 + 4 / group_size`` per element (scale and zero point in bf16), plus ``outliers`` channels in x's
+    dtype. bf16 has the range of fp32, where an fp16 scale would overflow, and rounding outwards makes it as precise.
+    Bias: None in what is decoded under stochastic rounding; up to half a step under rounding to nearest, whose error
+    is smaller by 1.41.
+    Source: ActNN (arXiv 2104.14129), GACT (arXiv 2206.11357); outlier channels as HyC-LoRA (MLSys 2025) has them.
+
+    Args:
+        bits: 8, 4 or 2 per element.
+        group_size: Features that share a scale and a zero point; the last group of a row may be shorter.
+        rounding: "nearest" or "stochastic".
+        outliers: How many channels, those with the largest magnitude, are kept apart as they are.
+
+    Raises:
+        UnknownOptionError: Another number of bits, another rounding.
+        ValueError: A group size below 1, a negative number of outliers.
+    """
+
+    bits: int = 8
+    group_size: int = 64
+    rounding: str = "nearest"
+    outliers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise UnknownOptionError("bits", self.bits, BITS)
+        if self.rounding not in ROUNDINGS:
+            raise UnknownOptionError("rounding", self.rounding, ROUNDINGS)
+        if self.group_size < 1 or self.outliers < 0:
+            raise ValueError(f"group_size >= 1 and outliers >= 0; found {self.group_size} and {self.outliers}")
+
+    def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
+        meta = TensorMeta.of(x)
+        kept: tuple[Tensor, ...] = ()
+        skip = None
+        if self.outliers and x.numel():
+            rows = x.reshape(-1, meta.features)
+            # by magnitude over all rows; a channel with a NaN counts as the largest
+            low, high = rows.aminmax(dim=0)
+            channels = torch.maximum(high, -low).topk(min(self.outliers, meta.features), sorted=False).indices
+            skip = torch.zeros(meta.features, dtype=torch.bool, device=x.device).index_fill_(0, channels, True)
+            kept = (rows.index_select(1, channels), channels.to(torch.int32))
+        pack = implementation("int_group_pack", x)
+        return (*pack(x, self.bits, self.group_size, self.rounding == "stochastic", skip), *kept), meta
+
+    def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
+        known = meta_of(meta)
+        codes, scale, zero = tensors[:3]
+        unpack = implementation("int_group_unpack", codes)
+        rows: Tensor = unpack(codes, scale, zero, known.features, known.dtype, self.bits, self.group_size)
+        if len(tensors) > 3:
+            values, channels = tensors[3:]
+            rows.index_copy_(1, channels.long(), values)
+        return rows.view(known.shape)
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        x = TensorMeta(shape, dtype)
+        per_row = -(-x.features * self.bits // 8) + 4 * -(-x.features // self.group_size)
+        outliers = min(self.outliers, x.features) if shape.numel() else 0
+        return x.rows * (per_row + outliers * dtype.itemsize) + 4 * outliers

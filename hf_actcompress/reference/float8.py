@@ -1,0 +1,51 @@
+"""8-bit floats with a scale per group of features."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .groups import (
+    bf16_above,
+    group_count,
+    in_groups,
+    row_chunks,
+    row_slices,
+    rows_features,
+    spans,
+    within_range,
+    work_dtype,
+)
+
+_TINY = torch.finfo(torch.bfloat16).tiny
+
+
+def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
+    """x [..., D], R rows, as float8 codes [R, D] of `dtype` and scales bf16 [R, n], so that x = codes * scale.
+
+    The largest magnitude of a group is the largest finite float8 or just below it (the scale is rounded up), so that
+    nothing saturates. A NaN or inf makes the scale, and so the group, NaN or inf.
+    """
+    rows, features = rows_features(x)
+    codes = x.new_empty(rows, features, dtype=dtype)
+    scale = x.new_empty(rows, group_count(features, group_size), dtype=torch.bfloat16)
+    for part, chunk in row_chunks(x):
+        for start, stop, size in spans(features, group_size):
+            values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype), copy=True), size)
+            low, high = values.aminmax(dim=-1)
+            step = bf16_above(torch.maximum(high, -low) / torch.finfo(dtype).max).clamp_min(_TINY)
+            codes[part, start:stop] = values.div_(step.unsqueeze(-1)).flatten(1).to(dtype)
+            scale[part, start // group_size : group_count(stop, group_size)] = step
+    return codes, scale
+
+
+def float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
+    """The rows [R, D] in `dtype` of what `float8_pack` returned."""
+    rows, features = codes.shape
+    out = codes.new_empty(rows, features, dtype=dtype)
+    for part in row_slices(rows, features, codes.device) if features else ():
+        for start, stop, size in spans(features, group_size):
+            step = scale[part, start // group_size : group_count(stop, group_size)].unsqueeze(-1)
+            values = in_groups(codes[part, start:stop].to(work_dtype(dtype)), size).mul_(step)
+            out[part, start:stop] = within_range(values, step, dtype).flatten(1)
+    return out

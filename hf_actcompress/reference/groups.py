@@ -1,0 +1,91 @@
+"""Groups of neighbouring features that share a scale, and the rows of a tensor a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# elements that are widened to the work dtype at once: a CPU's cache, a small part of a GPU's memory
+_CHUNK = {"cpu": 1 << 18}
+_CHUNK_ELSEWHERE = 1 << 24
+
+
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rows_features(x: Tensor) -> tuple[int, int]:
+    """(R, D) of x [..., D]; a scalar is one row of one feature."""
+    return (x.shape[:-1].numel(), x.size(-1)) if x.dim() else (1, 1)
+
+
+def group_count(features: int, group_size: int) -> int:
+    return -(-features // group_size)
+
+
+def spans(features: int, group_size: int) -> list[tuple[int, int, int]]:
+    """(start, stop, size of each group) of the features in whole groups, then of the shorter last group."""
+    whole = features // group_size * group_size
+    out = [(0, whole, group_size)] if whole else []
+    return [*out, (whole, features, features - whole)] if whole < features else out
+
+
+def in_groups(rows: Tensor, size: int) -> Tensor:
+    """[r, n size] as [r, n, size], a view."""
+    return torch.unflatten(rows, 1, (rows.size(1) // size, size))
+
+
+def chunk_rows(features: int, device: torch.device) -> int:
+    """How many rows of that many features to work on at once."""
+    if torch.compiler.is_compiling():
+        # the compiler fuses; a loop would only be unrolled
+        return torch.iinfo(torch.int64).max
+    return max(1, _CHUNK.get(device.type, _CHUNK_ELSEWHERE) // max(features, 1))
+
+
+def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of x [..., D] in order, a few at a time: (their slice, [r, D]). No copy of x as a whole is made."""
+    if x.numel() == 0:
+        return
+    x = x.unsqueeze(0) if x.dim() == 0 else x
+    features, start = x.size(-1), 0
+    # q, k and v are transposed views that do not flatten: one sequence of them is copied at a time
+    for part in (x,) if x.is_contiguous() or x.dim() <= 2 else x.unbind(0):
+        rows = part.reshape(-1, features)
+        step = min(chunk_rows(features, x.device), rows.size(0))
+        for first in range(0, rows.size(0), step):
+            chunk = rows[first : first + step]
+            yield slice(start, start + chunk.size(0)), chunk
+            start += chunk.size(0)
+
+
+def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice]:
+    """The same for a tensor that is about to be made."""
+    step = min(chunk_rows(features, device), max(rows, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def bf16_above(x: Tensor) -> Tensor:
+    """The smallest bf16 that is not below x. NaN stays NaN, what is too large becomes inf."""
+    near = x.to(torch.bfloat16)
+    return torch.where(near < x, torch.nextafter(near, torch.full_like(near, torch.inf)), near)
+
+
+def bf16_below(x: Tensor) -> Tensor:
+    """The largest bf16 that is not above x."""
+    near = x.to(torch.bfloat16)
+    return torch.where(near > x, torch.nextafter(near, torch.full_like(near, -torch.inf)), near)
+
+
+def within_range(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decoded `values`, in place, held inside fp16's finite range where their scale is finite.
+
+    Half a step above fp16's largest number would be inf where x was finite; an inf or NaN of x is in the scale.
+    """
+    if dtype != torch.float16:
+        return values
+    limit = torch.where(scale.isfinite(), torch.finfo(dtype).max, torch.inf).to(values.dtype)
+    return torch.minimum(torch.maximum(values, -limit, out=values), limit, out=values)

@@ -1,0 +1,75 @@
+"""Inputs that a codec has to take, and what its answers are held to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_actcompress.codecs import Codec
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Layout = Callable[[Tensor], Tensor]
+
+
+def _strided(x: Tensor) -> Tensor:
+    """Every second feature of a wider tensor."""
+    return torch.stack((x, x), dim=-1).flatten(-2)[..., ::2] if x.dim() else x
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Heads before tokens, as q, k and v are: not contiguous and not flattened without a copy."""
+    return x.transpose(0, -2).contiguous().transpose(0, -2) if x.dim() > 1 else x
+
+
+LAYOUTS: dict[str, Layout] = {
+    "contiguous": lambda x: x,
+    "strided": _strided,
+    "transposed": _transposed,
+    "offset": lambda x: torch.cat((x[:1], x))[1:] if x.dim() else x,
+    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
+}
+
+shapes = st.lists(st.integers(0, 7), max_size=3).flatmap(
+    lambda outer: st.integers(0, 150).map(lambda features: (*outer, features))
+)
+
+
+@st.composite
+def activations(draw: st.DrawFn, shape: st.SearchStrategy[tuple[int, ...]] = shapes) -> Tensor:
+    """Tensors of any shape, dtype and layout; of large and tiny magnitude, with an offset, constant, with outliers."""
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    x = torch.randn(draw(shape), generator=generator, dtype=torch.float64)
+    # fp16 ends at 65504 and starts at 6e-8
+    x = x * 10.0 ** draw(st.integers(-4, 3)) + draw(st.sampled_from((0.0, 1.0, -300.0)))
+    if draw(st.booleans()) and x.dim():
+        x[..., ::37] *= 10
+    if draw(st.integers(0, 9)) == 0:
+        x = torch.full_like(x, 0.1)
+    return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](x.to(dtype))
+
+
+def roundtrip(codec: Codec, x: Tensor) -> Tensor:
+    y = codec.unpack(*codec.pack(x))
+    assert y.shape == x.shape and y.dtype == x.dtype
+    return y
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding to that dtype."""
+    return torch.finfo(dtype).eps / 2
+
+
+def hoeffding(draws: int, values: int, failure: float = 1e-9) -> float:
+    """How far any of `values` means of `draws` numbers in an interval of length 1 lies from its expectation, but for a
+    chance of `failure`."""
+    return math.sqrt(math.log(2 * values / failure) / (2 * draws))
+
+
+def relative(error: Tensor, x: Tensor) -> float:
+    return float(error.double().norm() / x.double().norm())

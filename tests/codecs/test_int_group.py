@@ -1,0 +1,194 @@
+"""Group quantisation: errors within the step, no bias under stochastic rounding, outliers exact, nothing clipped."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_actcompress.codecs import IntGroup
+from hf_actcompress.errors import CodecError, UnknownOptionError
+from hf_actcompress.memory.allocator import trace
+from tests.codecs.helpers import DTYPES, activations, hoeffding, relative, rounding, roundtrip
+
+codecs = st.builds(
+    IntGroup,
+    st.sampled_from((2, 4, 8)),
+    st.sampled_from((1, 5, 16, 64, 128)),
+    st.sampled_from(("nearest", "stochastic")),
+    st.sampled_from((0, 1, 3)),
+)
+
+
+def widest_step(codec: IntGroup, x: Tensor) -> Tensor:
+    """Per element of x, fp64: the group's true range over the levels, with both ends rounded outwards to bf16."""
+    steps = []
+    for group in x.double().split(codec.group_size, dim=-1):
+        low, high = group.aminmax(dim=-1, keepdim=True)
+        # one bf16 ulp is at most 2^-7 of the number
+        step = (high - low + low.abs() * 2**-7) / (2**codec.bits - 1) * (1 + 2**-7) + torch.finfo(torch.bfloat16).tiny
+        steps.append(step.expand_as(group))
+    return torch.cat(steps, dim=-1)
+
+
+@settings(deadline=None, max_examples=150)
+@given(activations(), codecs)
+def test_error_is_within_the_step(x: Tensor, codec: IntGroup) -> None:
+    y = roundtrip(codec, x)
+    if x.dim() == 0:
+        x, y = x.view(1), y.view(1)
+    if x.numel() == 0:
+        return
+    step = widest_step(codec, x)
+    share = 0.5 if codec.rounding == "nearest" else 1.0
+    # fp32 arithmetic: a subtraction, a division, a product and a sum of numbers up to the group's magnitude and range
+    magnitude = step * (2**codec.bits - 1) + x.double().abs()
+    bound = (
+        share * step + 4 * torch.finfo(torch.float32).eps * magnitude + rounding(x.dtype) * (x.double().abs() + step)
+    )
+    bound += torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
+    error = (y.double() - x.double()).abs()
+    assert bool((error <= bound).all()), f"{float((error / bound).max()):.3f} of the bound"
+
+
+@settings(deadline=None, max_examples=100)
+@given(activations(), codecs)
+def test_bytes_are_as_declared_and_the_input_is_not_touched(x: Tensor, codec: IntGroup) -> None:
+    before = x.clone()
+    tensors, _ = codec.pack(x)
+    assert sum(t.untyped_storage().nbytes() for t in tensors) == codec.nbytes(x.shape, x.dtype)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stochastic_rounding_is_unbiased(bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(bits)
+    x = torch.randn(16, 96).to(dtype)
+    codec = IntGroup(bits, 32, "stochastic")
+    draws = 400
+    mean = torch.zeros(x.shape, dtype=torch.float64)
+    for _ in range(draws):
+        mean += roundtrip(codec, x).double() / draws
+    step = widest_step(codec, x)
+    # every draw is one of two neighbouring codes, rounded to x's dtype, to nearest
+    slack = rounding(dtype) * (x.double().abs() + step) + 4 * torch.finfo(torch.float32).eps * 2**bits * step
+    assert bool(((mean - x.double()).abs() <= hoeffding(draws, x.numel()) * step + slack).all())
+
+
+def test_stochastic_error_falls_with_the_root_of_the_draws() -> None:
+    x = torch.randn(64, 128, dtype=torch.float64)
+    codec = IntGroup(4, 64, "stochastic")
+    draws = torch.stack([roundtrip(codec, x) for _ in range(256)])
+    few = (draws.view(16, 16, *x.shape).mean(1) - x).square().mean().sqrt()
+    many = (draws.mean(0) - x).square().mean().sqrt()
+    # 8192 independent elements: the mean square has a relative deviation of about sqrt(2 / 8192), five of them
+    assert float(few / many) == pytest.approx(4, rel=5 * math.sqrt(2 / x.numel()))
+
+
+def test_nearest_does_not_average_out_but_errs_less() -> None:
+    x = torch.randn(256, 256, dtype=torch.float64)
+    nearest, stochastic = IntGroup(4), IntGroup(4, rounding="stochastic")
+    assert torch.equal(roundtrip(nearest, x), roundtrip(nearest, x))
+    ratio = relative(roundtrip(stochastic, x) - x, x) / relative(roundtrip(nearest, x) - x, x)
+    # of a uniform remainder: step / sqrt(6) against step / sqrt(12)
+    assert ratio == pytest.approx(math.sqrt(2), rel=0.05)
+
+
+def test_the_default_generator_decides_and_nothing_else() -> None:
+    x = torch.randn(8, 64)
+    codec = IntGroup(2, rounding="stochastic")
+    torch.manual_seed(1)
+    first, second = roundtrip(codec, x), roundtrip(codec, x)
+    torch.manual_seed(1)
+    assert torch.equal(roundtrip(codec, x), first)
+    assert not torch.equal(first, second)
+    state = torch.get_rng_state()
+    roundtrip(IntGroup(2), x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_of_a_grid_come_back_exactly(bits: int, dtype: torch.dtype) -> None:
+    """Values that are codes: every level, in every position of a byte, is found again."""
+    levels = 2**bits
+    x = (torch.arange(levels).repeat(3)[: 2 * levels + levels // 2].to(dtype) - 1).view(1, -1)
+    x = torch.cat([x.roll(shift, 1) for shift in range(8)])
+    assert torch.equal(roundtrip(IntGroup(bits, group_size=x.size(1)), x), x)
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_stays_so_and_in_its_group(poison: float, rounding: str, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 96).to(dtype)
+    x[2, 40] = poison
+    y = roundtrip(IntGroup(8, 32, rounding), x)
+    # the level of an inf is 0 or the last, so the rest of its group is not a number either
+    assert not y[2, 40].isfinite()
+    y[2, 32:64] = 0
+    assert bool(y.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_ends_of_the_dtype_do_not_overflow(dtype: torch.dtype) -> None:
+    # of bf16, which the scale and the zero point are in: half of it, for the range is twice as large
+    end = min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max / 2.1)
+    x = torch.linspace(-end, end, 64, dtype=torch.float64).to(dtype).view(1, 64)
+    for codec in (IntGroup(8), IntGroup(4), IntGroup(2, rounding="stochastic"), IntGroup(8, 5)):
+        y = roundtrip(codec, x)
+        assert bool(y.isfinite().all())
+        assert bool(((y.double() - x.double()).abs() <= widest_step(codec, x)).all())
+
+
+def test_a_range_that_the_scale_cannot_tell_is_not_hidden() -> None:
+    x = torch.tensor([[-3e38, 3e38]])
+    assert not bool(roundtrip(IntGroup(8), x).isfinite().any())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outlier_channels_are_exact_and_spare_their_neighbours(dtype: torch.dtype) -> None:
+    x = torch.randn(32, 128).to(dtype)
+    x[:, [7, 70]] *= 100
+    plain, apart = roundtrip(IntGroup(4), x), roundtrip(IntGroup(4, outliers=2), x)
+    assert torch.equal(apart[:, [7, 70]], x[:, [7, 70]])
+    rest = [c for c in range(128) if c not in (7, 70)]
+    # the others are quantised as if the outliers were not there
+    step = widest_step(IntGroup(4, group_size=63), x[:, rest])
+    error = (apart.double() - x.double()).abs()[:, rest]
+    assert bool((error <= 0.5 * step + rounding(dtype) * (x[:, rest].double().abs() + step) + 1e-6).all())
+    assert relative(apart - x, x) * 10 < relative(plain - x, x)
+
+
+def test_more_outliers_than_channels_is_lossless() -> None:
+    x = torch.randn(3, 5)
+    assert torch.equal(roundtrip(IntGroup(2, outliers=9), x), x)
+
+
+def test_transient_memory_is_a_chunk_and_not_a_copy() -> None:
+    x = torch.randn(4096, 512).bfloat16()
+    codec = IntGroup(4, rounding="stochastic")
+    memory = trace(lambda: codec.pack(x)[0])
+    assert memory.net_bytes == codec.nbytes(x.shape, x.dtype)
+    # a chunk of 2^18 elements: values, noise, codes and what packs them, in fp32 at most four at a time
+    assert memory.peak_bytes - memory.net_bytes <= 4 * 4 * 2**18 < x.numel() * x.element_size() * 2
+    packed = codec.pack(x)
+    memory = trace(lambda: codec.unpack(*packed))
+    assert memory.net_bytes == x.numel() * x.element_size()
+    assert memory.peak_bytes - memory.net_bytes <= 4 * 4 * 2**18
+
+
+def test_wrong_options_and_dtypes_are_refused() -> None:
+    with pytest.raises(UnknownOptionError, match="2, 4, 8"):
+        IntGroup(3)
+    with pytest.raises(UnknownOptionError, match="'nearest', 'stochastic'"):
+        IntGroup(8, rounding="up")
+    with pytest.raises(ValueError, match="group_size >= 1"):
+        IntGroup(8, group_size=0)
+    with pytest.raises(CodecError, match="int64"):
+        IntGroup(8).pack(torch.arange(4))
