@@ -28,37 +28,36 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from hf_actcompress import kept_bytes, measure_step, patch_model
 
-VOCAB = 1024
 VARIANTS = ("stock", "checkpointing", "exact", "exact+checkpointing")
 # relative L2 error over all gradients: several roundings of the dtype, and far below what a wrong term makes
 GRADIENT_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
-def bert(layers: int, hidden: int) -> Any:
+def bert(layers: int, hidden: int, vocab: int) -> Any:
     config = BertConfig(
-        vocab_size=VOCAB, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
         intermediate_size=4 * hidden, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return BertForMaskedLM(config)
 
 
-def gpt2(layers: int, hidden: int) -> Any:
+def gpt2(layers: int, hidden: int, vocab: int) -> Any:
     config = GPT2Config(
-        vocab_size=VOCAB, n_embd=hidden, n_layer=layers, n_head=hidden // 64, attn_pdrop=0.0, use_cache=False,
+        vocab_size=vocab, n_embd=hidden, n_layer=layers, n_head=hidden // 64, attn_pdrop=0.0, use_cache=False,
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
-def llama(layers: int, hidden: int) -> Any:
+def llama(layers: int, hidden: int, vocab: int) -> Any:
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
         num_key_value_heads=max(1, hidden // 256), intermediate_size=hidden * 7 // 2, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
 
-MODELS: dict[str, Callable[[int, int], Any]] = {"bert": bert, "gpt2": gpt2, "llama": llama}
+MODELS: dict[str, Callable[[int, int, int], Any]] = {"bert": bert, "gpt2": gpt2, "llama": llama}
 
 
 @dataclass
@@ -84,6 +83,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(GRADIENT_LIMIT), default=None, help="float32 on a CPU, else bfloat16")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2, help="an even number; kept bytes are a slope to half of it")
+    parser.add_argument("--vocab", type=int, default=1024, help="the loss head's share of the step grows with it")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=15)
@@ -103,7 +103,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def prepare(name: str, variant: str, layers: int, args: argparse.Namespace) -> Any:
     """The model in train mode, with the same weights in every variant."""
     torch.manual_seed(0)
-    model = MODELS[name](layers, args.hidden).to(args.device, getattr(torch, args.dtype)).train()
+    model = MODELS[name](layers, args.hidden, args.vocab).to(args.device, getattr(torch, args.dtype)).train()
     if "exact" in variant:
         patch_model(model)
     if "checkpointing" in variant:
@@ -149,7 +149,7 @@ def timed(step: Callable[[], None], device: str) -> float:
 
 def measure(name: str, args: argparse.Namespace, progress: Any) -> list[Result]:
     """All variants of one model."""
-    ids = torch.randint(3, VOCAB, (args.batch, args.seq_len), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, args.vocab, (args.batch, args.seq_len), generator=torch.Generator().manual_seed(0))
     ids = ids.to(args.device)
     steps: dict[str, Callable[[], None]] = {}
     results: dict[str, Result] = {}
@@ -214,9 +214,10 @@ def table(results: list[Result], about: dict[str, Any]) -> str:
     lines = [
         f"`{about['command']}`",
         "",
-        f"{about['device']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}, "
-        f"{options['dtype']}, h = {options['hidden']}, {options['layers']} layers, batch {options['batch']}, sequence "
-        f"{options['seq_len']}; medians of {options['rounds']} interleaved rounds after one warm-up step.",
+        f"{about['device']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}",
+        f"{options['dtype']}, h = {options['hidden']}, {options['layers']} layers, vocabulary {options['vocab']}, batch "
+        f"{options['batch']}, sequence {options['seq_len']}; medians of {options['rounds']} interleaved rounds after one "
+        "warm-up step.",
         "",
         "| model | variant | kept, h per token, layer | peak MiB | step ms | x stock | tokens/s | gradient error |",
         "|---|---|---|---|---|---|---|---|",
