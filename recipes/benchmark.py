@@ -215,9 +215,9 @@ def table(results: list[Result], about: dict[str, Any]) -> str:
         f"`{about['command']}`",
         "",
         f"{about['device']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}",
-        f"{options['dtype']}, h = {options['hidden']}, {options['layers']} layers, vocabulary {options['vocab']}, batch "
-        f"{options['batch']}, sequence {options['seq_len']}; medians of {options['rounds']} interleaved rounds after one "
-        "warm-up step.",
+        f"{options['dtype']}, h = {options['hidden']}, {options['layers']} layers, vocabulary {options['vocab']}, "
+        f"batch {options['batch']}, sequence {options['seq_len']}; medians of {options['rounds']} rounds, interleaved, "
+        "after one warm-up step each.",
         "",
         "| model | variant | kept, h per token, layer | peak MiB | step ms | x stock | tokens/s | gradient error |",
         "|---|---|---|---|---|---|---|---|",
