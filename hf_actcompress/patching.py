@@ -14,7 +14,8 @@ from torch import nn
 from .config import CompressionConfig, resolve
 from .errors import NothingPatchedError, NotPatchedError, UnsupportedModelError
 from .models import Declined, Site, find_site
-from .models.root import install_root, is_root, restore_root, root_of
+from .models.heads import find_head, output_layers
+from .models.root import install_root, is_root, restore_root, root_module, root_of
 from .modules.base import PatchedModule, patch_instance, unpatch_instance
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -123,11 +124,16 @@ def _check(model: nn.Module) -> None:
 
 
 def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
+    heads = output_layers(root_module(model))
     for name, module in model.named_modules():
         if isinstance(module, PatchedModule):
             yield _row(name, module)
             continue
-        found = find_site(module, config)
+        found = find_head(module, config) if any(module is head for head in heads) else None
+        if isinstance(found, Declined):
+            yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
+        if not isinstance(found, Site):
+            found = find_site(module, config)
         if isinstance(found, Declined):
             yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
         elif isinstance(found, Site):

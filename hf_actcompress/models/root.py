@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..config import CompressionConfig
 from ..records import frame
+from .heads import deferred_logits
 
 _ATTRIBUTE = "actcompress_root"
 # patch_model, handed in because this package does not know the one above it
@@ -47,8 +48,9 @@ class PatchedForward:
         if not self.active or torch.compiler.is_compiling():
             return self._stock()(*args, **kwargs)
         self._patch_new_adapters()
-        with frame():
-            return self._stock()(*args, **kwargs)
+        stock = self._stock()
+        with frame(), deferred_logits(self.model, stock, args, kwargs) as finished:
+            return finished(stock(*args, **kwargs))
 
     def _patch_new_adapters(self) -> None:
         adapters = _adapters(self.model)
@@ -62,7 +64,7 @@ def _adapters(model: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(model, "peft_config", None) or ())
 
 
-def _root_module(model: nn.Module) -> nn.Module:
+def root_module(model: nn.Module) -> nn.Module:
     """The outermost transformers model, e.g. inside a PeftModel; the module itself if it holds none."""
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
@@ -73,7 +75,7 @@ def install_root(model: nn.Module, config: CompressionConfig, rows: tuple[Any, .
     if root is not None:
         root.rows = rows
         return
-    module = _root_module(model)
+    module = root_module(model)
     root = PatchedForward(module, config, rows, patch)
     module.__dict__[_ATTRIBUTE] = root
     module.__dict__["forward"] = root

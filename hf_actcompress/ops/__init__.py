@@ -13,22 +13,28 @@ from typing import Any
 from .activation import activation
 from .attention import fused_attention, recomputed_attention
 from .cast import cast
+from .deferred_linear import DeferredLogits, deferred_linear, plain
 from .dropout import dropout
 from .gated_mlp import gated_product
 from .layer_norm import layer_norm
 from .linear import linear
+from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
 
 __all__ = [
     "OPS",
+    "DeferredLogits",
     "Op",
     "activation",
     "cast",
+    "deferred_linear",
     "dropout",
     "fused_attention",
     "gated_product",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "plain",
     "recomputed_attention",
     "rms_norm",
 ]
@@ -56,4 +62,11 @@ OPS: tuple[Op, ...] = (
     Op("attention", "fused", fused_attention, "q, k, v, output, logsumexp, the mask once", "repeated k and v"),
     Op("attention", "recomputed", recomputed_attention, "q, k, v, the mask once, RNG state", "probabilities"),
     Op("cast", "record", cast, "nothing", "its output"),
+    Op(
+        "linear_cross_entropy",
+        "vocabulary_chunks",
+        linear_cross_entropy,
+        "the hidden states' record, the targets, two statistics per row",
+        "the logits, a chunk at a time",
+    ),
 )

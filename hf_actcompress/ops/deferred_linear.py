@@ -6,6 +6,7 @@ on with plain tensors. Autograd sees an ordinary tensor throughout, so gradients
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -75,41 +76,66 @@ class _Head:
             return implementation("linear_fwd", hidden)(hidden, weight, bias, False)  # type: ignore[no-any-return]
 
 
-class DeferredLogits(Tensor):
-    """Logits ``[..., V]`` that are computed when something asks for their values, once."""
+class _Values:
+    """How the values of deferred logits come about: from the head, or by a step from those before. Made once, if anyone is left to ask.
 
-    head: _Head
-    parent: DeferredLogits | None
-    step: _Step | None
-    # rows [..., 1]: which row of the head each of ours is; None where they are all there, in order
-    rows: Tensor | None
-    pointwise: tuple[_Step, ...]
-    _made: Tensor | None
+    It holds none of the tensors that autograd sees: their graph may hold this, and the cycle would never end.
+    """
 
-    @staticmethod
-    def __new__(cls, head: _Head, like: Tensor) -> DeferredLogits:
-        x: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=head.hidden.device
-        )
-        x.head, x.parent, x.step, x.rows, x.pointwise, x._made = head, None, None, None, (), None
-        return x
+    __slots__ = ("_made", "head", "owner", "parent", "step")
 
-    def values(self) -> Tensor:
+    def __init__(self, head: _Head, parent: _Values | None = None, step: _Step | None = None) -> None:
+        self.head, self.parent, self.step = head, parent, step
+        self.owner: Callable[[], Tensor | None] = lambda: None
+        self._made: Tensor | None = None
+
+    def get(self) -> Tensor:
         """The plain tensor without gradient, as the stock ops make it from the head's output."""
-        if self._made is None:
-            with torch.no_grad():
-                self._made = (
-                    self.head.logits() if self.parent is None or self.step is None else self.step(self.parent.values())
-                )
-        return self._made
+        if self._made is not None:
+            return self._made
+        with torch.no_grad():
+            if self.parent is None or self.step is None:
+                self._made = self.head.logits()
+                return self._made
+            values = self.step(self.parent.get())
+        if self.owner() is not None:  # nobody else can ask again
+            self._made = values
+        return values
 
-    def root(self) -> DeferredLogits:
+    @property
+    def made(self) -> bool:
+        return self._made is not None
+
+    def root(self) -> _Values:
         return self if self.parent is None else self.parent.root()
 
     def written(self) -> bool:
-        """Whether something has changed the values in place, here or further up."""
-        here = self._made is not None and self._made._version > 0
-        return here or (self.parent is not None and self.parent.written())
+        """Whether something has changed the values in place, here, in a view of them or further up."""
+        # autograd counts the writes on what it sees, which is the deferred tensor and not its values
+        owner = self.owner()
+        return (owner is not None and owner._version > 0) or (self.parent is not None and self.parent.written())
+
+
+class DeferredLogits(Tensor):
+    """Logits ``[..., V]`` that are computed when something asks for their values, once."""
+
+    chain: _Values
+    # rows [..., 1]: which row of the head each of ours is; None where they are all there, in order
+    rows: Tensor | None
+    pointwise: tuple[_Step, ...]
+
+    @staticmethod
+    def __new__(cls, chain: _Values, like: Tensor) -> DeferredLogits:
+        x: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=chain.head.hidden.device
+        )
+        x.chain, x.rows, x.pointwise = chain, None, ()
+        chain.owner = weakref.ref(x)
+        return x
+
+    @property
+    def head(self) -> _Head:
+        return self.chain.head
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -127,15 +153,19 @@ class DeferredLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         x = args[0] if args else None
-        if isinstance(x, DeferredLogits) and not x.written():
+        if isinstance(x, DeferredLogits) and not x.chain.written():
             child = _child(x, _Step(func, args[1:], kwargs))
             if child is not None:
                 return child
-        plain_args = tree_map_only(DeferredLogits, DeferredLogits.values, args)
-        plain_kwargs = tree_map_only(DeferredLogits, DeferredLogits.values, kwargs)
+        plain_args = tree_map_only(DeferredLogits, _value, args)
+        plain_kwargs = tree_map_only(DeferredLogits, _value, kwargs)
         result = func(*plain_args, **plain_kwargs)
         # an op in place returns the tensor that it was given
-        return x if isinstance(x, DeferredLogits) and result is x._made else result
+        return x if isinstance(x, DeferredLogits) and func._schema.is_mutable and result is x.chain.get() else result
+
+
+def _value(x: DeferredLogits) -> Tensor:
+    return x.chain.get()
 
 
 def _child(x: DeferredLogits, step: _Step) -> DeferredLogits | None:
@@ -148,8 +178,8 @@ def _child(x: DeferredLogits, step: _Step) -> DeferredLogits | None:
     like = step(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
     if like.dim() == 0 or like.size(-1) != x.size(-1):
         return None
-    child = DeferredLogits(x.head, like)
-    child.parent, child.step, child.rows, child.pointwise = x, step, x.rows, x.pointwise
+    child = DeferredLogits(_Values(x.head, x.chain, step), like)
+    child.rows, child.pointwise = x.rows, x.pointwise
     if step.func in _POINTWISE_OPS:
         child.pointwise = (*x.pointwise, step)
     elif like.numel() != x.numel():
@@ -187,7 +217,7 @@ def _cross_entropy(
     indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
     if not (isinstance(input, DeferredLogits) and plain and indices and torch.is_grad_enabled()):
         return _stock(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    if input.shape[:-1] != target.shape or input.written() or target.device != input.device or not target.numel():
+    if input.shape[:-1] != target.shape or input.chain.written() or target.device != input.device or not target.numel():
         return _stock(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     head = input.head
     return linear_cross_entropy(
@@ -198,7 +228,7 @@ def _cross_entropy(
         reduction=reduction,
         ignore_index=ignore_index,
         rows=input.rows.view(-1) if input.rows is not None else None,
-        logits=input.root().values().flatten(0, -2) if head.keep_logits else None,
+        logits=input.chain.root().get().flatten(0, -2) if head.keep_logits else None,
         pointwise=input.pointwise,
         dtype=head.dtype,
     )
@@ -225,7 +255,7 @@ class DeferredLinearFunction(LinearFunction):
         ctx.dtypes = (head.dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.transposed = False
         shape = (*x.shape[:-1], weight.size(0))
-        return DeferredLogits(head, torch.empty(shape, dtype=head.dtype, device="meta"))
+        return DeferredLogits(_Values(head), torch.empty(shape, dtype=head.dtype, device="meta"))
 
 
 class _ValuesFunction(torch.autograd.Function):
@@ -233,7 +263,7 @@ class _ValuesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DeferredLogits) -> Tensor:
-        return x.values()
+        return x.chain.get()
 
     @staticmethod
     @once_differentiable

@@ -13,6 +13,7 @@ from .int_group import int_group_pack, int_group_unpack
 from .inverted import activation_output_bits, activation_output_bwd
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
 from .linear import linear_bwd, linear_fwd
+from .linear_cross_entropy import cross_entropy_fwd, linear_cross_entropy_bwd, linear_cross_entropy_fwd
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
 from .tables.inverted import INVERTED
 
@@ -27,6 +28,7 @@ __all__ = [
     "activation_output_bwd",
     "attention_bwd",
     "attention_fwd",
+    "cross_entropy_fwd",
     "dropout_replay",
     "fewbit_bwd",
     "fewbit_codes",
@@ -40,6 +42,8 @@ __all__ = [
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",
+    "linear_cross_entropy_bwd",
+    "linear_cross_entropy_fwd",
     "linear_fwd",
     "replayed_rng",
     "rms_norm_bwd",

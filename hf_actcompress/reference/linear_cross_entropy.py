@@ -17,7 +17,7 @@ Losses = tuple[Tensor, Tensor, Tensor]
 # elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32)
 MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 25
 # chunks are whole tiles of a matrix product
-ALIGNMENT = 64
+ALIGNMENT = 16
 
 
 def _chunks(total: int, others: int, budget: int) -> Iterator[slice]:
@@ -58,7 +58,7 @@ def cross_entropy_fwd(
         dtype: In which the losses are computed, with torch's own log_softmax.
     """
     parts: list[Losses] = []
-    for part in _chunks(target.numel(), logits.size(1), logits.size(1) * ALIGNMENT):
+    for part in _chunks(target.numel(), logits.size(1), logits.numel() // 32):
         x = _applied(pointwise, logits[part] if rows is None else logits.index_select(0, rows[part])).to(dtype)
         log_probabilities = torch.log_softmax(x, 1)
         losses = F.nll_loss(log_probabilities, target[part], ignore_index=-1, reduction="none")
@@ -132,7 +132,8 @@ def linear_cross_entropy_bwd(
         dx = torch.autograd.grad(y, x, dy.to(y.dtype))[0] if pointwise else dy.to(x.dtype)
         del x, y, dy
         if dbias is not None:
-            dbias[part] = dx.sum(0, dtype=maximum.dtype)
+            # a row of C numbers: fp64 costs no memory
+            dbias[part] = dx.sum(0, dtype=torch.float64)
         if dweight is not None:
             dweight[part] = dx.t().mm(h)
         if dh is not None:

@@ -1,0 +1,308 @@
+"""The loss head's op against torch's linear and cross_entropy: values, gradients, bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import EXACT, assert_within_law, held_bytes, nbytes
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_actcompress import ops
+from hf_actcompress.memory import trace
+from hf_actcompress.ops.deferred_linear import DeferredLogits
+from hf_actcompress.records import declare, frame, raw
+from hf_actcompress.reference import linear_cross_entropy as reference
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _many_chunks(monkeypatch):
+    """Small chunks, so that tiny shapes take several."""
+    monkeypatch.setattr(reference, "MIN_CHUNK", 1)
+    monkeypatch.setattr(reference, "MAX_CHUNK", 1 << 12)
+
+
+def up(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def softcap(x: Tensor) -> Tensor:
+    return torch.tanh(x / 3.0) * 3.0
+
+
+def problem(n=37, d=16, v=301, dtype=torch.float32, ignored=0.3):
+    """h [n, d], weight [v, d], bias [v], target [n]; half of the rows sure of their target."""
+    h, weight, bias = torch.randn(n, d), torch.randn(v, d) * 0.5, torch.randn(v)
+    target = torch.randint(0, v, (n,))
+    target[::2] = F.linear(h, weight, bias)[::2].argmax(1)
+    target[torch.rand(n) < ignored] = -100
+    leaves = [x.to(dtype).requires_grad_() for x in (h, weight, bias)]
+    return (*leaves, target)
+
+
+def stock(h, weight, bias, target, pointwise=(), **options):
+    logits = F.linear(h, weight, bias)
+    for function in pointwise:
+        logits = function(logits)
+    return F.cross_entropy(logits, target, **options)
+
+
+def ours(h, weight, bias, target, pointwise=(), logits=None, **options):
+    return ops.linear_cross_entropy(h, weight, target, bias, pointwise=pointwise, logits=logits, **options)
+
+
+def gradients(function, tensors, target, **options):
+    leaves = [None if x is None else x.detach().clone().requires_grad_(x.requires_grad) for x in tensors]
+    loss = function(*leaves, target, **options)
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    weights = torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype).view(loss.shape)
+    return [loss.detach(), *torch.autograd.grad(loss, wanted, weights)]
+
+
+def wide(tensors):
+    return [None if x is None else x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
+@pytest.mark.parametrize("pointwise", ((), (up,), (softcap, up)), ids=("plain", "upcast", "softcap"))
+def test_loss_from_logits_is_stocks_and_gradients_keep_the_law(dtype, reduction, pointwise):
+    *tensors, target = problem(n=301, dtype=dtype)
+    options = {"pointwise": pointwise, "reduction": reduction}
+    expected = gradients(stock, tensors, target, **options)
+    truth = gradients(stock, wide(tensors), target, **options)
+    with torch.no_grad():
+        logits = F.linear(*tensors)
+    found = gradients(ours, tensors, target, logits=logits, **options)
+    assert torch.equal(found[0], expected[0]) and found[0].dtype == expected[0].dtype
+    assert_within_law(found, expected, truth)
+    chunked = gradients(ours, tensors, target, **options)
+    assert_within_law(chunked, expected, truth)
+
+
+@pytest.mark.parametrize("needs", [n for n in itertools.product((True, False), repeat=3) if any(n)])
+def test_only_the_gradients_that_are_needed(needs):
+    *tensors, target = problem()
+    for x, need in zip(tensors, needs, strict=True):
+        x.requires_grad_(need)
+    found = gradients(ours, tensors, target)
+    assert_within_law(found, gradients(stock, tensors, target), gradients(stock, wide(tensors), target))
+    assert len(found) == 1 + sum(needs)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.integers(1, 70), st.integers(1, 9), st.integers(2, 200), st.booleans(), st.floats(0, 1))
+def test_any_shape(n, d, v, biased, ignored):
+    h, weight, bias, target = problem(n, d, v, torch.float64, ignored)
+    tensors = [h, weight, bias if biased else None]
+    expected, found = (gradients(function, tensors, target, reduction="sum") for function in (stock, ours))
+    for a, b in zip(found, expected, strict=True):
+        # fp64 against fp64: sums of at most a few thousand terms of size up to 10, in another order
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("reduction", ("mean", "sum"))
+def test_every_target_ignored(reduction):
+    *tensors, target = problem(ignored=1.1)
+    assert (target == -100).all()
+    for logits in (None, torch.zeros(37, 301)):
+        found = gradients(ours, tensors, target, reduction=reduction, logits=logits)
+        expected = gradients(stock, tensors, target, reduction=reduction)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_another_ignore_index_and_rows():
+    h, weight, bias, _ = problem()
+    target = torch.randint(0, 301, (20,))
+    target[3] = 7
+    rows = torch.randperm(37)[:20]
+    loss = ops.linear_cross_entropy(h, weight, target, bias, rows=rows, ignore_index=7, reduction="sum")
+    expected = F.cross_entropy(F.linear(h, weight, bias)[rows], target, ignore_index=7, reduction="sum")
+    grads = [torch.autograd.grad(x, (h, weight, bias)) for x in (loss, expected)]
+    truth = F.cross_entropy(F.linear(*wide((h, weight, bias)))[rows], target, ignore_index=7, reduction="sum")
+    assert abs(loss - truth) <= EXACT * max(abs(expected - truth), 2**-24 * truth)
+    for a, b in zip(*grads, strict=True):
+        # two fp32 sums of at most 301 terms
+        assert (a - b).norm() <= 301 * 2**-24 * b.norm()
+
+
+@pytest.mark.parametrize("target", (301, -3))
+def test_a_target_outside_the_vocabulary_is_an_error(target):
+    h, weight, bias, _ = problem()
+    with pytest.raises(IndexError, match=f"{target} is out of bounds"):
+        ours(h, weight, bias, torch.full((37,), target))
+
+
+def test_backward_twice_and_an_expanded_gradient():
+    h, weight, bias, target = problem()
+    losses = ours(h, weight, bias, target, reduction="none")
+    before = [x.detach().clone() for x in (h, weight, bias)]
+    dy = torch.ones(()).expand(37)
+    first = torch.autograd.grad(losses, (h, weight, bias), dy, retain_graph=True)
+    second = torch.autograd.grad(losses, (h, weight, bias), dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (h, weight, bias), strict=True))
+
+
+def test_large_logits():
+    """max and log-sum are subtracted one after the other, as torch does: their sum would lose the digits."""
+    *tensors, target = problem(dtype=torch.float32)
+    shifted = [*tensors[:2], (tensors[2].detach() + 1e5).requires_grad_()]
+    found, expected = gradients(ours, shifted, target), gradients(stock, shifted, target)
+    assert_within_law(found, expected, gradients(stock, wide(shifted), target))
+
+
+def test_autocast():
+    h, weight, bias, target = problem(n=200)
+    results = []
+    for function in (stock, ours):
+        leaves = [x.detach().clone().requires_grad_() for x in (h, weight, bias)]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = function(*leaves, target)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert results[1][0].dtype == results[0][0].dtype == torch.float32
+    assert_within_law(results[1], results[0], gradients(stock, wide((h, weight, bias)), target))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_bytes_do_not_depend_on_the_vocabulary(dtype):
+    kept = []
+    for v in (500, 2000):
+        *tensors, _ = problem(n=64, v=v, dtype=dtype)
+        target = torch.arange(64).where(torch.arange(64) % 3 > 0, -100)
+        kept.append(held_bytes(lambda t=tensors, y=target: ours(*t, y)))
+    assert kept[0] == kept[1]
+    assert kept[0] <= 64 * 16 * dtype.itemsize + 64 * 48 + 512
+
+
+def test_hidden_states_that_are_derived_are_not_kept():
+    *tensors, target = problem(n=64, d=128)
+    source = tensors[0]
+
+    def forward(derived: bool) -> Tensor:
+        with frame():
+            h = source * 2
+            if derived:
+                declare(h, lambda x: x * 2, raw(source))
+            return ours(h, *tensors[1:], target)
+
+    assert held_bytes(lambda: forward(False)) - held_bytes(lambda: forward(True)) == 64 * 128 * 4
+    plain, derived = (torch.autograd.grad(forward(way), tensors) for way in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, derived, strict=True))
+
+
+def test_peak_is_far_below_the_logits():
+    *tensors, target = problem(n=256, v=8000)
+    step = trace(lambda: ours(*tensors, target).backward())
+    gradients_and_temporaries = nbytes(*tensors[1:]) + 2 * nbytes(tensors[0])
+    assert step.peak_bytes - gradients_and_temporaries < 256 * 8000 * 4 / 4
+
+
+# deferred logits
+
+
+def deferred(keep=True, dtype=torch.float32):
+    h, weight, bias, target = problem(n=360, dtype=dtype)
+    return ops.deferred_linear(h.view(30, 12, 16), weight, bias, keep_logits=keep), (h, weight, bias), target
+
+
+PATHS = {
+    "flatten": lambda x, y: (x.float().view(-1, 301), y),
+    "shift": lambda x, y: (x[..., :-1, :].contiguous().view(-1, 301), y.view(30, 12)[:, 1:].reshape(-1)),
+    "shift and cast": lambda x, y: (x[:, 1:].float().reshape(-1, x.size(-1)), y.view(30, 12)[:, 1:].reshape(-1)),
+    "last": lambda x, y: (x[:, -1], y[:30]),
+    "softcap": lambda x, y: ((torch.tanh(x / 5.0) * 5.0).flatten(0, 1), y),
+    "scale": lambda x, y: ((0.25 * x).view(360, -1), y),
+}
+
+
+@pytest.mark.parametrize("keep", (True, False))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", PATHS)
+def test_what_models_do_between_head_and_loss(path, dtype, keep):
+    logits, leaves, target = deferred(keep, dtype)
+    input, labels = PATHS[path](logits, target)
+    assert isinstance(input, DeferredLogits)
+    loss = F.cross_entropy(input, labels)
+    assert logits.chain.made == keep
+
+    def plainly(h, weight, bias):
+        plain_input, plain_labels = PATHS[path](F.linear(h.view(30, 12, 16), weight, bias), target)
+        return F.cross_entropy(plain_input, plain_labels)
+
+    values = []
+    for tensors in (leaves, wide(leaves)):
+        expected = plainly(*tensors)
+        values.append([expected.detach(), *torch.autograd.grad(expected, tensors)])
+    found = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    if keep:
+        assert torch.equal(loss, values[0][0])
+    else:
+        # a logit is 16 products, its loss four more roundings, and one loss may be stock's lucky one
+        largest = logits.detach().abs().max().item()
+        assert abs(loss - values[1][0]) <= 20 * torch.finfo(dtype).eps * largest
+    assert_within_law(found[1:], values[0][1:], values[1][1:])
+
+
+OTHER_OPS = {
+    "add a tensor": lambda x: (x + torch.arange(301)).logsumexp(-1),
+    "in place": lambda x: x.mul_(2).add_(1).tanh(),
+    "set item": lambda x: _set(x),
+    "transposed": lambda x: F.cross_entropy(x.transpose(1, 2), torch.zeros(30, 12, dtype=torch.int64)),
+    "smoothing": lambda x: F.cross_entropy(x.view(-1, 301), torch.zeros(360, dtype=torch.int64), label_smoothing=0.1),
+    "probabilities": lambda x: F.cross_entropy(x.view(-1, 301), torch.full((360, 301), 1 / 301)),
+    "written, then loss": lambda x: F.cross_entropy(_set(x).view(-1, 301), torch.zeros(360, dtype=torch.int64)),
+    "max": lambda x: x.max(-1).values,
+    "own function": lambda x: _Square.apply(x.float().view(-1, 301)),
+    "other dtype": lambda x: x.view(-1, 301).double().softmax(-1)[:, 5],
+}
+
+
+def _set(x):
+    x[..., 3] = -1.0
+    return x
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("name", OTHER_OPS)
+def test_any_other_op_has_the_values_and_gradients_of_plain_logits(name):
+    logits, leaves, _ = deferred()
+    found = OTHER_OPS[name](logits)
+    expected = OTHER_OPS[name](F.linear(leaves[0].view(30, 12, 16), *leaves[1:]))
+    assert torch.equal(ops.plain(found), expected)
+    grads = [torch.autograd.grad(x.sum(), leaves) for x in (found, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_metadata_without_values():
+    logits, _, _ = deferred()
+    assert logits.shape == (30, 12, 301) and logits.dtype == torch.float32 and logits.requires_grad
+    assert logits.device == torch.device("cpu") and "DeferredLogits" in repr(logits)
+    assert not logits.chain.made
+
+
+def test_plain_is_an_ordinary_differentiable_tensor():
+    logits, leaves, _ = deferred()
+    x = ops.plain(logits)
+    assert type(x) is Tensor and ops.plain(x) is x
+    expected = F.linear(leaves[0].view(30, 12, 16), *leaves[1:])
+    assert torch.equal(x, expected)
+    found, wanted = (torch.autograd.grad(y.square().sum(), leaves) for y in (x, expected))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
