@@ -67,7 +67,7 @@ def unpatch_instance(module: nn.Module) -> None:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: Any) -> bool:
     """Whether somebody wants to see the module called."""
     return any(module.__dict__.get(hooks) for hooks in HOOKS)
 

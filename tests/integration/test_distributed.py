@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_actcompress import PRESETS, patch_model
-from tests.families import BODY, BY_NAME, Family, Gradients, cast_batch, differing, oracle_step, relative_error
+from tests.families import BODY, BY_NAME, Family, Gradients, differing, oracle_step, relative_error
 from tests.oracle import EXACT
 
 RANKS = 2
