@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .activation import ACTIVATIONS, activation_bwd
 from .attention import attention_bwd, attention_fwd
+from .attention_tempo import attention_tempo_bwd, attention_tempo_fwd
 from .derivative import activation_derivative, forward_derivative
 from .dropout import dropout_replay, replayed_rng, rng_state
 from .fewbit import FEWBIT_METHODS, fewbit_bwd, fewbit_codes, fewbit_stored_bits
@@ -14,6 +15,12 @@ from .inverted import activation_output_bits, activation_output_bwd
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
 from .linear import linear_bwd, linear_fwd
 from .linear_cross_entropy import cross_entropy_fwd, linear_cross_entropy_bwd, linear_cross_entropy_fwd
+from .norm_output import (
+    layer_norm_output_bwd,
+    layer_norm_output_reasons,
+    rms_norm_output_bwd,
+    rms_norm_output_reasons,
+)
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
 from .tables.inverted import INVERTED
 
@@ -28,6 +35,8 @@ __all__ = [
     "activation_output_bwd",
     "attention_bwd",
     "attention_fwd",
+    "attention_tempo_bwd",
+    "attention_tempo_fwd",
     "cross_entropy_fwd",
     "dropout_replay",
     "fewbit_bwd",
@@ -41,6 +50,8 @@ __all__ = [
     "int_group_unpack",
     "layer_norm_bwd",
     "layer_norm_fwd",
+    "layer_norm_output_bwd",
+    "layer_norm_output_reasons",
     "linear_bwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
@@ -48,6 +59,8 @@ __all__ = [
     "replayed_rng",
     "rms_norm_bwd",
     "rms_norm_fwd",
+    "rms_norm_output_bwd",
+    "rms_norm_output_reasons",
     "rms_norm_rebuild",
     "rng_state",
 ]

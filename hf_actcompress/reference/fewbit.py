@@ -45,7 +45,7 @@ def fewbit_stored_bits(kind: str, bits: int, method: str) -> int:
 def fewbit_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str) -> tuple[Tensor, Tensor | None]:
     """Packed codes of f'(x), and the scale of each row [..., 1] where f' has no bound. `kind` as in `ACTIVATIONS`."""
     stored = fewbit_stored_bits(kind, bits, method)
-    x = x if x.dtype == torch.float64 else x.float()
+    x = (x if x.dtype == torch.float64 else x.float()).contiguous()
     scale = None
     if kind in _TWO_VALUED:
         codes = activation_bwd(torch.ones_like(x), x, kind, options) == 1

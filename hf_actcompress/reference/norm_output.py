@@ -1,0 +1,100 @@
+"""LayerNorm and RMSNorm backward from the output: x^ = (y - bias) / weight, in fp32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_Shape = tuple[int, ...]
+
+# a rounding of y is |x^ + bias / weight| times as large a rounding of x^
+LARGEST_RATIO = 10.0
+SMALLEST_GAIN = 1e-3
+
+
+def layer_norm_output_reasons(weight: Tensor | None, bias: Tensor | None) -> list[str]:
+    """Why a LayerNorm with these parameters should keep its input instead of its output; empty if there is no reason.
+
+    One bad channel is enough: its weight's gradient would be lost, and dx of the row with it.
+    """
+    reasons = _gain_reasons(weight)
+    if weight is not None and bias is not None:
+        ratio = bias.detach().abs() / weight.detach().abs()
+        count = int((ratio > LARGEST_RATIO).sum())
+        if count:
+            reasons.append(
+                f"{count} of {weight.numel()} channels have |bias / weight| > {LARGEST_RATIO:g} "
+                f"(largest {ratio.max().item():.3g})"
+            )
+    return reasons
+
+
+def rms_norm_output_reasons(weight: Tensor | None, variant: str) -> list[str]:
+    """The same for an RMSNorm; `variant` is a row of `RMS_NORM_VARIANTS`."""
+    if weight is not None and variant == "one_plus_weight":
+        weight = 1.0 + weight.detach()
+    return _gain_reasons(weight)
+
+
+def _gain_reasons(weight: Tensor | None) -> list[str]:
+    if weight is None:
+        return []
+    count = int((weight.detach().abs() < SMALLEST_GAIN).sum())
+    return [f"{count} of {weight.numel()} channels have |weight| < {SMALLEST_GAIN:g}"] if count else []
+
+
+def layer_norm_output_bwd(
+    dy: Tensor,
+    y: Tensor,
+    shape: _Shape,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx like y, dweight, dbias; those not `needed` are None. y [..., *shape], rstd one value per row."""
+    dims = tuple(range(-len(shape), 0))
+    rows = tuple(range(y.dim() - len(shape)))
+    dy32 = _wide(dy)
+    normed = _normed(_wide(y) if bias is None else _wide(y) - _wide(bias), None if weight is None else _wide(weight))
+    dx = dweight = dbias = None
+    if needed[1] and weight is not None:
+        dweight = (dy32 * normed).sum(rows).to(weight.dtype) if rows else (dy32 * normed).to(weight.dtype)
+    if needed[2] and bias is not None:
+        dbias = dy32.sum(rows).to(bias.dtype) if rows else dy32.to(bias.dtype)
+    if needed[0]:
+        dnormed = dy32 if weight is None else dy32 * _wide(weight)
+        centred = dnormed - dnormed.mean(dims, keepdim=True) - normed * (dnormed * normed).mean(dims, keepdim=True)
+        dx = (centred * rstd.view(y.shape[: len(rows)] + (1,) * len(shape))).to(y.dtype)
+    return dx, dweight, dbias
+
+
+def rms_norm_output_bwd(
+    dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx like y and dweight [C], from y [..., C] and rstd [..., 1]; those not `needed` are None."""
+    dy32, gain = _wide(dy), None
+    if weight is not None:
+        gain = 1.0 + _wide(weight) if variant == "one_plus_weight" else _wide(weight)
+    normed = _normed(_wide(y), gain)
+    dx = dweight = None
+    if needed[1] and weight is not None:
+        product = dy32 * normed
+        dweight = product.reshape(-1, product.size(-1)).sum(0).to(weight.dtype)
+    if needed[0]:
+        dnormed = dy32 if gain is None else dy32 * gain
+        dx = ((dnormed - normed * (dnormed * normed).mean(-1, keepdim=True)) * rstd).to(y.dtype)
+    return dx, dweight
+
+
+def _normed(scaled: Tensor, gain: Tensor | None) -> Tensor:
+    """x^ from x^ * gain. A gain that became tiny during training gives a poor x^, but a finite one."""
+    if gain is None:
+        return scaled
+    # no |x^| exceeds the root of how many elements were normalised
+    bound = gain.numel() ** 0.5
+    return (scaled / torch.where(gain == 0, 1.0, gain)).clamp_(-bound, bound)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

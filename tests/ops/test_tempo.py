@@ -1,0 +1,366 @@
+"""Tempo: LayerNorm and RMSNorm from their outputs, and eager attention that keeps its probabilities once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.bert import modeling_bert
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.llama import modeling_llama
+
+from hf_actcompress import ops
+from hf_actcompress.ops.attention_tempo import attention_tempo
+from hf_actcompress.ops.layer_norm_output import layer_norm_output
+from hf_actcompress.ops.rms_norm_output import rms_norm_output
+from hf_actcompress.records import frame
+from hf_actcompress.reference import (
+    RMS_NORM_VARIANTS,
+    layer_norm_output_reasons,
+    rms_norm_fwd,
+    rms_norm_output_reasons,
+)
+from tests.oracle import assert_equal_bits, assert_within_law, gradients, kept_bytes, nbytes, pattern
+
+ROWS, WIDTH = 96, 64
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def norm_inputs(dtype: torch.dtype, gain: Tensor | None = None, bias: Tensor | None = None) -> list[Tensor]:
+    gain = 1 + 0.1 * torch.randn(WIDTH) if gain is None else gain
+    bias = 0.1 * torch.randn(WIDTH) if bias is None else bias
+    x = 2 * torch.randn(ROWS, WIDTH) + 0.5
+    return [t.clone().to(dtype).requires_grad_() for t in (x, gain, bias)]
+
+
+def stock_layer_norm(x: Tensor, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    return functional.layer_norm(x, (WIDTH,), gain, bias, 1e-5)
+
+
+def our_layer_norm(x: Tensor, gain: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    return layer_norm_output(x, (WIDTH,), gain, bias, 1e-5)
+
+
+def relative(ours: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)]
+
+
+def oracle(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients in fp64, of the same incoming gradient."""
+    dy = pattern(function(*inputs))
+    return gradients(function, [t.detach().double().requires_grad_() for t in inputs], dy.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parameters", [0, 1, 2])
+def test_layer_norm(dtype: torch.dtype, parameters: int) -> None:
+    inputs = norm_inputs(dtype)[: 1 + parameters]
+    ours, stock = gradients(our_layer_norm, inputs), gradients(stock_layer_norm, inputs)
+    assert torch.equal(ours[0], stock[0])
+    exact = oracle(stock_layer_norm, inputs)[1:]
+    for error, own in zip(relative(ours[1:], exact), relative(stock[1:], exact), strict=True):
+        # one more rounding than stock's: that of y
+        assert error < own + torch.finfo(dtype).eps / 2
+
+
+def test_layer_norm_in_fp64_is_the_same_function() -> None:
+    inputs = norm_inputs(torch.float64)
+    for a, b in zip(gradients(our_layer_norm, inputs), gradients(stock_layer_norm, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_layer_norm_over_two_dimensions() -> None:
+    x = torch.randn(5, 4, 6, dtype=torch.float64, requires_grad=True)
+    gain, bias = (torch.rand(4, 6, dtype=torch.float64) + 0.5).requires_grad_(), torch.ones(4, 6).double()
+    ours = gradients(lambda x, g: layer_norm_output(x, (4, 6), g, bias), [x, gain])
+    stock = gradients(lambda x, g: functional.layer_norm(x, (4, 6), g, bias), [x, gain])
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_channels_that_cannot_be_inverted_are_named() -> None:
+    gain, bias = 1 + 0.1 * torch.randn(WIDTH), 0.3 * torch.ones(WIDTH)
+    assert layer_norm_output_reasons(gain, bias) == []
+    assert layer_norm_output_reasons(None, None) == []
+    gain[3] = 1e-2
+    assert layer_norm_output_reasons(gain, bias) == ["1 of 64 channels have |bias / weight| > 10 (largest 30)"]
+    gain[4] = -1e-5
+    small, ratio = layer_norm_output_reasons(gain, bias)
+    assert small == "1 of 64 channels have |weight| < 0.001" and ratio.startswith("2 of 64")
+    gain[4] = 0.0
+    assert len(layer_norm_output_reasons(gain, bias)) == 2
+    assert rms_norm_output_reasons(torch.tensor([1.0, -1e-4]), "weight_after_cast") != []
+    assert rms_norm_output_reasons(torch.zeros(4), "one_plus_weight") == []
+    assert rms_norm_output_reasons(-torch.ones(4), "one_plus_weight") != []
+    assert rms_norm_output_reasons(None, "weight_in_fp32") == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_the_guard_lets_pass_is_accurate_and_what_it_stops_is_not(dtype: torch.dtype) -> None:
+    gain, bias = torch.ones(WIDTH), 0.3 * torch.ones(WIDTH)
+    gain[:3] = 0.031  # |bias / weight| just under the limit
+    assert layer_norm_output_reasons(gain, bias) == []
+    inputs = norm_inputs(dtype, gain, bias)
+    exact = oracle(stock_layer_norm, inputs)
+    dx, dgain, _ = relative(gradients(our_layer_norm, inputs)[1:], exact[1:])
+    eps = torch.finfo(dtype).eps
+    assert dx < 1.5 * eps and dgain < 2.5 * eps
+
+    gain[:3] = 1e-3
+    assert layer_norm_output_reasons(gain, bias) != []
+    inputs = norm_inputs(dtype, gain, bias)
+    exact = oracle(stock_layer_norm, inputs)
+    worst = [
+        ((g.double() - exact[2])[:3].norm() / exact[2][:3].norm()).item()
+        for g in (gradients(our_layer_norm, inputs)[2], gradients(stock_layer_norm, inputs)[2])
+    ]
+    assert worst[0] > 20 * worst[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gains_that_became_zero_stay_finite(dtype: torch.dtype) -> None:
+    for value in (0.0, 1e-30):
+        x, gain, bias = norm_inputs(dtype)
+        with torch.no_grad():
+            gain[5] = value
+        grads = gradients(our_layer_norm, [x, gain, bias])
+        assert all(g.isfinite().all() for g in grads)
+        expected = gradients(stock_layer_norm, [x, gain, bias])
+        # the dead channel's x^ is bounded; the others lose nothing by it
+        others = torch.arange(WIDTH) != 5
+        assert (grads[2] - expected[2])[others].norm() <= 4 * torch.finfo(dtype).eps * expected[2].norm()
+        assert all(g.isfinite().all() for g in gradients(_rms("weight_in_fp32"), [x, gain]))
+
+
+def _rms(variant: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, weight: rms_norm_output(x, weight, 1e-6, variant)
+
+
+def _stock_rms(variant: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, weight: rms_norm_fwd(x, weight, 1e-6, variant)[0]
+
+
+@pytest.mark.parametrize("variant", RMS_NORM_VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(variant: str, dtype: torch.dtype) -> None:
+    # gains over two orders of magnitude: without a bias that does no harm
+    shift = 1.0 if variant == "one_plus_weight" else 0.0
+    weight = torch.randn(WIDTH).exp() * torch.where(torch.arange(WIDTH) % 20 == 0, 2e-3, 1.0) - shift
+    inputs = norm_inputs(dtype, gain=weight)[:2]
+    if shift:
+        # 1 + w is exact in w's dtype, or the guard's business
+        inputs[1] = (torch.randn(WIDTH) / 8).to(dtype).requires_grad_()
+    ours = gradients(_rms(variant), inputs)
+    stock = gradients(_stock_rms(variant), inputs)
+    assert torch.equal(ours[0], stock[0])
+    exact = oracle(_stock_rms(variant), inputs)
+    eps = torch.finfo(dtype).eps
+    for ours_error, own in zip(relative(ours[1:], exact[1:]), relative(stock[1:], exact[1:]), strict=True):
+        # y carries up to three roundings (x^, weight, product) that x does not
+        assert ours_error < own + 1.5 * eps
+
+
+def test_rms_norm_in_fp64_is_the_same_function() -> None:
+    inputs = norm_inputs(torch.float64)[:2]
+    for variant in RMS_NORM_VARIANTS:
+        for a, b in zip(gradients(_rms(variant), inputs), gradients(_stock_rms(variant), inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    x = inputs[:1]
+    ours = gradients(lambda x: rms_norm_output(x, None, 1e-6), x)
+    stock = gradients(lambda x: rms_norm_fwd(x, None, 1e-6, "weight_after_cast")[0], x)
+    torch.testing.assert_close(ours[1], stock[1], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_linear_keep_one_tensor_between_them(dtype: torch.dtype) -> None:
+    x, gain, bias = norm_inputs(dtype)
+    weight = torch.randn(WIDTH, WIDTH).to(dtype).requires_grad_()
+    sources = [lambda: our_layer_norm(x.clone(), gain, bias), lambda: rms_norm_output(x.clone(), gain, 1e-6)]
+    for norm in sources:
+
+        def block(norm: Callable[[], Tensor] = norm) -> Tensor:
+            with frame():
+                y = norm()
+                return ops.linear(y, weight) + ops.linear(y, weight)
+
+        assert nbytes(x) < kept_bytes(block) <= nbytes(x) + ROWS * 4
+
+
+def test_a_cast_of_the_kept_output_is_derived_from_it() -> None:
+    """Under autocast the linear layer reads a narrower copy of y; it is cast again instead of kept beside y."""
+    x, gain, bias = norm_inputs(torch.float32)
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+
+    def block() -> Tensor:
+        with frame(), torch.autocast("cpu", dtype=torch.bfloat16):
+            return ops.linear(our_layer_norm(x.clone(), gain, bias), weight)
+
+    assert kept_bytes(block) == nbytes(x) + ROWS * 4
+
+
+FAMILIES = {
+    "bert": (modeling_bert.eager_attention_forward, {}),
+    "gpt2": (modeling_gpt2.eager_attention_forward, {"probs_dtype": "value"}),
+    "llama": (modeling_llama.eager_attention_forward, {"softmax_dtype": torch.float32, "probs_dtype": "query"}),
+}
+B, H, S, D = 2, 4, 24, 16
+
+
+class Module(nn.Module):
+    """What the eager functions of transformers read from their module."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = groups
+
+
+def attention_inputs(family: str, dtype: torch.dtype) -> list[Tensor]:
+    kv = H // 2 if family == "llama" else H
+    shapes = [(B, H, S, D), (B, kv, S, D), (B, kv, S, D)]
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def causal(dtype: torch.dtype) -> Tensor:
+    return torch.full((S, S), torch.finfo(dtype).min, dtype=dtype).triu(1)[None, None].repeat(B, 1, 1, 1)
+
+
+def joined(out: Tensor, weights: Tensor, with_weights: bool) -> Tensor:
+    """[B, S, H, D] and, if they are to have a gradient too, the probabilities, as one tensor."""
+    return torch.cat([out.flatten(), weights.flatten().to(out.dtype)]) if with_weights else out.contiguous()
+
+
+def stock_attention(family: str, p: float, with_weights: bool = False) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        torch.manual_seed(1)
+        module = Module(q.size(1) // k.size(1)).train()
+        out, weights = FAMILIES[family][0](module, q, k, v, mask, scaling=D**-0.5, dropout=p)
+        return joined(out, weights, with_weights)
+
+    return run
+
+
+def our_attention(family: str, p: float, with_weights: bool = False) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        torch.manual_seed(1)
+        named = {"query": q.dtype, "value": v.dtype}
+        options = {key: named.get(value, value) for key, value in FAMILIES[family][1].items()}
+        out, weights = attention_tempo(q, k, v, mask, D**-0.5, dropout=p, **options)
+        return joined(out.transpose(1, 2), weights, with_weights)
+
+    return run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention(family: str, p: float, dtype: torch.dtype, masked: bool) -> None:
+    inputs = [*attention_inputs(family, dtype), *([causal(dtype)] if masked else [])]
+    ours, stock = gradients(our_attention(family, p), inputs), gradients(stock_attention(family, p), inputs)
+    assert torch.equal(ours[0], stock[0])
+    if family != "llama" or dtype == torch.float32:
+        assert_equal_bits(ours, stock)
+    else:
+        # probabilities rounded once to the query's dtype
+        own = relative(stock[1:], exact := _attention_oracle(family, p, inputs))
+        assert all(a < b + torch.finfo(dtype).eps / 2 for a, b in zip(relative(ours[1:], exact), own, strict=True))
+
+
+def _attention_oracle(family: str, p: float, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients in fp64 with the same dropout mask: the mask of the narrow run, found from its own probabilities."""
+    q, k, v, *mask = inputs
+    torch.manual_seed(1)
+    groups = q.size(1) // k.size(1)
+    keep = functional.dropout(torch.ones(B, H, S, S, dtype=q.dtype), p).double() if p > 0 else 1.0
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = q @ k.transpose(2, 3) * D**-0.5 + (mask[0].double() if mask else 0.0)
+        return ((torch.softmax(scores, -1) * keep) @ v).transpose(1, 2).contiguous()
+
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    return gradients(run, wide, pattern(torch.empty(B, S, H, D, dtype=q.dtype)).double())[1:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_returned_probabilities_are_stock_s_and_have_a_gradient(family: str) -> None:
+    inputs = [*attention_inputs(family, torch.float32), causal(torch.float32)]
+    ours = gradients(our_attention(family, 0.1, True), inputs)
+    stock = gradients(stock_attention(family, 0.1, True), inputs)
+    assert torch.equal(ours[0], stock[0])
+    exact = [g.double() for g in stock[1:]]
+    # the two gradients of the probabilities are added in another order
+    assert max(relative(ours[1:], exact)) < 4 * torch.finfo(torch.float32).eps
+
+
+def test_only_the_probabilities_have_a_gradient() -> None:
+    q, k, v = attention_inputs("bert", torch.float32)
+    (ours,) = torch.autograd.grad(attention_tempo(q, k, v, None, 0.25)[1].square().sum(), q)
+    scores = (q @ k.transpose(2, 3)) * 0.25
+    (stock,) = torch.autograd.grad(torch.softmax(scores, -1).square().sum(), q)
+    torch.testing.assert_close(ours, stock)
+
+
+def test_a_position_bias_has_its_gradient() -> None:
+    q, k, v = attention_inputs("bert", torch.float32)
+    bias = torch.randn(1, H, S, S, requires_grad=True)
+    ours = gradients(our_attention("bert", 0.1), [q, k, v, bias])
+    assert_equal_bits(ours, gradients(stock_attention("bert", 0.1), [q, k, v, bias]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_under_autocast(family: str) -> None:
+    inputs = [*attention_inputs(family, torch.float32), causal(torch.float32)]
+
+    def autocast(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return function(*args)
+
+        return run
+
+    ours = gradients(autocast(our_attention(family, 0.1)), inputs)
+    stock = gradients(autocast(stock_attention(family, 0.1)), inputs)
+    assert torch.equal(ours[0], stock[0]) and ours[0].dtype == torch.bfloat16
+    exact = gradients(stock_attention(family, 0.1), inputs)[1:]
+    own = relative(stock[1:], exact)
+    for a, b, grad in zip(relative(ours[1:], exact), own, ours[1:], strict=True):
+        assert grad.dtype == torch.float32
+        assert a < b + torch.finfo(torch.bfloat16).eps / 2
+
+
+def attention_kept(function: Callable[..., Tensor], inputs: list[Tensor]) -> int:
+    # the inputs' own bytes exist before and are not counted
+    return kept_bytes(lambda: function(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_per_probability(dtype: torch.dtype) -> None:
+    """Stock keeps probabilities, dropped ones and a mask (a byte on CUDA; on a CPU as wide as the values)."""
+    inputs = attention_inputs("bert", dtype)
+    count, width = B * H * S * S, dtype.itemsize
+    state = torch.get_rng_state().numel()
+    copies = 3 * nbytes(inputs[0])
+    ours = attention_kept(our_attention("bert", 0.1), inputs)
+    assert count * width + state <= ours <= count * width + state + copies
+    assert attention_kept(our_attention("bert", 0.0), inputs) <= count * width + copies
+    assert attention_kept(stock_attention("bert", 0.1), inputs) - ours >= 2 * count * width - state - copies
+
+
+def test_llama_keeps_narrow_probabilities_and_unrepeated_heads() -> None:
+    inputs = attention_inputs("llama", torch.bfloat16)
+    count = B * H * S * S
+    ours = attention_kept(our_attention("llama", 0.0), inputs)
+    stock = attention_kept(stock_attention("llama", 0.0), inputs)
+    # fp32 probabilities, and k and v for every head
+    assert stock - ours >= count * 4 + 2 * nbytes(inputs[0]) - nbytes(inputs[0])
+
+
+def test_within_law_against_fp64() -> None:
+    inputs = [*attention_inputs("bert", torch.bfloat16), causal(torch.bfloat16)]
+    exact = _attention_oracle("bert", 0.1, inputs)
+    ours, stock = (gradients(f("bert", 0.1), inputs)[1:] for f in (our_attention, stock_attention))
+    assert_within_law(ours, stock, exact)
