@@ -26,9 +26,7 @@ class LinearMixin(_Module):
         if not keeps_for_backward(x, self.weight, self.bias):
             return super().forward(x)  # type: ignore[no-any-return]
         settings = self.actcompress
-        return ops.linear(
-            x, self.weight, self.bias, transposed=settings.variant == "transposed", codec=settings.codec
-        )
+        return ops.linear(x, self.weight, self.bias, transposed=settings.variant == "transposed", codec=settings.codec)
 
 
 class LayerNormMixin(_Module):
