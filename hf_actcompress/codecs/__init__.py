@@ -6,17 +6,35 @@ a row there; the contract tests iterate the rows.
 
 from __future__ import annotations
 
+from .block_sparse import BlockSparse
 from .codec import Codec
 from .float8 import Float8
 from .identity import Identity
 from .int_group import IntGroup
+from .offload import Offload
+from .pooled import Pooled
+from .row_sample import RowSample
+from .topk import TopK
 
-__all__ = ["CODECS", "IDENTITY", "Codec", "Float8", "Identity", "IntGroup"]
+__all__ = [
+    "CODECS",
+    "IDENTITY",
+    "BlockSparse",
+    "Codec",
+    "Float8",
+    "Identity",
+    "IntGroup",
+    "Offload",
+    "Pooled",
+    "RowSample",
+    "TopK",
+]
 
 IDENTITY = Identity()
 
 CODECS: dict[str, Codec] = {
     "identity": IDENTITY,
+    # any role
     "int8": IntGroup(8),
     "int4": IntGroup(4),
     "int2": IntGroup(2, group_size=32),
@@ -29,4 +47,26 @@ CODECS: dict[str, Codec] = {
     "fp8_e5m2": Float8("e5m2"),
     "fp8_e4m3_row": Float8("e4m3", group_size=None),
     "fp8_e4m3_16": Float8("e4m3", group_size=16),
+    "offload": Offload(),
+    "offload_int8": Offload(IntGroup(8)),
+    "offload_int4": Offload(IntGroup(4)),
+    "offload_fp8": Offload(Float8("e4m3")),
+    # inputs of linears only
+    "topk10": TopK(0.1),
+    "topk20": TopK(0.2),
+    "topk30": TopK(0.3),
+    "topk10_global": TopK(0.1, scope="global"),
+    "topk10_nsigma": TopK(0.1, scope="nsigma"),
+    "block30": BlockSparse(0.3),
+    "block50": BlockSparse(0.5),
+    "block30_row": BlockSparse(0.3, quota="row"),
+    "block30_global": BlockSparse(0.3, quota="global"),
+    "pool2": Pooled(2),
+    "pool4": Pooled(4),
+    "pool2x2": Pooled(2, layout="image"),
+    "pool4x4": Pooled(4, layout="image"),
+    "wtacrs30": RowSample(0.3),
+    "wtacrs10": RowSample(0.1),
+    "crs30": RowSample(0.3, winner_take_all=False),
+    "sampled30": RowSample(0.3, draws="stratified"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .activation import ACTIVATIONS, activation_bwd
 from .attention import attention_bwd, attention_fwd
 from .attention_tempo import attention_tempo_bwd, attention_tempo_fwd
+from .block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
 from .derivative import activation_derivative, forward_derivative
 from .dropout import dropout_replay, replayed_rng, rng_state
 from .fewbit import FEWBIT_METHODS, fewbit_bwd, fewbit_codes, fewbit_stored_bits
@@ -21,8 +22,11 @@ from .norm_output import (
     rms_norm_output_bwd,
     rms_norm_output_reasons,
 )
+from .pooled import pooled_grad_weight, pooled_image_pack, pooled_image_unpack, pooled_pack, pooled_unpack
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
+from .row_sample import row_sample_grad_weight, row_sample_pack, row_sample_unpack
 from .tables.inverted import INVERTED
+from .topk import topk_grad_weight, topk_pack, topk_unpack
 
 __all__ = [
     "ACTIVATIONS",
@@ -37,6 +41,9 @@ __all__ = [
     "attention_fwd",
     "attention_tempo_bwd",
     "attention_tempo_fwd",
+    "block_sparse_grad_weight",
+    "block_sparse_pack",
+    "block_sparse_unpack",
     "cross_entropy_fwd",
     "dropout_replay",
     "fewbit_bwd",
@@ -56,6 +63,11 @@ __all__ = [
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "linear_fwd",
+    "pooled_grad_weight",
+    "pooled_image_pack",
+    "pooled_image_unpack",
+    "pooled_pack",
+    "pooled_unpack",
     "replayed_rng",
     "rms_norm_bwd",
     "rms_norm_fwd",
@@ -63,4 +75,10 @@ __all__ = [
     "rms_norm_output_reasons",
     "rms_norm_rebuild",
     "rng_state",
+    "row_sample_grad_weight",
+    "row_sample_pack",
+    "row_sample_unpack",
+    "topk_grad_weight",
+    "topk_pack",
+    "topk_unpack",
 ]

@@ -73,3 +73,26 @@ def hoeffding(draws: int, values: int, failure: float = 1e-9) -> float:
 
 def relative(error: Tensor, x: Tensor) -> float:
     return float(error.double().norm() / x.double().norm())
+
+
+def assert_weight_gradient(codec: Codec, x: Tensor, outputs: int = 5) -> None:
+    """`grad_weight` is the product with what `unpack` returns, but for the rounding of its sums."""
+    dy = torch.sin(torch.arange(math.prod(x.shape[:-1]) * outputs, dtype=torch.float64) * 1.7 + 0.3)
+    dy = dy.view(*x.shape[:-1], outputs).to(x.dtype)
+    tensors, meta = codec.pack(x)
+    dweight = codec.grad_weight(dy, tensors, meta)
+    assert dweight is not None
+    assert dweight.dtype == x.dtype and dweight.shape == (outputs, x.size(-1))
+    rows, dy_rows = codec.unpack(tensors, meta).double().flatten(0, -2), dy.double().flatten(0, -2)
+    # any order of summing n products: n roundings in the work dtype, and one to x's dtype of each partial sum that is
+    # kept in it; the sums of magnitudes bound what a rounding is relative to
+    magnitude = dy_rows.abs().t() @ rows.abs()
+    # the sums of dy over pooled tokens, the partial sums and the result are rounded to x's dtype
+    unit = 3 * rounding(x.dtype) + (len(rows) + 2) * torch.finfo(torch.float32).eps
+    if x.dtype == torch.float64:
+        unit = (len(rows) + 5) * torch.finfo(torch.float64).eps
+    error = (dweight.double() - dy_rows.t() @ rows).abs()
+    assert bool((error <= unit * magnitude + torch.finfo(x.dtype).smallest_normal).all())
+
+
+token_shapes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 70))

@@ -1,0 +1,69 @@
+"""Sampled tokens: an unbiased estimate of a linear's weight gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..dispatch import implementation
+from ..errors import UnknownOptionError
+from .codec import Codec, TensorMeta, check_fraction, kept, meta_of
+
+DRAWS = ("independent", "stratified")
+
+
+@dataclass(frozen=True)
+class RowSample(Codec):
+    """Keep a fixed number of tokens, chosen by their norms, scaled so that the weight gradient is right on average.
+
+    Winner-take-all: the tokens of largest norm are kept for certain, as many as lower the variance, the rest is drawn.
+    The weights are folded into the kept rows. The best probabilities would have the norm of dy as a factor, which the
+    forward does not know; that of x alone costs variance, never bias. One tensor has one sample, whoever uses it.
+
+    Bytes: ``f (b + 4 / D)`` per element of b bytes, f the kept fraction.
+    Bias: none in dW (of any number of tokens). The rounding of the scaled rows to x's dtype is to nearest.
+    Source: WTA-CRS (arXiv 2305.15265); column-row sampling, Drineas et al. (2006).
+
+    Args:
+        fraction: Kept tokens, in (0, 1].
+        winner_take_all: Keep the largest for certain; False: plain column-row sampling.
+        draws: "independent" (the paper's), or "stratified": one from each of equal parts of the distribution, which is
+            as unbiased and draws the same token twice less often.
+
+    Raises:
+        UnknownOptionError: Other draws.
+        ValueError: A fraction outside (0, 1].
+    """
+
+    fraction: float = 0.3
+    winner_take_all: bool = True
+    draws: str = "independent"
+
+    @property
+    def linear_only(self) -> bool:
+        return True
+
+    def __post_init__(self) -> None:
+        check_fraction(self.fraction)
+        if self.draws not in DRAWS:
+            raise UnknownOptionError("draws", self.draws, DRAWS)
+
+    def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
+        meta = TensorMeta.of(x)
+        rows, k = x.reshape(meta.rows, meta.features), kept(self.fraction, meta.rows)
+        return implementation("row_sample_pack", x)(rows, k, self.winner_take_all, self.draws == "stratified"), meta
+
+    def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
+        known = meta_of(meta)
+        rows: Tensor = implementation("row_sample_unpack", tensors[0])(*tensors, known.rows)
+        return rows.view(known.shape)
+
+    def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
+        out: Tensor = implementation("row_sample_grad_weight", dy)(dy.reshape(-1, dy.size(-1)), *tensors)
+        return out
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        x = TensorMeta(shape, dtype)
+        return kept(self.fraction, x.rows) * (x.features * dtype.itemsize + 4)

@@ -1,0 +1,67 @@
+"""Host memory: what the inner codec packs, elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_actcompress.codecs import CODECS, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
+from tests.codecs.helpers import DTYPES
+
+INNER = [Identity(), IntGroup(8), IntGroup(4, outliers=2), Float8(), TopK(0.1), Pooled(2), RowSample(0.3)]
+inner_codecs = pytest.mark.parametrize("inner", INNER, ids=str)
+
+
+@inner_codecs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_the_inner_codec_and_a_copy(inner: Codec, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 9, 64).to(dtype)
+    dy = torch.randn(2, 9, 3).to(dtype)
+    codec = Offload(inner)
+    torch.manual_seed(0)
+    tensors, meta = codec.pack(x)
+    torch.manual_seed(0)
+    expected, inner_meta = inner.pack(x)
+    for ours, theirs in zip(tensors, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        assert ours.data_ptr() != x.data_ptr()
+    assert torch.equal(codec.unpack(tensors, meta), inner.unpack(expected, inner_meta))
+    ours_dw, theirs_dw = codec.grad_weight(dy, tensors, meta), inner.grad_weight(dy, expected, inner_meta)
+    assert (ours_dw is None) == (theirs_dw is None)
+    if ours_dw is not None and theirs_dw is not None:
+        assert torch.equal(ours_dw, theirs_dw)
+    assert sum(t.untyped_storage().nbytes() for t in tensors) == codec.nbytes(x.shape, dtype)
+    assert (codec.lossless, codec.linear_only) == (inner.lossless, inner.linear_only)
+
+
+def test_a_view_takes_its_own_bytes_along() -> None:
+    x = torch.randn(100, 64)[::10, :8]
+    tensors, meta = Offload().pack(x)
+    assert tensors[0].untyped_storage().nbytes() == x.numel() * 4
+    assert torch.equal(Offload().unpack(tensors, meta), x)
+
+
+def test_equal_formats_are_equal() -> None:
+    assert Offload(IntGroup(8)) == CODECS["offload_int8"] and hash(Offload()) == hash(CODECS["offload"])
+
+
+@pytest.mark.gpu
+@inner_codecs
+def test_on_a_device(inner: Codec) -> None:
+    x = torch.randn(64, 128, 256, device="cuda", dtype=torch.bfloat16)
+    codec = Offload(inner)
+    torch.manual_seed(0)
+    expected = inner.unpack(*inner.pack(x))
+    torch.manual_seed(0)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    tensors, meta = codec.pack(x)
+    torch.cuda.synchronize()
+    assert all(not t.is_cuda and t.is_pinned() for t in tensors)
+    # freed and given to others at once: the copies have to be through before that
+    del x
+    noise = torch.full((64, 128, 256), 7.0, device="cuda", dtype=torch.bfloat16)
+    y = codec.unpack(tensors, meta)
+    assert y.is_cuda and torch.equal(y, expected)
+    del noise, y
+    assert torch.cuda.memory_allocated() <= before
