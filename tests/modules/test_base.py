@@ -1,0 +1,55 @@
+"""The class swap itself, and the conditions under which a patched module runs its stock forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_actcompress.modules.base import (
+    Settings,
+    has_hooks,
+    is_sharded,
+    keeps_for_backward,
+    patch_instance,
+    patched_class,
+    unpatch_instance,
+)
+from hf_actcompress.modules.leaves import LayerNormMixin, LinearMixin
+
+
+def test_one_class_per_mixin_and_type() -> None:
+    assert patched_class(LinearMixin, nn.Linear) is patched_class(LinearMixin, nn.Linear)
+    assert patched_class(LayerNormMixin, nn.LayerNorm).__name__ == "ActCompressLayerNorm"
+
+
+def test_swap_and_back() -> None:
+    layer = nn.Linear(3, 2)
+    before = dict(layer.__dict__)
+    patch_instance(layer, LinearMixin, Settings("linear"))
+    assert isinstance(layer, nn.Linear) and type(layer) is not nn.Linear
+    unpatch_instance(layer)
+    assert type(layer) is nn.Linear and layer.__dict__.keys() == before.keys()
+
+
+def test_keeps_for_backward() -> None:
+    x, w = torch.ones(2), nn.Parameter(torch.ones(2))
+    assert keeps_for_backward(x, w) and not keeps_for_backward(x, None)
+    with torch.no_grad():
+        assert not keeps_for_backward(x, w)
+    assert torch.func.grad(lambda w: w.sum() * (2.0 if keeps_for_backward(w) else 1.0))(x).tolist() == [1.0, 1.0]
+
+
+def test_hooks_are_seen() -> None:
+    layer = nn.Linear(3, 2)
+    assert not has_hooks(layer)
+    handle = layer.register_full_backward_pre_hook(lambda *_: None)
+    assert has_hooks(layer)
+    handle.remove()
+    assert not has_hooks(layer)
+
+
+def test_sharded_by_zero3() -> None:
+    layer = nn.LayerNorm(3)
+    assert not is_sharded(layer)
+    layer.weight.ds_id = 0  # type: ignore[attr-defined]
+    assert is_sharded(layer)
