@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import typer
@@ -30,8 +30,7 @@ ROUNDS = 120
 TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "reference" / "tables" / "inverted.py"
 
 
-@dataclass(frozen=True)
-class Branches:
+class Branches(NamedTuple):
     """An activation, where its branches end (f and f' - 1 are about 1e-6 or less) and where the right one is split."""
 
     function: Function

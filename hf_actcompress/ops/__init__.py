@@ -11,32 +11,44 @@ from dataclasses import dataclass
 from typing import Any
 
 from .activation import activation
+from .activation_derivative import activation_derivative
+from .activation_fewbit import activation_fewbit
+from .activation_output import activation_output
 from .attention import fused_attention, recomputed_attention
+from .attention_tempo import attention_tempo
 from .cast import cast
 from .deferred_linear import DeferredLogits, deferred_linear, plain
 from .dropout import dropout
 from .gated_mlp import gated_product
 from .layer_norm import layer_norm
+from .layer_norm_output import layer_norm_output
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
+from .rms_norm_output import rms_norm_output
 
 __all__ = [
     "OPS",
     "DeferredLogits",
     "Op",
     "activation",
+    "activation_derivative",
+    "activation_fewbit",
+    "activation_output",
+    "attention_tempo",
     "cast",
     "deferred_linear",
     "dropout",
     "fused_attention",
     "gated_product",
     "layer_norm",
+    "layer_norm_output",
     "linear",
     "linear_cross_entropy",
     "plain",
     "recomputed_attention",
     "rms_norm",
+    "rms_norm_output",
 ]
 
 
@@ -69,4 +81,10 @@ OPS: tuple[Op, ...] = (
         "the hidden states' record, the targets, two statistics per row",
         "the logits, a chunk at a time",
     ),
+    Op("activation", "output", activation_output, "its output, one bit per element", "f' from the output", "f' to 2e-5"),
+    Op("activation", "fewbit", activation_fewbit, "f' in 1 to 8 bits", "nothing", "approximate: f' to 0.2% (8 bits) .. 32%"),
+    Op("activation", "derivative", activation_derivative, "f'", "nothing", "exact but for one rounding of f'"),
+    Op("layer_norm", "output", layer_norm_output, "its output, rstd", "x^", "exact but for the rounding of the output"),
+    Op("rms_norm", "output", rms_norm_output, "its output, rstd", "x^", "exact but for the rounding of the output"),
+    Op("attention", "tempo", attention_tempo, "q, k, v, the probabilities once, RNG state", "mask, dropped probabilities"),
 )
