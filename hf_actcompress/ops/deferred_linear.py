@@ -77,7 +77,7 @@ class _Head:
 
 
 class _Values:
-    """How the values of deferred logits come about: from the head, or by a step from those before. Made once, if anyone is left to ask.
+    """How the values of deferred logits come about: from the head, or by a step from those before. Made at most once.
 
     It holds none of the tensors that autograd sees: their graph may hold this, and the cycle would never end.
     """
@@ -157,15 +157,10 @@ class DeferredLogits(Tensor):
             child = _child(x, _Step(func, args[1:], kwargs))
             if child is not None:
                 return child
-        plain_args = tree_map_only(DeferredLogits, _value, args)
-        plain_kwargs = tree_map_only(DeferredLogits, _value, kwargs)
-        result = func(*plain_args, **plain_kwargs)
+        args_of, kwargs_of = tree_map_only(DeferredLogits, lambda deferred: deferred.chain.get(), (args, kwargs))
+        result = func(*args_of, **kwargs_of)
         # an op in place returns the tensor that it was given
         return x if isinstance(x, DeferredLogits) and func._schema.is_mutable and result is x.chain.get() else result
-
-
-def _value(x: DeferredLogits) -> Tensor:
-    return x.chain.get()
 
 
 def _child(x: DeferredLogits, step: _Step) -> DeferredLogits | None:
