@@ -81,10 +81,25 @@ OPS: tuple[Op, ...] = (
         "the hidden states' record, the targets, two statistics per row",
         "the logits, a chunk at a time",
     ),
-    Op("activation", "output", activation_output, "its output, one bit per element", "f' from the output", "f' to 2e-5"),
-    Op("activation", "fewbit", activation_fewbit, "f' in 1 to 8 bits", "nothing", "approximate: f' to 0.2% (8 bits) .. 32%"),
+    Op(
+        "activation", "output", activation_output, "its output, one bit per element", "f' from the output", "f' to 2e-5"
+    ),
+    Op(
+        "activation",
+        "fewbit",
+        activation_fewbit,
+        "f' in 1 to 8 bits",
+        "nothing",
+        "approximate: f' to 0.2% (8 bits) .. 32%",
+    ),
     Op("activation", "derivative", activation_derivative, "f'", "nothing", "exact but for one rounding of f'"),
     Op("layer_norm", "output", layer_norm_output, "its output, rstd", "x^", "exact but for the rounding of the output"),
     Op("rms_norm", "output", rms_norm_output, "its output, rstd", "x^", "exact but for the rounding of the output"),
-    Op("attention", "tempo", attention_tempo, "q, k, v, the probabilities once, RNG state", "mask, dropped probabilities"),
+    Op(
+        "attention",
+        "tempo",
+        attention_tempo,
+        "q, k, v, the probabilities once, RNG state",
+        "mask, dropped probabilities",
+    ),
 )
