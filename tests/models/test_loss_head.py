@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from oracle import EXACT
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -26,6 +25,7 @@ from transformers import (
 from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
 from hf_actcompress.memory import kept_bytes, trace
 from hf_actcompress.records import live_entries
+from tests.oracle import EXACT
 
 peft = pytest.importorskip("peft")
 
@@ -293,7 +293,7 @@ def test_kept_bytes_and_peak_do_not_grow_with_the_vocabulary(make, dtype):
         grown = 6000 * 512
         weight = 6000 * 32 * dtype.itemsize
         if logits:
-            # the logits themselves, which the caller has, and no fp32 copy of them; while softcaps are applied, two more
+            # the logits themselves, which the caller has, and no fp32 copy of them (a softcap in progress: two more)
             copies = 3 if make is gemma2 else 1
             assert peaks[1] - peaks[0] < grown * (copies * dtype.itemsize + 0.5) + 4 * weight
         else:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXACT, assert_within_law, held_bytes, nbytes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from hf_actcompress.memory import trace
 from hf_actcompress.ops.deferred_linear import DeferredLogits
 from hf_actcompress.records import declare, frame, raw
 from hf_actcompress.reference import linear_cross_entropy as reference
+from tests.oracle import EXACT, assert_within_law, held_bytes, nbytes
 
 DTYPES = (torch.float32, torch.bfloat16)
 
