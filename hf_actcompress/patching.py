@@ -105,13 +105,23 @@ def patch_model(model: _Model, config: CompressionConfig | str = "exact", *, str
     return model
 
 
+_WRAPPERS = {
+    "DataParallel",
+    "DeepSpeedEngine",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+}
+
+
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"patch_model takes a torch.nn.Module, got {type(model).__name__}")
-    wrapped = {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "OptimizedModule", "DeepSpeedEngine"}
     for name, module in model.named_modules():
         kinds = {cls.__name__ for cls in type(module).__mro__}
-        if kinds & wrapped or "FSDPModule" in kinds:
+        compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if kinds & _WRAPPERS or compiled:
             raise UnsupportedModelError(
                 f"{name or 'the model'} is already wrapped ({type(module).__name__}); call patch_model before "
                 "Trainer, accelerator.prepare, DDP, fully_shard or torch.compile"
@@ -125,8 +135,12 @@ def _check(model: nn.Module) -> None:
 
 def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
     heads = output_layers(root_module(model))
+    root = root_of(model)
+    # a declined head is a linear layer all the same: it has two rows, and the first is known from the first time
+    before = [row for row in (root.rows if root is not None else ()) if row.role == "loss_head" and row.reason]
     for name, module in model.named_modules():
         if isinstance(module, PatchedModule):
+            yield from (row for row in before if f".{name}".endswith(f".{row.name}"))
             yield _row(name, module)
             continue
         found = find_head(module, config) if any(module is head for head in heads) else None

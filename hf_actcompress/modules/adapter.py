@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .base import PatchedModule, keeps_for_backward
+from .base import PatchedModule, recording
 
 if TYPE_CHECKING:
 
@@ -22,8 +22,8 @@ class AdapterMixin(_Module):
     """Any `BaseTunerLayer`: overrides its cast alone."""
 
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
-        # below the first trainable layer x needs no gradient, but the adapters' weights need x
         cast_enabled = getattr(self, "cast_input_dtype_enabled", True)
-        if not isinstance(x, Tensor) or not cast_enabled or not keeps_for_backward(x, *self.parameters()):
+        # below the first trainable layer x needs no gradient, but the adapters' weights need x
+        if not isinstance(x, Tensor) or not cast_enabled or not recording(x):
             return super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
         return ops.cast(x, dtype, codec=self.actcompress.codec)

@@ -79,17 +79,16 @@ def is_sharded(module: nn.Module) -> bool:
     return any(hasattr(p, "ds_id") for p in module._parameters.values())
 
 
-def keeps_for_backward(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors keeps anything for backward that ours could keep better.
+def recording(*tensors: Tensor | None) -> bool:
+    """Whether autograd is on and these are ordinary tensors: not under torch.func transforms, not distributed.
 
-    False without grad (then the stock code runs), under torch.func transforms and for distributed tensors.
+    Elsewhere the stock code runs.
     """
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return False
-    needed = False
-    for x in tensors:
-        if x is not None:
-            if hasattr(x, "placements"):
-                return False
-            needed = needed or x.requires_grad
-    return needed
+    return not any(hasattr(x, "placements") for x in tensors if x is not None)
+
+
+def keeps_for_backward(*tensors: Tensor | None) -> bool:
+    """Whether a call on these tensors keeps anything for backward that ours could keep better."""
+    return recording(*tensors) and any(x.requires_grad for x in tensors if x is not None)

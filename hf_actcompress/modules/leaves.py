@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .base import PatchedModule, is_sharded, keeps_for_backward
+from .base import PatchedModule, is_sharded, keeps_for_backward, recording
 
 if TYPE_CHECKING:
     # for the type checker the mixins are modules, which they are once combined with their stock class
@@ -78,6 +78,7 @@ class DropoutMixin(_Module):
 
     def forward(self, x: Tensor) -> Tensor:
         eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
-        if not (self.training and self.p > 0 and eager and keeps_for_backward(x)):
+        # x need not require a gradient: an adapter on the output may be the first thing that does
+        if not (self.training and self.p > 0 and eager and recording(x)):
             return super().forward(x)  # type: ignore[no-any-return]
         return ops.dropout(x, self.p, codec=self.actcompress.codec)
