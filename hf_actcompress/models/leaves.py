@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,9 +40,9 @@ ACTIVATION_TYPES: dict[type, Activation] = {
     nn.Tanh: Activation("tanh"),
     hf.GELUActivation: Activation("gelu"),
     hf.GELUTanh: Activation("gelu_tanh"),
-    hf.NewGELUActivation: Activation("gelu_tanh"),
-    hf.FastGELUActivation: Activation("gelu_tanh"),
-    hf.AccurateGELUActivation: Activation("gelu_tanh"),
+    hf.NewGELUActivation: Activation("gelu_new"),
+    hf.FastGELUActivation: Activation("gelu_new"),
+    hf.AccurateGELUActivation: Activation("gelu_new"),
     hf.QuickGELUActivation: Activation("quick_gelu"),
     hf.ClippedGELUActivation: Activation("gelu_clipped", ("min", "max")),
     hf.SiLUActivation: Activation("silu"),
@@ -51,6 +52,9 @@ ACTIVATION_TYPES: dict[type, Activation] = {
 }
 if hasattr(hf, "SqrtSoftplusActivation"):  # newer than transformers 5.17
     ACTIVATION_TYPES[hf.SqrtSoftplusActivation] = Activation("sqrt_softplus")
+
+# the same types where they were told to compose the function in Python; in fp32 that is more accurate than the kernel
+_COMPOSED = {hf.GELUActivation: Activation("gelu_erf"), hf.GELUTanh: Activation("gelu_new")}
 
 KEEP_NOTHING = (nn.Identity, hf.LinearActivation)
 WITH_PARAMETERS = (nn.PReLU, hf.XIELUActivation)
@@ -64,6 +68,8 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
     if kind is nn.GELU:
         row = Activation("gelu_tanh" if module.approximate == "tanh" else "gelu")
         return _activation(module, config, row)
+    if kind in _COMPOSED and inspect.ismethod(module.act):
+        return _activation(module, config, _COMPOSED[kind])
     if kind in ACTIVATION_TYPES:
         return _activation(module, config, ACTIVATION_TYPES[kind])
     if kind in WITH_PARAMETERS:

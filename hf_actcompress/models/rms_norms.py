@@ -23,6 +23,9 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
     if not _looks_like_one(module):
         return None
     eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
+    if eps_name is None and isinstance(module, nn.RMSNorm):
+        # torch's own may leave its eps at None
+        eps_name = "eps"
     if eps_name is None:
         return Declined("norm", f"no eps found under {', '.join(EPS_NAMES)}")
     variant = _variant(module, eps_name)
@@ -65,7 +68,7 @@ def _variant(module: nn.Module, eps_name: str) -> str | None:
 
 
 @torch.no_grad()
-def _equal(probe: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str) -> bool:
+def _equal(probe: Any, x: Tensor, weight: Tensor | None, eps: float | None, variant: str) -> bool:
     try:
         # not called: the user's hooks are not for our probe
         stock = type(probe).forward(probe, x)

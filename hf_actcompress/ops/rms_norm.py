@@ -23,7 +23,9 @@ class RMSNormFunction(torch.autograd.Function):
     """Variant "input": keeps x and rstd; rebuilds y."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str, codec: Codec, copy: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None, variant: str, codec: Codec, copy: bool
+    ) -> Tensor:
         y, rstd = implementation("rms_norm_fwd", x)(x, weight, eps, variant)
         kept = [record_of(x, codec), raw(rstd)]
         if weight is not None:
@@ -47,7 +49,7 @@ class RMSNormFunction(torch.autograd.Function):
 def rms_norm(
     x: Tensor,
     weight: Tensor | None,
-    eps: float,
+    eps: float | None,
     variant: str = "weight_after_cast",
     *,
     codec: Codec = IDENTITY,
@@ -58,7 +60,7 @@ def rms_norm(
     Args:
         x: ``[..., C]``, floating point.
         weight: ``[C]`` or None.
-        eps: Added to the mean square.
+        eps: Added to the mean square; None for torch's default, the machine epsilon of fp32.
         variant: A row of ``reference.RMS_NORM_VARIANTS``: in which dtype the gain is applied.
         codec: How x is stored if it has to be.
         copy_affine: Rebuild the output from a copy of the weight. For sharded modules: a consumer in another unit of

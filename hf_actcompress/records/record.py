@@ -63,7 +63,8 @@ class Recipe:
         self._left = 0
         self._task = -1
         self._value: Tensor | None = None
-        # consumers on several devices run in several autograd threads. a lock cannot be traced, and there nothing is shared
+        # consumers on several devices run in several autograd threads; under torch.compile nothing is shared, and a
+        # lock cannot be traced
         compiling = torch.compiler.is_compiling()
         self._lock: AbstractContextManager[Any] = nullcontext() if compiling else threading.RLock()
 

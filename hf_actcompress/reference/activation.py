@@ -88,13 +88,35 @@ def _laplace(x: Tensor, mu: float = 0.707107, sigma: float = 0.282095) -> Tensor
     return torch.exp(-z * z) / (sigma * math.sqrt(2.0 * math.pi))
 
 
-def _sqrt_softplus(x: Tensor) -> Tensor:
-    return torch.sigmoid(x) / (2 * torch.nn.functional.softplus(x).sqrt())
+def _gelu_erf(x: Tensor) -> Tensor:
+    cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return cdf + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def _gelu_new(dy: Tensor, x: Tensor) -> Any:
+    """The tanh form where stock composes it: in fp32 the kernel's error is 1.1 to 1.3 times the composition's."""
+    if x.dtype.itemsize < 4:
+        return _gelu_tanh(dy, x)
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    square = x * x
+    t = torch.tanh(x * (square * cubic).add_(1).mul_(scale))
+    dinner = square.mul_(3 * cubic).add_(1).mul_(scale)
+    derivative = (1 - t * t).mul_(x).mul_(dinner).add_(t).add_(1).mul_(0.5)
+    return derivative.mul_(dy)
+
+
+def _sqrt_softplus(dy: Tensor, x: Tensor) -> Any:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x = x.to(wide)
+    root = torch.nn.functional.softplus(x).sqrt()
+    return aten.softplus_backward(dy.to(wide) / (2 * root), x, 1.0, 20.0)
 
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu": _gelu,
+    "gelu_erf": _in_fp32(_gelu_erf),
     "gelu_tanh": _gelu_tanh,
+    "gelu_new": _gelu_new,
     "gelu_clipped": _gelu_clipped,
     "silu": _silu,
     "mish": _mish,
@@ -107,5 +129,5 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "tanh": _tanh,
     "quick_gelu": _in_fp32(_quick_gelu),
     "laplace": _in_fp32(_laplace),
-    "sqrt_softplus": _in_fp32(_sqrt_softplus),
+    "sqrt_softplus": _sqrt_softplus,
 }

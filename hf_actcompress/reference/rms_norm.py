@@ -16,9 +16,10 @@ from torch import Tensor
 RMS_NORM_VARIANTS = ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32")
 
 
-def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) -> tuple[Tensor, Tensor]:
-    """y like x (dtype as the variant has it), and rstd [..., 1] in fp32."""
+def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, variant: str) -> tuple[Tensor, Tensor]:
+    """y like x (dtype as the variant has it), and rstd [..., 1] in fp32; eps None is torch's default."""
     x32 = _fp32(x)
+    eps = torch.finfo(x32.dtype).eps if eps is None else eps
     rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     return rms_norm_rebuild(x, rstd, weight, variant), rstd
 
@@ -56,15 +57,19 @@ def rms_norm_bwd(
     dnormed = dy if gain is None else dy * gain
     # where the gain is wider than what it is applied to, autograd rounds here
     dnormed = _fp32(dnormed if in_fp32 else dnormed.to(normed_cast.dtype))
-    return _dx(dnormed, x32, rstd).to(x.dtype), dweight
+    direct, through_rstd = _dx(dnormed, x32, rstd)
+    if variant == "cast_to_weight":
+        # T5 multiplies x itself, not its fp32 copy: autograd rounds each term, then adds
+        return direct.to(x.dtype) + through_rstd.to(x.dtype), dweight
+    return (direct + through_rstd).to(x.dtype), dweight
 
 
-def _dx(dnormed: Tensor, x32: Tensor, rstd: Tensor) -> Tensor:
-    """Through x^ = x * rsqrt(mean(x^2) + eps), op by op as autograd does it."""
+def _dx(dnormed: Tensor, x32: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The two terms of dx, through x^ = x * rsqrt(mean(x^2) + eps), op by op as autograd does it."""
     drstd = (dnormed * x32).sum(-1, keepdim=True)
     dvariance = -0.5 * drstd * rstd.pow(3)
     dsquare = dvariance.expand_as(x32) / x32.size(-1)
-    return dnormed * rstd + dsquare * (2.0 * x32)
+    return dnormed * rstd, dsquare * (2.0 * x32)
 
 
 def _gain(weight: Tensor | None, variant: str) -> Tensor | None:

@@ -155,7 +155,8 @@ def rms_norm_stock(x: Tensor, weight: Tensor | None, variant: str) -> Tensor:
     """The forward that transformers' modules of that variant have."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x32 = x.to(dtype)
-    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)
+    # T5 multiplies x itself, the others its fp32 copy
+    normed = (x if variant == "cast_to_weight" else x32) * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)
     if weight is None:
         return normed.to(x.dtype)
     if variant == "one_plus_weight":

@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_actcompress.records import (
     Derived,
     Stored,
-    clear,
     declare,
     frame,
     live_entries,
