@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 from torch import nn
 
-from hf_actcompress import patch_model, patch_report, unpatch_model
+from hf_actcompress import memory_report, patch_model, patch_report, unpatch_model
 from hf_actcompress.modules.adapter import AdapterMixin
 from hf_actcompress.modules.base import PatchedModule
 from tests.families import BODY, BY_NAME, differing, step
@@ -59,6 +59,18 @@ def test_all_linear(name: str, order: str, lora_dropout: float) -> None:
     assert adapters and all(
         isinstance(m, AdapterMixin) and isinstance(m.lora_A["default"], PatchedModule) for m in adapters
     )
+
+
+@pytest.mark.parametrize("lora_dropout", [0.0, 0.05])
+def test_adapters_of_the_first_layer(lora_dropout: float) -> None:
+    """Its input needs no gradient, as the embedding is frozen; q, k and v share it all the same."""
+    ours, _ = _both("llama", lora_dropout=lora_dropout)
+    report = memory_report(ours, BY_NAME["llama"].make_batch("none"))
+    kept = {row.module: row.patched_tensors for row in report.rows}
+    shared = ["bfloat16[3, 13, 32]"]
+    states = ["uint8[5056]"] if lora_dropout else []
+    adapters = [f"base_model.model.model.layers.0.self_attn.{p}_proj.lora_A.default" for p in "qkv"]
+    assert [sorted(kept.get(name, ())) for name in adapters] == [shared + states, states, states]
 
 
 @orders
