@@ -23,7 +23,8 @@ class RowSample(Codec):
     forward does not know; that of x alone costs variance, never bias. One tensor has one sample, whoever uses it.
 
     Bytes: ``f (b + 4 / D)`` per element of b bytes, f the kept fraction.
-    Bias: none in dW (of any number of tokens). The rounding of the scaled rows to x's dtype is to nearest.
+    Bias: none in dW (of any number of tokens). The rounding of the scaled rows to x's dtype is to nearest. A row that
+        is drawn has the mean norm over f: in fp16 that can overflow, which shows as inf.
     Source: WTA-CRS (arXiv 2305.15265); column-row sampling, Drineas et al. (2006).
 
     Args:

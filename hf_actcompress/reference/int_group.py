@@ -66,7 +66,8 @@ def _quantise(values: Tensor, bits: int, stochastic: bool, skipped: Tensor | Non
     """
     levels = 2**bits - 1
     if skipped is None:
-        low, high = values.aminmax(dim=-1)
+        # not aminmax: nine times slower on a CPU
+        low, high = values.amin(-1), values.amax(-1)
     else:
         low = values.masked_fill(skipped, torch.inf).amin(-1)
         high = values.masked_fill(skipped, -torch.inf).amax(-1)

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from .groups import work_dtype
 
+# what the probabilities of all rows add up to, as integers
+_MASS = 1 << 48
+
 
 def row_sample_pack(x: Tensor, k: int, winner_take_all: bool, stratified: bool) -> tuple[Tensor, Tensor]:
     """Choose k rows of x [R, D], k <= R, with probabilities p proportional to their norms.
@@ -20,46 +23,52 @@ def row_sample_pack(x: Tensor, k: int, winner_take_all: bool, stratified: bool) 
     """
     if k == x.size(0):
         return x.clone(), torch.arange(k, dtype=torch.int32, device=x.device)
-    p, total = _probabilities(x)
-    order = p.topk(k)  # p of the k largest, descending, and where they are
+    mass, total = _masses(x)
+    largest = mass.topk(k)  # descending
     slot = torch.arange(k, device=x.device)
-    certain = _certain(order.values) if winner_take_all else torch.zeros((), dtype=torch.int64, device=x.device)
-    # a NaN does not compare: the certain rows stay out of the draw, the others in
-    rest = p.scatter(0, order.indices, torch.where(slot < certain, 0, order.values))
-    edges = rest.cumsum(0)
-    draws, mass = k - certain, edges[-1]
-    point = torch.rand(k, dtype=p.dtype, device=x.device)
-    if stratified:
-        # one draw in each of k - c equal parts of the rest
-        point = (point + (slot - certain)) / draws
-    drawn = torch.searchsorted(edges, (point * mass).clamp(max=mass), right=True).clamp_max(x.size(0) - 1)
-    # the point may be the last edge by rounding, and rows behind it have no mass
-    drawn = torch.where(rest[drawn] > 0, drawn, rest.argmax())
-    index = torch.where(slot < certain, order.indices, drawn)
-    # no mass is left where all other rows are zero: nothing to draw
-    weight = torch.where(mass > 0, mass / (draws * rest[drawn]), 0)
-    weight = torch.where(slot < certain, 1, weight)
+    certain = _certain(largest.values, mass.sum()) if winner_take_all else slot[0]
+    is_certain = slot < certain
+    rest = mass.scatter(0, largest.indices, torch.where(is_certain, 0, largest.values))
+    drawn = _draw(rest.cumsum(0), slot - certain, k - certain, total.dtype, stratified)
+    index = torch.where(is_certain, largest.indices, drawn)
+    # nothing is left to draw where all other rows are zero: the place stays empty
+    weight = torch.where(rest[drawn] > 0, rest.sum() / ((k - certain) * rest[drawn]).clamp_min(1), 0)
     # a NaN or inf of x makes the sum of norms one, and so every row that is kept
-    weight = weight + total * 0
+    weight = torch.where(is_certain, 1, weight) + total * 0
     rows = x.index_select(0, index).to(work_dtype(x.dtype))
     return rows.mul_(weight.unsqueeze(1)).to(x.dtype), index.to(torch.int32)
 
 
-def _probabilities(x: Tensor) -> tuple[Tensor, Tensor]:
-    """p [R] proportional to the norms of the rows, uniform if all are zero; the sum of the norms."""
+def _masses(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The probability of each row as an integer, int64 [R]; the sum of the norms.
+
+    Integers, because their sums are exact and the same in any order: a float prefix sum on a device is not, and a
+    checkpoint's recomputation has to draw the same rows. Rows below 2^-49 of the sum count as zero.
+    """
     norms = torch.linalg.vector_norm(x, dim=1, dtype=work_dtype(x.dtype))
-    # sums over many rows: wide, where the device has it
+    # as wide as the device has it
     norms = norms if x.device.type == "mps" else norms.double()
     total = norms.sum()
-    return torch.where(total > 0, norms / total, 1 / x.size(0)), total
+    p = torch.where(total > 0, norms / total, 1 / x.size(0))
+    return (p * _MASS).nan_to_num(0, 0, 0).round().to(torch.int64), total
 
 
-def _certain(p: Tensor) -> Tensor:
-    """How many of the largest p [k], descending, are kept for certain: at most k - 1."""
-    k = p.size(0)
-    # P_c for c = 0 ... k - 1
-    covered = torch.nn.functional.pad(p.cumsum(0)[:-1], (1, 0))
-    return ((1 - covered) / torch.arange(k, 0, -1, device=p.device)).argmin()
+def _certain(largest: Tensor, total: Tensor) -> Tensor:
+    """How many of the largest masses [k], descending, are kept for certain: at most k - 1."""
+    k = largest.size(0)
+    # what is left after c = 0 ... k - 1
+    left = total - torch.nn.functional.pad(largest.cumsum(0)[:-1], (1, 0))
+    return (left / torch.arange(k, 0, -1, device=largest.device)).argmin()
+
+
+def _draw(edges: Tensor, slot: Tensor, draws: Tensor, dtype: torch.dtype, stratified: bool) -> Tensor:
+    """Rows int64 [k] by the prefix sums `edges` [R] of their masses; places with a negative slot do not count."""
+    point = torch.rand(slot.size(0), dtype=dtype, device=edges.device)
+    if stratified:
+        # one in each of `draws` equal parts
+        point = (point + slot) / draws
+    point = (point * edges[-1]).to(torch.int64).clamp(min=0).minimum(edges[-1] - 1)
+    return torch.searchsorted(edges, point, right=True).clamp_max(edges.size(0) - 1)
 
 
 def row_sample_unpack(rows: Tensor, index: Tensor, count: int) -> Tensor:

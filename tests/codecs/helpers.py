@@ -92,7 +92,9 @@ def assert_weight_gradient(codec: Codec, x: Tensor, outputs: int = 5) -> None:
     if x.dtype == torch.float64:
         unit = (len(rows) + 5) * torch.finfo(torch.float64).eps
     error = (dweight.double() - dy_rows.t() @ rows).abs()
-    assert bool((error <= unit * magnitude + torch.finfo(x.dtype).smallest_normal).all())
+    # a sampled row times its weight, or a sum of such, may be beyond fp16
+    beyond = ~(magnitude < torch.finfo(x.dtype).max / 2)
+    assert bool((beyond | (error <= unit * magnitude + torch.finfo(x.dtype).smallest_normal)).all())
 
 
 token_shapes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 70))

@@ -1,5 +1,5 @@
-"""Every row of CODECS: static shapes without a host synchronisation, declared bytes, odd shapes, one compiled graph; and
-the errors on activations of a real pretrained model."""
+"""Every row of CODECS: static shapes without a host synchronisation, declared bytes, odd shapes, one compiled graph;
+and the errors on activations of a real pretrained model."""
 
 from __future__ import annotations
 
