@@ -44,7 +44,7 @@ def activation_output(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str) -
     Args:
         x: Pre-activation, any shape, floating point.
         stock: The stock forward; its values are returned unchanged.
-        kind: A row of ``reference.INVERTED``: gelu, gelu_tanh, quick_gelu, silu, mish.
+        kind: A row of ``reference.INVERTED``: gelu, gelu_tanh, gelu_new, quick_gelu, silu, mish.
 
     Returns:
         ``stock(x)``. It must not be written in place before backward.

@@ -12,7 +12,7 @@ from .fewbit import FEWBIT_METHODS, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .float8 import float8_pack, float8_unpack
 from .gated_mlp import gated_product_bwd
 from .int_group import int_group_pack, int_group_unpack
-from .inverted import activation_output_bits, activation_output_bwd
+from .inverted import INVERTED, activation_output_bits, activation_output_bwd
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
 from .linear import linear_bwd, linear_fwd
 from .linear_cross_entropy import cross_entropy_fwd, linear_cross_entropy_bwd, linear_cross_entropy_fwd
@@ -25,7 +25,6 @@ from .norm_output import (
 from .pooled import pooled_grad_weight, pooled_image_pack, pooled_image_unpack, pooled_pack, pooled_unpack
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
 from .row_sample import row_sample_grad_weight, row_sample_pack, row_sample_unpack
-from .tables.inverted import INVERTED
 from .topk import topk_grad_weight, topk_pack, topk_unpack
 
 __all__ = [

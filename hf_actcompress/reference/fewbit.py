@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import UnknownOptionError
 from .activation import ACTIVATIONS, activation_bwd
 from .bits import pack_codes, unpack_codes
+from .tables import SAME_FUNCTION
 from .tables.fewbit import CENTRES, GRIDS, LEVELS, PRIMITIVE_STEPS, STEPS
 
 FEWBIT_METHODS: dict[str, tuple[int, ...]] = {"steps": (1, 2, 3, 4), "values": (2, 3, 4, 8), "relus": (2,)}
@@ -24,8 +25,10 @@ _Options = tuple[float, ...]
 
 # f' takes two values and one bit is exact, whatever was asked
 _TWO_VALUED = ("relu", "relu6", "leaky_relu")
-# f' outside the bounds is 0, inside it is that of
-_CLIPPED = {"gelu_clipped": "gelu"}
+# f' outside the bounds is 0
+_CLIPPED = ("gelu_clipped",)
+# the row whose table is used
+_TABLE = {"gelu_clipped": "gelu", **SAME_FUNCTION}
 # f' has no bound: the grid is scaled per row
 _UNBOUNDED = ("relu_squared",)
 
@@ -81,7 +84,7 @@ def _row_maximum(slope: Tensor) -> Tensor:
 
 
 def _value_codes(slope: Tensor, kind: str, bits: int) -> Tensor:
-    base = _CLIPPED.get(kind, kind)
+    base = _TABLE.get(kind, kind)
     if bits == 8:
         zero, step = GRIDS[base]
         return slope.div_(step).round_().add_(zero).clamp_(0, 255)
@@ -90,7 +93,7 @@ def _value_codes(slope: Tensor, kind: str, bits: int) -> Tensor:
 
 
 def _step_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str) -> Tensor:
-    base = _CLIPPED.get(kind, kind)
+    base = _TABLE.get(kind, kind)
     borders, levels = _steps(base, bits, method)
     at = (x - CENTRES[base]).abs() if base in CENTRES and method == "steps" else x
     codes = torch.bucketize(at, torch.tensor(borders, dtype=x.dtype, device=x.device), out_int32=True)
@@ -111,7 +114,7 @@ def _levels(kind: str, options: _Options, bits: int, method: str) -> tuple[float
         return (options[0] if kind == "leaky_relu" else 0.0, 1.0)
     if kind in _UNBOUNDED:
         return tuple(float(code) for code in range(2**bits))
-    base = _CLIPPED.get(kind, kind)
+    base = _TABLE.get(kind, kind)
     if method == "values":
         if bits != 8:
             return LEVELS[base][bits]

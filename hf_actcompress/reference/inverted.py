@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from .bits import pack_mask, unpack_mask
-from .tables import InvertedFit
-from .tables.inverted import INVERTED
+from .tables import SAME_FUNCTION, InvertedFit
+from .tables.inverted import INVERTED as _FITTED
+
+INVERTED: dict[str, InvertedFit] = _FITTED | {name: _FITTED[same] for name, same in SAME_FUNCTION.items()}
 
 
 def activation_output_bits(x: Tensor, kind: str) -> Tensor:

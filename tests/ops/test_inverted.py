@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from hf_actcompress import ops
+from hf_actcompress import ops, reference
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.ops.activation_output import activation_output
 from hf_actcompress.records import frame
-from hf_actcompress.reference import INVERTED, activation_bwd
+from hf_actcompress.reference import activation_bwd
 from hf_actcompress.reference.inverted import activation_output_bits, activation_output_bwd, inverted_derivative
+from hf_actcompress.reference.tables.inverted import INVERTED
 from tests.oracle import kept_bytes, nbytes
 
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {
@@ -66,6 +67,12 @@ def test_the_table_has_the_known_minima() -> None:
     }
     for kind, (x_min, y_min) in known.items():
         assert abs(INVERTED[kind].x_min - x_min) < 1e-12 and abs(INVERTED[kind].y_min - y_min) < 1e-14
+
+
+def test_rows_of_the_same_function_share_a_fit() -> None:
+    fits = reference.INVERTED
+    assert fits["gelu_new"] is fits["gelu_tanh"] and fits["gelu_erf"] is fits["gelu"]
+    assert fits.keys() - INVERTED.keys() == {"gelu_new", "gelu_erf"}
 
 
 @pytest.mark.parametrize("kind", INVERTED)

@@ -48,7 +48,7 @@ def normalise(x: Tensor) -> Tensor:
 POINTWISE: dict[str, tuple[Variant, Variant]] = {
     "gelu_output": (partial(activation_output, stock=functional.gelu, kind="gelu"), functional.gelu),
     "silu_output": (partial(activation_output, stock=functional.silu, kind="silu"), functional.silu),
-    "gelu_new_output": (partial(activation_output, stock=GELU_NEW, kind="gelu_tanh"), GELU_NEW),
+    "gelu_new_output": (partial(activation_output, stock=GELU_NEW, kind="gelu_new"), GELU_NEW),
     "fewbit_steps": (
         partial(activation_fewbit, stock=functional.gelu, kind="gelu", bits=3, method="steps"),
         functional.gelu,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# rows of `ACTIVATIONS` that round otherwise but are the same function as another, whose table they use
+SAME_FUNCTION = {"gelu_erf": "gelu", "gelu_new": "gelu_tanh"}
+
 
 class InvertedFit(NamedTuple):
     """f' of an activation with one minimum, from its output.
