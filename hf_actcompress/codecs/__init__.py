@@ -41,6 +41,8 @@ CODECS: dict[str, Codec] = {
     "int8_stochastic": IntGroup(8, rounding="stochastic"),
     "int4_stochastic": IntGroup(4, rounding="stochastic"),
     "int2_stochastic": IntGroup(2, group_size=32, rounding="stochastic"),
+    "int4_32": IntGroup(4, group_size=32),
+    "int8_outliers": IntGroup(8, outliers=4),
     "int4_outliers": IntGroup(4, outliers=4),
     "int2_outliers": IntGroup(2, group_size=32, outliers=4),
     "fp8_e4m3": Float8("e4m3"),

@@ -57,7 +57,7 @@ def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features
     across = -(-features // bc)
     dy = torch.nn.functional.pad(dy, (0, 0, 0, -dy.size(0) % br)) if dy.size(0) % br else dy
     blocks = torch.unflatten(dy, 0, (-1, br))  # [nr, br, O]
-    add = _by_column if quota == "column" else _by_tile
+    add = {"column": _by_column, "row": _by_row, "global": _by_tile}[quota]
     return add(blocks, values, index.long(), across)[:, :features]
 
 
@@ -72,8 +72,24 @@ def _by_column(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Te
     return out.flatten(1)
 
 
+def _by_row(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tensor:
+    """As many tiles in every row of tiles: one product of [k bc, br] and [br, O] for each, added to its k columns."""
+    down, _, outputs = blocks.shape
+    out = blocks.new_zeros(across, values.size(2), outputs, dtype=work_dtype(blocks.dtype))
+    tiles = torch.unflatten(values.transpose(1, 2), 0, (down, -1))  # [nr, k, bc, br]
+    columns = (index % across).view(down, -1)
+    for row in range(down):
+        products = tiles[row].flatten(0, 1).mm(blocks[row]).view(-1, *out.shape[1:])
+        # no column twice in one row: the order of the sums is fixed
+        out.index_add_(0, columns[row], products.to(out.dtype))
+    return out.flatten(0, 1).t().to(blocks.dtype)
+
+
 def _by_tile(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tensor:
-    """One product of [O, br] and [br, bc] per tile, added to its column of tiles; a few tiles at a time."""
+    """One product of [O, br] and [br, bc] per tile, added to its column of tiles; a few tiles at a time.
+
+    The operations are the kept tiles' share, but so small that the dense product is as fast in torch.
+    """
     outputs, (count, _, bc) = blocks.size(2), values.shape
     out = blocks.new_zeros(across, outputs, bc, dtype=work_dtype(blocks.dtype))
     step = min(chunk_rows(outputs * bc, blocks.device), max(count, 1))
