@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_actcompress.codecs import CODECS
 from hf_actcompress.ops import linear
+from hf_actcompress.records import clear
 
 every_row = pytest.mark.parametrize("name", sorted(CODECS))
 
@@ -63,3 +64,38 @@ def test_a_second_backward_sees_the_same(name: str) -> None:
     first = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
     second = torch.autograd.grad(y.sum(), (x, weight))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def weight_gradients(name: str, draws: int) -> tuple[Tensor, Tensor]:
+    """dW [draws, 48, 64] of as many seeds, and the exact one, in fp64."""
+    x, weight, _ = leaves(torch.float64)
+    dy = torch.cos(torch.arange(2 * 24 * 48, dtype=torch.float64)).view(2, 24, 48)
+    estimates = []
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        # a tensor is packed once in a forward
+        clear()
+        estimates.append(torch.autograd.grad(linear(x, weight, codec=CODECS[name]), weight, dy)[0])
+    return torch.stack(estimates), torch.autograd.grad(stock_linear(x, weight), weight, dy)[0]
+
+
+UNBIASED = ("int8_stochastic", "int4_stochastic", "int2_stochastic", "wtacrs30", "crs30", "sampled30")
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_weight_gradient_is_right_on_average(name: str) -> None:
+    estimates, exact = weight_gradients(name, 256)
+    errors = estimates - exact
+    # every entry within five standard errors of the mean of 256
+    assert bool((errors.mean(0).abs() <= 5 * errors.std(0) / 16).all())
+    few, many = errors.view(16, 16, 48, 64).mean(1).square().mean().sqrt(), errors.mean(0).square().mean().sqrt()
+    # 1 / sqrt(n): 16 times the draws, a quarter of the error. dW has at least the 48 dimensions of the rows that are
+    # sampled, so its mean square a deviation of sqrt(2 / 48), and its root half of it: five of them
+    assert float(few / many) == pytest.approx(4, rel=5 * (2 / 48) ** 0.5 / 2)
+
+
+@pytest.mark.parametrize("name", ["int4", "topk30", "block30", "pool2"])
+def test_the_others_do_not_average_out(name: str) -> None:
+    estimates, exact = weight_gradients(name, 2)
+    assert torch.equal(estimates[0], estimates[1])
+    assert float((estimates[0] - exact).norm() / exact.norm()) > 0.01
