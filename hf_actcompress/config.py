@@ -10,6 +10,18 @@ from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention")
 
+# which tensors an op keeps, where there is a choice
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "activation_variant": (
+        "input", "output", "derivative",
+        "steps1", "steps2", "steps3", "steps4",
+        "values2", "values3", "values4", "values8",
+        "relus2",
+    ),
+    "norm_variant": ("input", "output"),
+    "attention_variant": ("statistics", "recomputed", "tempo"),
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
@@ -19,26 +31,45 @@ class CompressionConfig:
         linear: Codec of linear inputs that have to be kept (most are derived and cost nothing).
         norm: Codec of the norms' inputs.
         mlp: Codec of activation inputs and of gate and up.
-        attention: Codec of q, k, v where the attention op is ours.
+        attention: Codec of q, k, v; with another codec than "identity" every attention call goes through our op.
+        derive_linear: Rebuild a linear's input in backward where that is possible, at no cost in bytes. False: each
+            linear input is stored through the codec `linear`, as the papers on sparse activations have it.
+        activation_variant: What a pointwise activation keeps: its "input" (exact), its "output" and a bit (Tempo,
+            Inverted Activations), its "derivative" (nested forward differentiation), a derivative replaced by a step
+            function of 1 to 4 bits ("steps3": few-bit backward), or the derivative's value in 2 to 8 bits ("values8").
+            Gated MLPs keep gate and up, exactly, whatever is said here.
+        norm_variant: What a norm keeps: its "input" (exact) or its "output" (Tempo).
+        attention_variant: "statistics": the logsumexp of the exact q and k. "recomputed": the attention is run again
+            from what was stored, which is what 4-bit q and k need. "tempo": as "statistics", and eager attention
+            keeps its probabilities once.
         loss_head: Patch the language-modelling head so that nothing of vocabulary size is kept for backward.
         logits: Return ``outputs.logits`` in training as stock does. False: the head never makes them whole in
             training, and ``outputs.logits`` is absent there; ``eval()`` and ``no_grad`` are not affected.
 
     Raises:
-        UnknownOptionError: A codec that is not in ``CODECS``.
+        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role, or
+            a variant that is not in ``VARIANTS``.
     """
 
     linear: str = "identity"
     norm: str = "identity"
     mlp: str = "identity"
     attention: str = "identity"
+    derive_linear: bool = True
+    activation_variant: str = "input"
+    norm_variant: str = "input"
+    attention_variant: str = "statistics"
     loss_head: bool = True
     logits: bool = True
 
     def __post_init__(self) -> None:
         for role in CODEC_ROLES:
-            if getattr(self, role) not in CODECS:
-                raise UnknownOptionError(f"codec for {role}", getattr(self, role), CODECS)
+            known = [name for name, codec in CODECS.items() if role == "linear" or not codec.linear_only]
+            if getattr(self, role) not in known:
+                raise UnknownOptionError(f"codec for {role}", getattr(self, role), known)
+        for field, variants in VARIANTS.items():
+            if getattr(self, field) not in variants:
+                raise UnknownOptionError(field, getattr(self, field), variants)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> CompressionConfig:
@@ -54,10 +85,27 @@ class CompressionConfig:
     @property
     def lossless(self) -> bool:
         """Whether every gradient stays exact."""
-        return all(CODECS[getattr(self, role)].lossless for role in CODEC_ROLES)
+        exact = self.activation_variant == "input" and self.norm_variant == "input"
+        return exact and all(CODECS[getattr(self, role)].lossless for role in CODEC_ROLES)
 
 
-PRESETS: dict[str, CompressionConfig] = {"exact": CompressionConfig()}
+PRESETS: dict[str, CompressionConfig] = {
+    "exact": CompressionConfig(),
+    # storage: every role through a codec; q, k and v never below 8 bits
+    "int8": CompressionConfig(linear="int8", norm="int8", mlp="int8", attention="int8"),
+    "int4": CompressionConfig(linear="int4", norm="int4", mlp="int4", attention="int8"),
+    "fp8": CompressionConfig(linear="fp8_e4m3", norm="fp8_e4m3", mlp="fp8_e4m3", attention="fp8_e4m3"),
+    "offload": CompressionConfig(linear="offload", norm="offload", mlp="offload", attention="offload"),
+    # other tensors
+    "tempo": CompressionConfig(activation_variant="output", norm_variant="output", attention_variant="tempo"),
+    "inverted": CompressionConfig(activation_variant="output"),
+    "fewbit": CompressionConfig(activation_variant="steps3"),
+    # estimates of the weight gradient from part of a linear's input
+    "dropit": CompressionConfig(linear="topk10", derive_linear=False),
+    "blocksparse": CompressionConfig(linear="block30", derive_linear=False),
+    "pooled": CompressionConfig(linear="pool2", derive_linear=False),
+    "sampled": CompressionConfig(linear="wtacrs30", derive_linear=False),
+}
 
 
 def resolve(config: CompressionConfig | str) -> CompressionConfig:

@@ -22,7 +22,7 @@ class NothingPatchedError(ActCompressError, ValueError):
 
 
 class UnsupportedModelError(ActCompressError, ValueError):
-    """The model is in a state in which it cannot be patched: wrapped by DDP or FSDP, on the meta device, not a module."""
+    """The model is in a state in which it cannot be patched: wrapped by DDP or FSDP, on the meta device."""
 
 
 class NotPatchedError(ActCompressError, ValueError):

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import TypeVar
 
 from torch import nn
 
+from .codecs import CODECS
 from .config import CompressionConfig, resolve
 from .errors import NothingPatchedError, NotPatchedError, UnsupportedModelError
 from .models import Declined, Site, find_site
 from .models.heads import find_head, output_layers
 from .models.root import install_root, is_root, restore_root, root_module, root_of
 from .modules.base import PatchedModule, patch_instance, unpatch_instance
+from .reference import seed_codecs
 
+logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class PatchRow:
-    """One module: what it became, or why it was left alone (`reason`)."""
+    """One module: what it became and keeps, or why it was left alone (`reason`).
+
+    `note` says why a patched module keeps something else than the config asks for.
+    """
 
     name: str
     module: str
     role: str
     variant: str = ""
     codec: str = ""
+    keeps: str = ""
     reason: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ class PatchReport:
         roles = Counter(row.role for row in self.patched)
         patched = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "nothing"
         lines = [f"patched: {patched}"]
+        for (role, note), count in Counter((row.role, row.note) for row in self.patched if row.note).items():
+            lines.append(f"otherwise than asked: {count} {role}: {note}")
         for (role, reason), count in Counter((row.role, row.reason) for row in self.left_alone).items():
             lines.append(f"left alone: {count} {role}: {reason}")
         return "\n".join(lines)
@@ -63,13 +75,17 @@ class PatchReport:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("module", "type", "role", "variant", "codec", "left alone because", title="hf_actcompress")
+        columns = ("module", "type", "role", "variant", "codec", "keeps", "left alone or otherwise because")
+        table = Table(*columns, title="hf_actcompress")
         for row in self.rows:
-            table.add_row(row.name, row.module, row.role, row.variant, row.codec, row.reason)
+            reason = row.reason or row.note
+            table.add_row(row.name, row.module, row.role, row.variant, row.codec, row.keeps, reason)
         Console().print(table)
 
 
-def patch_model(model: _Model, config: CompressionConfig | str = "exact", *, strict: bool = True) -> _Model:
+def patch_model(
+    model: _Model, config: CompressionConfig | str = "exact", *, strict: bool = True, seed: int | None = None
+) -> _Model:
     """Make a model keep fewer bytes between forward and backward. In place; call it before Trainer or `prepare`.
 
     Args:
@@ -77,6 +93,7 @@ def patch_model(model: _Model, config: CompressionConfig | str = "exact", *, str
             holds one. Not on the meta device, not wrapped by DDP or FSDP.
         config: A preset's name or a CompressionConfig. The default keeps gradients exact.
         strict: Raise if nothing could be patched.
+        seed: Of what stochastic codecs draw; by default torch's initial seed. Dropout is not affected.
 
     Returns:
         The same model. A second call with the same config patches what is new in the model; with another config it
@@ -92,6 +109,9 @@ def patch_model(model: _Model, config: CompressionConfig | str = "exact", *, str
     """
     resolved = resolve(config)
     _check(model)
+    seed_codecs(seed)
+    if not resolved.lossless:
+        _say_once(resolved)
     if any(isinstance(m, PatchedModule) for m in model.modules()) and _config_of(model) != resolved:
         unpatch_model(model)
     rows = tuple(_patch_modules(model, resolved))
@@ -103,6 +123,14 @@ def patch_model(model: _Model, config: CompressionConfig | str = "exact", *, str
         )
     install_root(model, resolved, report.rows, patch_model)
     return model
+
+
+@cache
+def _say_once(config: CompressionConfig) -> None:
+    logger.warning(
+        "hf_actcompress: %s keeps activations with loss; fidelity_report(model, batch) measures what that does to the "
+        "gradients", config
+    )  # fmt: skip
 
 
 _WRAPPERS = {
@@ -158,8 +186,9 @@ def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[Patc
 
 def _row(name: str, module: PatchedModule) -> PatchRow:
     settings = module.actcompress
-    codec = type(settings.codec).__name__.lower()
-    return PatchRow(name, module.stock_class.__name__, settings.role, settings.variant, codec)
+    codec = next(name for name, codec in CODECS.items() if codec == settings.codec)
+    stock = module.stock_class.__name__
+    return PatchRow(name, stock, settings.role, settings.variant, codec, settings.keeps, note=settings.note)
 
 
 def _config_of(model: nn.Module) -> CompressionConfig | None:
@@ -195,5 +224,3 @@ def patch_report(model: nn.Module) -> PatchReport:
     if root is None:
         raise NotPatchedError(f"{type(model).__name__} is not patched; call patch_model(model) first")
     return PatchReport(tuple(root.rows))
-
-

@@ -19,7 +19,7 @@ class Codec(Protocol):
 
     A codec is a frozen dataclass (equal means the same format). It knows neither autograd nor ctx, reads nothing back
     to the host, and the shapes of what it returns follow from x's shape and dtype alone. What it draws, it draws
-    from the default generator of x's device, so that a checkpoint's recomputation packs the same codes again.
+    from the codecs' own generator (reference/rng.py), so that dropout draws as in the stock model.
     """
 
     @property

@@ -15,10 +15,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import ops
-from ..codecs import CODECS
+from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, AttentionMixin
 from ..modules.base import Settings, keeps_for_backward
+from .eager_attention import find_eager
 from .sites import Declined, Site
 
 
@@ -34,9 +35,13 @@ def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Decli
     if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
         return None
     name = getattr(module.__dict__["config"], "_attn_implementation", None)
-    if name != "sdpa":
-        return Declined("attention", _why_not(name))
-    return Site(RegisteredAttentionMixin, Settings("attention", "sdpa", codec=CODECS[config.attention]))
+    codec = CODECS[config.attention]
+    if name == "sdpa":
+        keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
+        return Site(RegisteredAttentionMixin, Settings("attention", "sdpa", codec=codec, keeps=keeps))
+    if name == "eager" and config.attention_variant == "tempo":
+        return find_eager(module, codec)
+    return Declined("attention", _why_not(name))
 
 
 def _why_not(name: str | None) -> str:
@@ -59,19 +64,29 @@ def attention_forward(
 
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
+    settings = module.actcompress if isinstance(module, AttentionMixin) else Settings("attention")
+    codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
     on_cpu = query.device.type == "cpu"
-    keeps_more = attention_mask is not None or bias is not None or (dropout > 0 and on_cpu)
+    keeps_more = recomputed or codec != IDENTITY
+    keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and on_cpu)
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     eager = not torch.compiler.is_compiling()
     if not (keeps_more and plain and eager and keeps_for_backward(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias), None
-    if on_cpu and dropout == 0 and bias is None and _fusable(query, key, value, attention_mask):
-        codec = module.actcompress.codec if isinstance(module, AttentionMixin) else CODECS["identity"]
-        out = ops.fused_attention(query, key, value, attention_mask, False, scaling, codec=codec)
+    causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
+    fusable = on_cpu and dropout == 0 and bias is None and not recomputed
+    if fusable and _fusable(query, key, value, attention_mask, causal):
+        out = ops.fused_attention(query, key, value, attention_mask, causal, scaling, codec=codec)
         return out.transpose(1, 2).contiguous(), None
-    return ops.recomputed_attention(stock, query, key, value, attention_mask, bias), None
+    return ops.recomputed_attention(stock, query, key, value, attention_mask, bias, codec=codec), None
+
+
+def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:
+    """As `sdpa_attention_forward` decides it."""
+    wanted = asked if asked is not None else getattr(module, "is_causal", True)
+    return query.size(2) > 1 and mask is None and bool(wanted)
 
 
 def _stock(
@@ -89,16 +104,18 @@ def _stock(
     return out
 
 
-def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
     """Whether torch itself would take the CPU's fused kernel for this call."""
-    if mask is None or mask.requires_grad or mask.dim() not in (2, 4) or query.size(2) <= 1:
+    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
+        return False
+    if query.size(2) <= 1 or (causal and query.size(2) != key.size(2)):
         return False
     if query.size(1) % key.size(1) or key.dtype != query.dtype or value.dtype != query.dtype:
         return False
     groups = query.size(1) // key.size(1)
     b, h, s, d = key.shape
     heads = key[:, :, None].expand(b, h, groups, s, d).flatten(1, 2) if groups > 1 else key
-    choice: int = torch._fused_sdp_choice(query, heads, heads, mask, 0.0, False)
+    choice: int = torch._fused_sdp_choice(query, heads, heads, mask, 0.0, causal)
     return choice == SDPBackend.FLASH_ATTENTION.value
 
 

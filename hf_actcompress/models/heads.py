@@ -84,9 +84,7 @@ def _deferrable(model: nn.Module) -> tuple[HeadMixin, ...]:
     return tuple(
         layer
         for layer in output_layers(model)
-        if isinstance(layer, HeadMixin)
-        and not has_hooks(layer)
-        and type(layer) is patched_class(HeadMixin, nn.Linear)  # type: ignore[arg-type]
+        if isinstance(layer, HeadMixin) and not has_hooks(layer) and type(layer) is patched_class(HeadMixin, nn.Linear)  # type: ignore[arg-type]
     )
 
 

@@ -17,8 +17,8 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import ActivationMixin, DropoutMixin, LayerNormMixin, LinearMixin
-from ..reference import activation_bwd
-from .sites import Declined, Site
+from ..reference import INVERTED, activation_bwd, layer_norm_output_reasons
+from .sites import Declined, Site, norm_keeps
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,14 @@ def _near_miss(module: nn.Module) -> Declined | None:
 
 
 def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:
-    return Site(LinearMixin, Settings("linear", variant, codec=CODECS[config.linear]))
+    keeps = "input" if config.derive_linear else "encoded"
+    return Site(LinearMixin, Settings("linear", variant, codec=CODECS[config.linear], keeps=keeps))
 
 
 def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:
-    return Site(LayerNormMixin, Settings("norm", "layer_norm", codec=CODECS[config.norm]))
+    settings = Settings("norm", "layer_norm", codec=CODECS[config.norm])
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    return Site(LayerNormMixin, norm_keeps(settings, config, layer_norm_output_reasons(weight, bias)))
 
 
 def _dropout(module: nn.Module, config: CompressionConfig) -> Site | Declined:
@@ -105,7 +108,17 @@ def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -
     options = tuple(float(getattr(module, name)) for name in row.attributes)
     if not _derivative_holds(module, row.kind, options):
         return Declined("activation", f"its derivative is not that of {row.kind!r} (found by a numeric probe)")
-    return Site(ActivationMixin, Settings("activation", row.kind, options, CODECS[config.mlp]))
+    keeps, note = _activation_keeps(row.kind, config.activation_variant)
+    return Site(ActivationMixin, Settings("activation", row.kind, options, CODECS[config.mlp], keeps, note))
+
+
+def _activation_keeps(kind: str, variant: str) -> tuple[str, str]:
+    """What an activation of that kind keeps under a variant, and why it keeps its input all the same."""
+    if variant == "output" and kind not in INVERTED:
+        return "input", f"keeps its input: {kind} has no inverse of two branches"
+    if variant == "relus2" and kind not in ("gelu", "silu"):
+        return "input", f"keeps its input: there is no ReLU combination for {kind}"
+    return variant, ""
 
 
 def _derivative_holds(module: nn.Module, kind: str, options: tuple[float, ...]) -> bool:

@@ -12,8 +12,8 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import RMSNormMixin
-from ..reference import RMS_NORM_VARIANTS, rms_norm_fwd
-from .sites import Declined, Site
+from ..reference import RMS_NORM_VARIANTS, rms_norm_fwd, rms_norm_output_reasons
+from .sites import Declined, Site, norm_keeps
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
@@ -31,7 +31,9 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
     variant = _variant(module, eps_name)
     if variant is None:
         return Declined("norm", "its forward is none of the known RMSNorm variants (found by a numeric probe)")
-    return Site(RMSNormMixin, Settings("norm", variant, (eps_name,), CODECS[config.norm]))
+    settings = Settings("norm", variant, (eps_name,), CODECS[config.norm])
+    reasons = rms_norm_output_reasons(module._parameters.get("weight"), variant)
+    return Site(RMSNormMixin, norm_keeps(settings, config, reasons))
 
 
 def _looks_like_one(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -25,6 +25,13 @@ class Declined:
 
     role: str
     reason: str
+
+
+def norm_keeps(settings: Settings, config: CompressionConfig, reasons: list[str]) -> Settings:
+    """A norm's settings with what it keeps under the config; its input if its output cannot be inverted."""
+    if config.norm_variant == "output" and reasons:
+        return replace(settings, note=f"keeps its input: {'; '.join(reasons)}")
+    return replace(settings, keeps=config.norm_variant)
 
 
 Rule = Callable[[nn.Module, CompressionConfig], Site | Declined | None]

@@ -1,4 +1,4 @@
-"""Patched attention modules: the stock forward, which is made to find our attention function instead of "sdpa"."""
+"""Patched attention modules: the stock forward, which is made to find our attention function under another name."""
 
 from __future__ import annotations
 
@@ -16,31 +16,39 @@ if TYPE_CHECKING:
 else:
     _Module = PatchedModule
 
-# under this name models/attention.py registers the function; free of "sdpa" and "flash", which transformers looks for
+# under these names models/ registers the functions; free of "sdpa" and "flash", which transformers looks for
 ATTENTION_NAME = "hf_actcompress"
+EAGER_NAME = "hf_actcompress_probabilities"
+OURS = {"sdpa": ATTENTION_NAME, "eager": EAGER_NAME}
 
 
 class _ConfigView:
     """A model's config as one attention module sees it: the same attributes, live, but for the attention's name."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, patched: str) -> None:
         object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_patched", patched)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(object.__getattribute__(self, "_config"), name)
-        return ATTENTION_NAME if name == "_attn_implementation" and value == "sdpa" else value
+        # whoever sets another implementation later gets that one
+        same = name == "_attn_implementation" and value == object.__getattribute__(self, "_patched")
+        return OURS[value] if same else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(object.__getattribute__(self, "_config"), name, value)
 
 
 class AttentionMixin(_Module):
-    """The config is looked at through a view; the model's own config is not touched and still builds sdpa's masks."""
+    """The config is looked at through a view; the model's own is not touched and still builds the stock masks.
+
+    Variant: the implementation that is replaced, "sdpa" or "eager".
+    """
 
     @property
     def config(self) -> Any:
         config = self.__dict__["config"]
-        return config if torch.compiler.is_compiling() else _ConfigView(config)
+        return config if torch.compiler.is_compiling() else _ConfigView(config, self.actcompress.variant)
 
     @config.setter
     def config(self, config: Any) -> None:

@@ -18,12 +18,17 @@ from ..codecs import IDENTITY, Codec
 
 @dataclass(frozen=True)
 class Settings:
-    """What a patched module was told: its role, the op's variant and constants, and the codec of what it keeps."""
+    """What a patched module was told: its role, the op's variant and constants, what it keeps and through which codec.
+
+    `note` says why it keeps something else than was asked for.
+    """
 
     role: str
     variant: str = ""
     options: tuple[Any, ...] = ()
     codec: Codec = IDENTITY
+    keeps: str = "input"
+    note: str = ""
 
 
 class PatchedModule:

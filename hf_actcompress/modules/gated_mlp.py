@@ -26,9 +26,7 @@ class _GatedMLPMixin(_Module):
             return act(gate) * up  # type: ignore[no-any-return]
         activation = act.actcompress
         stock = act.stock_class.forward.__get__(act)
-        return ops.gated_product(
-            gate, up, stock, activation.variant, activation.options, codec=self.actcompress.codec
-        )
+        return ops.gated_product(gate, up, stock, activation.variant, activation.options, codec=self.actcompress.codec)
 
 
 class SplitGatedMLPMixin(_GatedMLPMixin):

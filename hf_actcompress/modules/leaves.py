@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..codecs import Codec
 from .base import PatchedModule, is_sharded, keeps_for_backward, recording
 
 if TYPE_CHECKING:
@@ -26,7 +28,14 @@ class LinearMixin(_Module):
         if not keeps_for_backward(x, self.weight, self.bias):
             return super().forward(x)  # type: ignore[no-any-return]
         settings = self.actcompress
-        return ops.linear(x, self.weight, self.bias, transposed=settings.variant == "transposed", codec=settings.codec)
+        return ops.linear(
+            x,
+            self.weight,
+            self.bias,
+            transposed=settings.variant == "transposed",
+            codec=settings.codec,
+            derive=settings.keeps == "input",
+        )
 
 
 class LayerNormMixin(_Module):
@@ -38,6 +47,8 @@ class LayerNormMixin(_Module):
     def forward(self, x: Tensor) -> Tensor:
         if not keeps_for_backward(x, self.weight, self.bias):
             return super().forward(x)  # type: ignore[no-any-return]
+        if self.actcompress.keeps == "output":
+            return ops.layer_norm_output(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return ops.layer_norm(
             x,
             self.normalized_shape,
@@ -58,7 +69,43 @@ class RMSNormMixin(_Module):
             return super().forward(x)  # type: ignore[no-any-return]
         settings = self.actcompress
         eps = getattr(self, settings.options[0])
+        if settings.keeps == "output":
+            return ops.rms_norm_output(x, weight, eps, settings.variant)
         return ops.rms_norm(x, weight, eps, settings.variant, codec=settings.codec, copy_affine=is_sharded(self))
+
+
+_Stock = Callable[[Tensor], Tensor]
+_Options = tuple[float, ...]
+
+
+def _input(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
+    return ops.activation(x, stock, kind, options, codec=codec)
+
+
+def _output(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
+    return ops.activation_output(x, stock, kind)
+
+
+def _derivative(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
+    return ops.activation_derivative(x, stock, kind, options, codec=codec)
+
+
+def _fewbit(method: str, bits: int) -> Callable[..., Tensor]:
+    def keep(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
+        return ops.activation_fewbit(x, stock, kind, options, bits=bits, method=method)
+
+    return keep
+
+
+# by what a pointwise activation keeps
+ACTIVATION_OPS: dict[str, Callable[..., Tensor]] = {
+    "input": _input,
+    "output": _output,
+    "derivative": _derivative,
+    **{f"steps{bits}": _fewbit("steps", bits) for bits in (1, 2, 3, 4)},
+    **{f"values{bits}": _fewbit("values", bits) for bits in (2, 3, 4, 8)},
+    "relus2": _fewbit("relus", 2),
+}
 
 
 class ActivationMixin(_Module):
@@ -68,7 +115,8 @@ class ActivationMixin(_Module):
         if args or kwargs or not keeps_for_backward(x):
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         settings = self.actcompress
-        return ops.activation(x, super().forward, settings.variant, settings.options, codec=settings.codec)
+        keep = ACTIVATION_OPS[settings.keeps]
+        return keep(x, super().forward, settings.variant, settings.options, settings.codec)
 
 
 class DropoutMixin(_Module):

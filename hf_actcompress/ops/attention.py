@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import load, raw, record_of, save
+from ..records import load, raw, record_in_order_of, record_of, save
 from .autocast import SameAutocast, autocast_dtype
 
 _Attend = Callable[..., Tensor]
@@ -33,7 +33,10 @@ class FusedAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         out, lse = implementation("attention_fwd", q)(q, k, v, mask, is_causal, scale)
         kept = [record_of(x, codec) for x in (q, k, v)]
-        save(ctx, *kept, raw(out), raw(lse), raw(mask) if mask is not None else None)
+        # the kernel writes [B, S, H, D], which the next linear reads as [B, S, H * D]: one record for both
+        out_record = record_in_order_of(out, out.transpose(1, 2), codec) if codec != IDENTITY else raw(out)
+        save(ctx, *kept, out_record, raw(lse), raw(mask) if mask is not None else None)
+        ctx.encoded = codec != IDENTITY
         ctx.is_causal, ctx.scale = is_causal, scale
         return out  # type: ignore[no-any-return]
 
@@ -41,6 +44,7 @@ class FusedAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask = load(ctx)
+        out = out.transpose(1, 2) if ctx.encoded else out
         grads = implementation("attention_bwd", dout)(dout, q, k, v, out, lse, mask, ctx.is_causal, ctx.scale)
         return (*grads, None, None, None, None)
 
@@ -63,7 +67,7 @@ def fused_attention(
         mask: Bool (True: attend) or additive, broadcastable to ``[B, H, S, K]``, or None.
         is_causal: Mask the upper triangle.
         scale: Factor on q k^T, or None for ``D ** -0.5``.
-        codec: How q, k and v are stored.
+        codec: How q, k, v and the output are stored.
 
     Returns:
         ``[B, H, S, D]`` with the memory order of ``[B, S, H, D]``.
@@ -88,15 +92,22 @@ class RecomputedAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, attend: _Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+        ctx: Any,
+        attend: _Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        codec: Codec,
     ) -> Tensor:
         state = implementation("rng_state", q)(q.device)
-        kept = [record_of(x) for x in (q, k, v)]
+        kept = [record_of(x, codec) for x in (q, k, v)]
         masks = [raw(x) if x is not None else None for x in (mask, bias)]
         save(ctx, *kept, *masks, raw(state))
         ctx.attend = SameAutocast(attend, q)
         # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph
-        leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:])
+        leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:6])
         with torch.enable_grad():
             return attend(*leaves).detach()
 
@@ -104,13 +115,14 @@ class RecomputedAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, state = load(ctx)
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[1:6]
         leaves = _leaves(inputs, needs)
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need and x is not None]
         with torch.enable_grad(), implementation("replayed_rng", dout)(state, dout.device):
             out = ctx.attend(*leaves)
             grads = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
-        return (None, *(next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True)))
+        found = (next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True))
+        return (None, *found, None)
 
 
 def _leaves(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -118,7 +130,14 @@ def _leaves(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tens
 
 
 def recomputed_attention(
-    attend: _Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
+    attend: _Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    codec: Codec = IDENTITY,
 ) -> Tensor:
     """Any attention call, run again in backward instead of keeping what it keeps.
 
@@ -127,6 +146,7 @@ def recomputed_attention(
         q, k, v: ``[B, H or Hkv, S or K, D]``.
         mask: Bool or additive mask, or None.
         bias: A position bias that may need a gradient, or None.
+        codec: How q, k and v are stored. The statistics are made again from what was stored, so that they fit it.
 
     Returns:
         What ``attend`` returns.
@@ -135,7 +155,7 @@ def recomputed_attention(
         q, k, v, mask and bias by reference and the RNG state: no probabilities, no per-layer mask, no repeated heads.
 
     Gradient:
-        Exact, bit-equal to stock: the same torch calls with the same dropout mask.
+        Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.
     """
-    out: Tensor = RecomputedAttentionFunction.apply(attend, q, k, v, mask, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = RecomputedAttentionFunction.apply(attend, q, k, v, mask, bias, codec)  # type: ignore[no-untyped-call]
     return out

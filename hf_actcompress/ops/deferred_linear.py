@@ -239,7 +239,7 @@ class DeferredLinearFunction(LinearFunction):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, _: None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, *_: None
     ) -> Tensor:  # x [..., D], weight [V, D], bias [V]
         head = _Head(x, weight, bias, keep_logits)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -286,7 +286,7 @@ def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ke
     Gradient:
         Exact.
     """
-    y: Tensor = DeferredLinearFunction.apply(x, weight, bias, keep_logits, None)  # type: ignore[no-untyped-call]
+    y: Tensor = DeferredLinearFunction.apply(x, weight, bias, keep_logits, None, None)  # type: ignore[no-untyped-call]
     return y
 
 

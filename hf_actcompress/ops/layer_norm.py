@@ -30,7 +30,14 @@ class LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: _Shape, eps: float, codec: Codec, copy: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: _Shape,
+        eps: float,
+        codec: Codec,
+        copy: bool,
     ) -> Tensor:
         # autocast runs LayerNorm in fp32, except on a CPU, where it leaves it alone
         wide = autocast_dtype(x) is not None and x.device.type != "cpu"

@@ -10,11 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Record, load, raw, record_of, save
+from ..records import Packed, Record, encoded, load_packed, raw, record_of, save
 from .autocast import autocast_dtype
 from .cast import cast_record
 
-_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None]
+_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]
 
 
 class LinearFunction(torch.autograd.Function):
@@ -22,12 +22,13 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
         autocast = autocast_dtype(x)
         dtype = autocast or x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        save(ctx, _input_record(x, dtype, codec) if needs_weight else None, raw(weight) if needs_x else None)
+        record = _input_record(x, dtype, codec, derive) if needs_weight else None
+        save(ctx, record, raw(weight) if needs_x else None)
         ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.transposed = transposed
         if autocast is not None:
@@ -38,28 +39,46 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> _Grads:  # dy [..., O]
-        x, weight = load(ctx)
+        x, weight = load_packed(ctx)
         dtype, x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         # cast again rather than kept: a kept copy of the weight would cost 2 bytes per parameter
         weight = weight.to(dtype) if weight is not None else None
-        dx, dweight, dbias = implementation("linear_bwd", dy)(dy, x, weight, ctx.transposed, ctx.needs_input_grad[2])
+        dweight = _packed_dweight(dy, x, ctx.transposed) if isinstance(x, Packed) else None
+        x = None if dweight is not None else x.unpack() if isinstance(x, Packed) else x
+        dx, dense, dbias = implementation("linear_bwd", dy)(dy, x, weight, ctx.transposed, ctx.needs_input_grad[2])
+        dweight = dense if dweight is None else dweight
         return (
             dx.to(x_dtype) if dx is not None else None,
             dweight.to(weight_dtype) if dweight is not None else None,
             dbias.to(bias_dtype) if dbias is not None else None,
             None,
             None,
+            None,
         )
 
 
-def _input_record(x: Tensor, dtype: torch.dtype, codec: Codec) -> Record:
+def _packed_dweight(dy: Tensor, x: Packed, transposed: bool) -> Tensor | None:
+    """dweight straight from what the codec kept; None if unpacking is cheaper."""
+    dweight = x.codec.grad_weight(dy, x.tensors, x.meta)
+    return dweight.t() if dweight is not None and transposed else dweight
+
+
+def _input_record(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:
+    if not derive:
+        return encoded(x, codec, dtype)
     if x.dtype == dtype:
         return record_of(x, codec)
     return cast_record(x, dtype, codec)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False, codec: Codec = IDENTITY
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    transposed: bool = False,
+    codec: Codec = IDENTITY,
+    derive: bool = True,
 ) -> Tensor:
     """Linear layer that keeps its input by record.
 
@@ -69,6 +88,7 @@ def linear(
         bias: ``[O]`` or None.
         transposed: The layout of the weight.
         codec: How x is stored if it has to be.
+        derive: False: store x through the codec even if it could be rebuilt.
 
     Returns:
         ``[..., O]`` in the autocast dtype or x's, equal to the stock module's.
@@ -80,5 +100,5 @@ def linear(
     Gradient:
         Exact, bit-equal to stock (identity codec).
     """
-    y: Tensor = LinearFunction.apply(x, weight, bias, transposed, codec)  # type: ignore[no-untyped-call]
+    y: Tensor = LinearFunction.apply(x, weight, bias, transposed, codec, derive)  # type: ignore[no-untyped-call]
     return y

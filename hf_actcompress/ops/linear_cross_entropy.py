@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..dispatch import implementation
-from ..records import Record, declare, load, raw, record_of, save
+from ..records import Record, declare, is_lossless, load, raw, record_of, save
 from ..reference.linear_cross_entropy import Pointwise
 from .autocast import autocast_dtype
 from .cast import cast_record
@@ -63,7 +63,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _record(h: Tensor, dtype: torch.dtype) -> Record:
-    return record_of(h) if h.dtype == dtype else cast_record(h, dtype)
+    record = record_of(h) if h.dtype == dtype else cast_record(h, dtype)
+    # logits of a lossy h would not fit the statistics; one exact tensor per model is cheap
+    return record if is_lossless(record) else raw(h.detach().to(dtype))
 
 
 def _select(h: Tensor, rows: Tensor) -> Tensor:

@@ -7,21 +7,37 @@ of its own. This package is the only code that touches storage on `ctx`.
 
 from __future__ import annotations
 
-from .record import Derived, Record, Stored, raw
-from .registry import clear, declare, declare_as, frame, live_entries, record_of, shared_copy, shared_derivation
-from .saving import load, save
+from .record import Derived, Record, Stored, is_lossless, raw
+from .registry import (
+    clear,
+    declare,
+    declare_as,
+    encoded,
+    frame,
+    live_entries,
+    record_in_order_of,
+    record_of,
+    shared_copy,
+    shared_derivation,
+)
+from .saving import Packed, load, load_packed, save
 
 __all__ = [
     "Derived",
+    "Packed",
     "Record",
     "Stored",
     "clear",
     "declare",
     "declare_as",
+    "encoded",
     "frame",
+    "is_lossless",
     "live_entries",
     "load",
+    "load_packed",
     "raw",
+    "record_in_order_of",
     "record_of",
     "save",
     "shared_copy",

@@ -48,6 +48,13 @@ def leaves(record: Record) -> Iterator[Tensor]:
             yield from leaves(source)
 
 
+def is_lossless(record: Record) -> bool:
+    """Whether the record gives the activation back bit by bit."""
+    if isinstance(record, Stored):
+        return record.codec.lossless
+    return all(is_lossless(source) for source in record.sources)
+
+
 class Recipe:
     """How a derived activation is recomputed, shared by all its consumers. It holds no tensor between backwards.
 

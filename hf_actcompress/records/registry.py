@@ -204,6 +204,31 @@ def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Stored
     return entry.copies[key]
 
 
+def encoded(x: Tensor, codec: Codec, dtype: torch.dtype) -> Stored:
+    """The record of ``x.to(dtype)`` through `codec`, even if x could be derived; packed once for all its consumers."""
+    entry = None if torch.compiler.is_compiling() else _find(x) or _insert(x, None)
+    if entry is None:
+        return Stored(codec, *codec.pack(x.detach().to(dtype)))
+    key = (codec, dtype, x.shape, x.stride())
+    if key not in entry.copies:
+        entry.copies[key] = Stored(codec, *codec.pack(x.detach().to(dtype)))
+    return entry.copies[key]
+
+
+def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
+    """The record of x by way of `order`, a contiguous tensor on the same data; consumers of either share it.
+
+    For an output in a permuted memory order, which its consumer will see in this one. The value is `order`'s.
+    """
+    if codec == IDENTITY or torch.compiler.is_compiling():
+        return Stored(IDENTITY, (order,))
+    record = Stored(codec, *codec.pack(order.detach()))
+    entry = _insert(x, None)
+    if entry is not None:
+        entry.describe(order, record)
+    return record
+
+
 def _viewed(entry: _Entry, record: Record, x: Tensor) -> Record:
     """`record` as x sees the data: the same element count at the same offset, perhaps in another shape or order."""
     if x.shape == entry.shape and x.stride() == entry.stride:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import IDENTITY, Codec
 from .record import Recipe, Record, Stored
 
 
@@ -82,6 +82,32 @@ def _stored_tensor(record: Record) -> Tensor:
     if isinstance(record, Stored):
         return record.codec.unpack(record.tensors, record.meta)
     return record.recipe.recompute(*(_stored_tensor(source) for source in record.sources))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a codec made of an activation, not unpacked: for consumers that can work on it as it is."""
+
+    codec: Codec
+    tensors: tuple[Tensor, ...]
+    meta: object
+
+    def unpack(self) -> Tensor:
+        return self.codec.unpack(self.tensors, self.meta)
+
+
+def load_packed(ctx: Any) -> tuple[Any, ...]:
+    """As `load`, but what was stored through a codec comes as `Packed`."""
+    if torch.compiler.is_compiling():
+        return tuple(ctx.saved_tensors)
+    saved = ctx.saved_tensors
+
+    def value(slot: _Slot | None) -> Tensor | Packed | None:
+        if isinstance(slot, _StoredSlot) and slot.codec != IDENTITY:
+            return Packed(slot.codec, tuple(saved[i] for i in slot.positions), slot.meta)
+        return None if slot is None else slot.value(saved)
+
+    return tuple(value(slot) for slot in ctx.slots)
 
 
 def load(ctx: Any) -> tuple[Any, ...]:

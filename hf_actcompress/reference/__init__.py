@@ -24,6 +24,7 @@ from .norm_output import (
 )
 from .pooled import pooled_grad_weight, pooled_image_pack, pooled_image_unpack, pooled_pack, pooled_unpack
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
+from .rng import seed_codecs
 from .row_sample import row_sample_grad_weight, row_sample_pack, row_sample_unpack
 from .topk import topk_grad_weight, topk_pack, topk_unpack
 
@@ -77,6 +78,7 @@ __all__ = [
     "row_sample_grad_weight",
     "row_sample_pack",
     "row_sample_unpack",
+    "seed_codecs",
     "topk_grad_weight",
     "topk_pack",
     "topk_unpack",

@@ -18,6 +18,7 @@ from .groups import (
     within_range,
     work_dtype,
 )
+from .rng import uniform
 
 _TINY = torch.finfo(torch.bfloat16).tiny
 
@@ -36,7 +37,7 @@ def int_group_pack(
         x: bf16, fp16, fp32 or fp64.
         bits: 8, 4 or 2.
         group_size: Features that share a scale and a zero point.
-        stochastic: Round up with the probability of the remainder, by x's device's default generator; else to nearest.
+        stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
         skip: bool [D], features that do not count for the ranges, or None.
 
     Returns:
@@ -74,7 +75,7 @@ def _quantise(values: Tensor, bits: int, stochastic: bool, skipped: Tensor | Non
     zero = bf16_below(low)
     scale = bf16_above((high - zero) / levels).clamp_min(_TINY)
     values.sub_(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
-    values = values.add_(torch.rand_like(values)).floor_() if stochastic else values.round_()
+    values = values.add_(uniform(values.shape, values.dtype, values.device)).floor_() if stochastic else values.round_()
     return values.clamp_(0, levels).flatten(1), scale, zero
 
 

@@ -111,7 +111,7 @@ def linear_cross_entropy_bwd(
     pointwise: Pointwise,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dh [K, D] in fp32, dweight [V, D], dbias [V] from dlosses [K], as far as `needs` asks for them.
+    """dh [K, D], dweight [V, D], dbias [V] from dlosses [K], as far as `needs` asks; dh in fp32 if a sum over chunks.
 
     In chunks of the vocabulary: a row of dweight is one dot product over all K, rounded once; dh adds up in fp32.
     """
@@ -125,10 +125,9 @@ def linear_cross_entropy_bwd(
             x.requires_grad_()
             y = _applied(pointwise, x)
         # the softmax by the stock formula: subtracting the two separately is right for large logits as well
-        dy = (y.detach() - maximum[:, None]).sub_(log_sum[:, None]).exp_()
+        dy = (y.detach() - maximum[:, None]).sub_(log_sum[:, None]).exp_().mul_(scale)
         column, inside = _columns(target, part)
-        dy.scatter_add_(1, column, -inside[:, None].to(dy.dtype))
-        dy.mul_(scale)
+        dy.scatter_add_(1, column, -scale * inside[:, None])
         dx = torch.autograd.grad(y, x, dy.to(y.dtype))[0] if pointwise else dy.to(x.dtype)
         del x, y, dy
         if dbias is not None:
@@ -136,7 +135,9 @@ def linear_cross_entropy_bwd(
             dbias[part] = dx.sum(0, dtype=torch.float64)
         if dweight is not None:
             dweight[part] = dx.t().mm(h)
-        if dh is not None:
+        if dh is not None and part == slice(0, weight.size(0)):
+            dh = dx.mm(weight_part)  # all of the vocabulary at once: stock's product
+        elif dh is not None:
             _accumulate(dh, dx, weight_part)
     return dh, dweight, dbias
 

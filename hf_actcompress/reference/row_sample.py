@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .groups import work_dtype
+from .rng import uniform
 
 # what the probabilities of all rows add up to, as integers
 _MASS = 1 << 48
@@ -15,7 +16,7 @@ def row_sample_pack(x: Tensor, k: int, winner_take_all: bool, stratified: bool) 
     """Choose k rows of x [R, D], k <= R, with probabilities p proportional to their norms.
 
     The c rows of largest norm are kept for certain, c the minimiser of (1 - P_c) / (k - c) with P_c their probability
-    (none without `winner_take_all`), and k - c are drawn with replacement among the others by x's device's default
+    (none without `winner_take_all`), and k - c are drawn with replacement among the others by the codecs'
     generator. c is a tensor: no shape follows from it.
 
     Returns:
@@ -63,7 +64,7 @@ def _certain(largest: Tensor, total: Tensor) -> Tensor:
 
 def _draw(edges: Tensor, slot: Tensor, draws: Tensor, dtype: torch.dtype, stratified: bool) -> Tensor:
     """Rows int64 [k] by the prefix sums `edges` [R] of their masses; places with a negative slot do not count."""
-    point = torch.rand(slot.size(0), dtype=dtype, device=edges.device)
+    point = uniform((slot.size(0),), dtype, edges.device)
     if stratified:
         # one in each of `draws` equal parts
         point = (point + slot) / draws

@@ -1,0 +1,100 @@
+"""Eager attention under the variant "tempo": the same values, the probabilities kept once."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .. import ops
+from ..codecs import IDENTITY, Codec
+from ..modules.attention import EAGER_NAME, AttentionMixin
+from ..modules.base import Settings, keeps_for_backward
+from .sites import Declined, Site
+
+_Dtypes = tuple[str, str]
+
+# in which dtype softmax runs, and to which the probabilities are cast: BERT, GPT-2, Llama
+ROUNDINGS: tuple[_Dtypes, ...] = (("", ""), ("", "value"), ("fp32", "query"))
+
+
+class EagerAttentionMixin(AttentionMixin):
+    """The mixin under a name in this file: a process that unpickles a patched layer thereby registers our function."""
+
+
+def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
+    """The site of an attention module whose eager function was shown to be one that ours equals."""
+    stock = _stock(type(module))
+    if stock is None or getattr(module, "reorder_and_upcast_attn", False):
+        return Declined("attention", "eager attention of its own making, not transformers' eager_attention_forward")
+    for roundings in ROUNDINGS:
+        if _same(module, stock, roundings):
+            return Site(EagerAttentionMixin, Settings("attention", "eager", roundings, codec, "probabilities"))
+    return Declined("attention", "its eager function rounds otherwise than those known (found by a numeric probe)")
+
+
+def _stock(kind: type) -> Callable[..., Any] | None:
+    return getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+
+
+@torch.no_grad()
+def _same(module: nn.Module, stock: Callable[..., Any], roundings: _Dtypes) -> bool:
+    """Compare on one bf16 call, bit by bit."""
+    probe = copy.copy(module)
+    probe.training = False
+    groups = getattr(module, "num_key_value_groups", 1)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 2 * groups, 7, 16, generator=generator).bfloat16()
+    k, v = (torch.randn(2, 2, 7, 16, generator=generator).bfloat16() for _ in range(2))
+    mask = torch.zeros(2, 1, 7, 7, dtype=torch.bfloat16)
+    mask[0, :, :, 5:] = torch.finfo(torch.bfloat16).min
+    try:
+        expected = stock(probe, q, k, v, mask, scaling=0.25, dropout=0.0)[0]
+    except (RuntimeError, ValueError, TypeError, AttributeError):
+        return False
+    return torch.equal(_attend(q, k, v, mask, 0.25, 0.0, roundings, IDENTITY)[0], expected)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, how: _Dtypes, codec: Codec
+) -> tuple[Tensor, Tensor]:
+    softmax_dtype = torch.float32 if how[0] == "fp32" else None
+    probs_dtype = {"": None, "value": v.dtype, "query": q.dtype}[how[1]]
+    out, probs = ops.attention_tempo(
+        q, k, v, mask, scale, dropout=dropout, softmax_dtype=softmax_dtype, probs_dtype=probs_dtype, codec=codec
+    )
+    return out.transpose(1, 2).contiguous(), probs
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The module's own eager function, keeping the probabilities once; that function itself where ours is no use."""
+    assert isinstance(module, AttentionMixin)
+    settings = module.actcompress
+    known = not any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
+    eager = not torch.compiler.is_compiling() and query.numel() > 0
+    if not (known and eager and keeps_for_backward(query, key, value)):
+        stock = _stock(module.stock_class)
+        assert stock is not None
+        return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
+    scale = scaling if scaling is not None else query.size(-1) ** -0.5
+    how: _Dtypes = settings.options  # type: ignore[assignment]
+    return _attend(query, key, value, attention_mask, scale, dropout, how, settings.codec)
+
+
+AttentionInterface.register(EAGER_NAME, eager_attention_forward)
+AttentionMaskInterface.register(EAGER_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
