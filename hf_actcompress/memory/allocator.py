@@ -7,6 +7,7 @@ allocator's statistics, which round every block up to 512 bytes.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from ..errors import MeasurementError
+
+
+# the profiler announces its start and end on stderr, which is read when it is first used
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 @dataclass(frozen=True)
