@@ -11,11 +11,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import PRESETS, CompressionConfig
     from .errors import ActCompressError
-    from .memory import MemoryReport, StepMemory, kept_bytes, measure_step, memory_report
+    from .memory import (
+        FidelityComparison,
+        FidelityReport,
+        MemoryReport,
+        StepMemory,
+        compare_presets,
+        fidelity_report,
+        kept_bytes,
+        measure_step,
+        memory_report,
+    )
     from .patching import PatchReport, patch_model, patch_report, patched, unpatch_model
     from .training import ActCompressCallback
 
 _HOME = {
+    "fidelity_report": "memory",
+    "compare_presets": "memory",
+    "FidelityReport": "memory",
+    "FidelityComparison": "memory",
     "ActCompressCallback": "training",
     "ActCompressError": "errors",
     "CompressionConfig": "config",
@@ -37,9 +51,13 @@ __all__ = [
     "ActCompressCallback",
     "ActCompressError",
     "CompressionConfig",
+    "FidelityComparison",
+    "FidelityReport",
     "MemoryReport",
     "PatchReport",
     "StepMemory",
+    "compare_presets",
+    "fidelity_report",
     "kept_bytes",
     "measure_step",
     "memory_report",

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from .allocator import AllocatorTrace, StepMemory, kept_bytes, measure_step, trace
 from .attribution import memory_report
+from .fidelity import FidelityComparison, FidelityReport, ParameterFidelity, compare_presets, fidelity_report
 from .report import Advice, MemoryReport, MemoryRow
 
 __all__ = [
     "Advice",
     "AllocatorTrace",
+    "FidelityComparison",
+    "FidelityReport",
     "MemoryReport",
     "MemoryRow",
+    "ParameterFidelity",
     "StepMemory",
+    "compare_presets",
+    "fidelity_report",
     "kept_bytes",
     "measure_step",
     "memory_report",

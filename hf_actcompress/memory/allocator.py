@@ -20,7 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..errors import MeasurementError
 
-
 # the profiler announces its start and end on stderr, which is read when it is first used
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
