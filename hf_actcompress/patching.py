@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch import nn
 
 from .codecs import CODECS
-from .config import CompressionConfig, resolve
+from .config import PRESETS, CompressionConfig, resolve
 from .errors import NothingPatchedError, NotPatchedError, UnsupportedModelError
 from .models import Declined, Site, find_site
 from .models.heads import find_head, output_layers
@@ -127,10 +127,8 @@ def patch_model(
 
 @cache
 def _say_once(config: CompressionConfig) -> None:
-    logger.warning(
-        "hf_actcompress: %s keeps activations with loss; fidelity_report(model, batch) measures what that does to the "
-        "gradients", config
-    )  # fmt: skip
+    name = next((f'preset "{name}"' for name, preset in PRESETS.items() if preset == config), str(config))
+    logger.warning("%s is lossy; fidelity_report(model, batch) measures what it does to the gradients", name)
 
 
 _WRAPPERS = {
