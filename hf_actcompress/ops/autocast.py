@@ -16,6 +16,16 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
 
 
+def autocast_widens(x: Tensor) -> bool:
+    """Whether autocast runs LayerNorm of x in fp32: everywhere but on a CPU, where it leaves it alone."""
+    return autocast_dtype(x) is not None and x.device.type != "cpu"
+
+
+def in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What LayerNorm computes on under such an autocast: its kernels take one dtype."""
+    return x.float(), weight.float() if weight is not None else None, bias.float() if bias is not None else None
+
+
 class SameAutocast:
     """A function that always runs under the autocast state in which it was wrapped. It holds no tensor."""
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..records import declare, load, raw, record_of, save
-from .autocast import autocast_dtype
+from .autocast import autocast_widens, in_fp32
 
 _Shape = tuple[int, ...]
 
@@ -20,7 +20,8 @@ _Shape = tuple[int, ...]
 def _rebuild(x: Tensor, *affine: Tensor, shape: _Shape, eps: float, wide: bool, has_weight: bool) -> Tensor:
     weight = affine[0] if has_weight else None
     bias = affine[-1] if len(affine) > has_weight else None
-    x = x.float() if wide else x
+    if wide:
+        x, weight, bias = in_fp32(x, weight, bias)
     y: Tensor = implementation("layer_norm_fwd", x)(x, shape, weight, bias, eps)[0]
     return y
 
@@ -39,10 +40,9 @@ class LayerNormFunction(torch.autograd.Function):
         codec: Codec,
         copy: bool,
     ) -> Tensor:
-        # autocast runs LayerNorm in fp32, except on a CPU, where it leaves it alone
-        wide = autocast_dtype(x) is not None and x.device.type != "cpu"
-        x_in = x.float() if wide else x
-        y, mean, rstd = implementation("layer_norm_fwd", x)(x_in, shape, weight, bias, eps)
+        wide = autocast_widens(x)
+        inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
+        y, mean, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
         x_record = record_of(x, codec)
         affine = tuple(raw(t) for t in (weight, bias) if t is not None)
         save(ctx, x_record, raw(mean), raw(rstd), *affine)
@@ -60,12 +60,16 @@ class LayerNormFunction(torch.autograd.Function):
         x, mean, rstd, *affine = load(ctx)
         weight = affine[0] if ctx.has_weight else None
         bias = affine[-1] if ctx.has_bias else None
-        x_in = x.float() if ctx.wide else x
+        # autocast is off in backward, and the kernel takes one dtype
+        x_in, gain, shift = in_fp32(x, weight, bias) if ctx.wide else (x, weight, bias)
         grads = implementation("layer_norm_bwd", dy)(
-            dy, x_in, ctx.shape, mean, rstd, weight, bias, ctx.needs_input_grad[:3]
+            dy, x_in, ctx.shape, mean, rstd, gain, shift, ctx.needs_input_grad[:3]
         )
-        dx, dweight, dbias = grads
-        return dx.to(x.dtype) if dx is not None else None, dweight, dbias, None, None, None, None
+        stock = (x, weight, bias)
+        dx, dweight, dbias = (
+            g.to(t.dtype) if g is not None and t is not None else None for g, t in zip(grads, stock, strict=True)
+        )
+        return dx, dweight, dbias, None, None, None, None
 
 
 def layer_norm(

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import implementation
 from ..records import load, raw, save
-from .autocast import autocast_dtype
+from .autocast import autocast_widens, in_fp32
 from .kept_output import keep_output
 
 _Shape = tuple[int, ...]
@@ -21,9 +21,9 @@ class LayerNormOutputFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: _Shape, eps: float) -> Tensor:
-        # autocast runs LayerNorm in fp32, except on a CPU, where it leaves it alone
-        wide = autocast_dtype(x) is not None and x.device.type != "cpu"
-        y, _, rstd = implementation("layer_norm_fwd", x)(x.float() if wide else x, shape, weight, bias, eps)
+        wide = autocast_widens(x)
+        inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
+        y, _, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
         affine = [raw(t) if t is not None else None for t in (weight, bias)]
         save(ctx, keep_output(y), raw(rstd), *affine)
         ctx.shape, ctx.x_dtype = shape, x.dtype
