@@ -155,7 +155,8 @@ def _check(model: nn.Module) -> None:
     meta = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)
     if meta is not None:
         raise UnsupportedModelError(
-            f"parameter {meta!r} is on the meta device; load the weights first, or use estimate() to plan without them"
+            f"parameter {meta!r} is on the meta device; load the weights first, all of them onto devices, and call "
+            "patch_model then"
         )
 
 

@@ -223,7 +223,7 @@ def test_report_prints_and_serialises(capsys: pytest.CaptureFixture[str]) -> Non
     report = patch_report(model)
     rows = json.loads(report.to_json())
     assert len(rows) == len(report.rows) == len(report.patched) + len(report.left_alone)
-    assert rows[0].keys() == {"name", "module", "role", "variant", "codec", "reason"}
+    assert rows[0].keys() == {"name", "module", "role", "variant", "codec", "keeps", "reason", "note"}
     assert "embedding: keeps only its indices" in str(report)
     report.print()
     assert "ActCompress" not in capsys.readouterr().out
@@ -292,3 +292,16 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(family: Family) -> None
         step(model, family.make_batch("right"))
     handle.remove()
     _assert_trains_like(model, family.build(BF16), family.make_batch("right"))
+
+
+@three
+def test_another_default_device_changes_nothing(family: Family) -> None:
+    """The probes run where they say; a device that computes nothing would show any that does not."""
+    expected = patch_report(patch_model(family.build()))
+    model = family.build()
+    try:
+        torch.set_default_device("meta")
+        patch_model(model)
+    finally:
+        torch.set_default_device(None)
+    assert patch_report(model) == expected

@@ -98,7 +98,9 @@ class FidelityComparison:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise MissingExtraError("a picture of the fidelity", "plot") from error
+            raise MissingExtraError(
+                "FidelityComparison.plot needs matplotlib, which is not installed: pip install 'hf-actcompress[plot]'"
+            ) from error
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot()
         for report in self.reports:

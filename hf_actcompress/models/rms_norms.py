@@ -53,7 +53,10 @@ def _variant(module: nn.Module, eps_name: str) -> str | None:
     weight = module._parameters.get("weight")
     dtype = weight.dtype if weight is not None else torch.float32
     device = weight.device if weight is not None else torch.device("cpu")
-    width = weight.numel() if weight is not None else 64
+    # ZeRO-3 may have left an empty tensor here, and says how many elements there are
+    width = int(getattr(weight, "ds_numel", weight.numel())) if weight is not None else 64
+    if width == 0:  # on which every variant is the same
+        return None
     generator = torch.Generator().manual_seed(0)
     probe = copy.copy(module)
     probe._parameters = {}

@@ -45,6 +45,9 @@ class PatchedForward:
         return stock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.model:
+            # accelerate's `unwrap_model(model, keep_fp32_wrapper=False)` binds what it finds as if it were a function
+            args = args[1:]
         if not self.active or torch.compiler.is_compiling():
             return self._stock()(*args, **kwargs)
         self._patch_new_adapters()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ..config import CompressionConfig
-from ..modules.base import PatchedModule, Settings
+from ..modules.base import Settings
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,12 @@ def find_site(module: nn.Module, config: CompressionConfig) -> Site | Declined |
     from .rms_norms import find_rms_norm
 
     rules: tuple[Rule, ...] = (find_leaf, find_rms_norm, find_gated_mlp, find_attention, find_adapter)
-    for rule in rules:
-        found = rule(module, config)
-        if found is not None:
-            return _unless_forward_is_bound(module, found)
+    # the probes make small tensors, wherever `torch.set_default_device` would put them
+    with torch.device("cpu"):
+        for rule in rules:
+            found = rule(module, config)
+            if found is not None:
+                return _unless_forward_is_bound(module, found)
     return None
 
 
@@ -61,8 +64,3 @@ def _unless_forward_is_bound(module: nn.Module, found: Site | Declined) -> Site 
             "swap would be inert; patch before that is applied",
         )
     return found
-
-
-def is_patched(module: nn.Module) -> bool:
-    """Whether the module's class is one of ours."""
-    return isinstance(module, PatchedModule)

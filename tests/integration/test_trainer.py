@@ -153,3 +153,14 @@ def test_accelerate_loop(family: Family) -> None:
         assert curves[0] == curves[1]
     else:
         assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def test_unwrapped_without_the_fp32_wrapper() -> None:
+    """accelerate binds the forward that it finds to the model again, as if it were a function."""
+    family = BY_NAME["llama"]
+    accelerator, batch = Accelerator(cpu=True, mixed_precision="bf16"), family.make_batch("right")
+    losses = []
+    for model in (family.build(), patch_model(family.build(), BODY)):
+        unwrapped = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+        losses.append(unwrapped(**batch).loss)
+    assert torch.equal(*losses)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_actcompress import CompressionConfig, compare_presets, fidelity_report, patch_model
+from hf_actcompress import CompressionConfig, FidelityComparison, compare_presets, fidelity_report, patch_model
+from hf_actcompress.errors import MissingExtraError
 from hf_actcompress.patching import unpatch_model
 from tests.families import BY_NAME, step
 
@@ -69,3 +71,9 @@ def test_comparison_draws_and_serialises(tmp_path: Path) -> None:
 def test_seeds_must_be_positive() -> None:
     with pytest.raises(ValueError, match="seeds"):
         fidelity_report(FAMILY.build(torch.float32), BATCH, seeds=0)
+
+
+def test_plot_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"hf-actcompress\[plot\]"):
+        FidelityComparison(()).plot(tmp_path / "fidelity.png")

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_actcompress.config import CompressionConfig
-from hf_actcompress.models import Site, find_site
+from hf_actcompress.models import Declined, Site, find_site
 from hf_actcompress.modules.base import patch_instance
 from hf_actcompress.records import frame
 from tests.oracle import assert_equal_bits, assert_within_law, gradients, kept_bytes, nbytes
@@ -102,3 +102,14 @@ def test_fp32_input_into_a_bf16_norm_under_autocast(name):
     mine, theirs = gradients(run(ours), inputs), gradients(run(stock), inputs)
     assert_equal_bits(mine[:1], theirs[:1])
     assert [g.dtype for g in mine] == [g.dtype for g in theirs]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_sharded_from_the_start(name):
+    """ZeRO-3 leaves an empty weight and its size; on nothing, all variants are equal."""
+    norm = NORMS[name]()
+    whole = find_site(norm, CompressionConfig())
+    norm.weight.data = torch.empty(0)
+    assert isinstance(find_site(norm, CompressionConfig()), Declined)
+    norm.weight.ds_numel = WIDTH
+    assert find_site(norm, CompressionConfig()) == whole
