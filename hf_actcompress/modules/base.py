@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec
+from ..errors import UnsupportedModelError
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class PatchedModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         stock: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
         return (_new, (type(self).__bases__[0], self.stock_class), *stock[2:])
+
+    def _replicate_for_data_parallel(self) -> Any:
+        # its replicas would share the forward of the original, on the original's device
+        raise UnsupportedModelError(
+            "nn.DataParallel cannot replicate a patched model; start one process per GPU (torchrun, accelerate launch) "
+            "for DDP, or show one GPU to the process (CUDA_VISIBLE_DEVICES=0)"
+        )
 
 
 def _new(mixin: type, stock_class: Any) -> nn.Module:

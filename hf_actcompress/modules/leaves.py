@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..codecs import Codec
+from ..reference import draws_like_any
 from .base import PatchedModule, is_sharded, keeps_for_backward, recording
 
 if TYPE_CHECKING:
@@ -120,13 +121,13 @@ class ActivationMixin(_Module):
 
 
 class DropoutMixin(_Module):
-    """nn.Dropout. The mask's replay needs eager mode and a contiguous input; elsewhere the stock op runs."""
+    """nn.Dropout. The mask's replay needs eager mode and a contiguous, aligned input; elsewhere the stock op runs."""
 
     p: float
 
     def forward(self, x: Tensor) -> Tensor:
         eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
         # x need not require a gradient: an adapter on the output may be the first thing that does
-        if not (self.training and self.p > 0 and eager and recording(x)):
+        if not (self.training and self.p > 0 and eager and recording(x) and draws_like_any(x)):
             return super().forward(x)  # type: ignore[no-any-return]
         return ops.dropout(x, self.p, codec=self.actcompress.codec)

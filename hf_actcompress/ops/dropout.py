@@ -42,8 +42,8 @@ def dropout(x: Tensor, p: float, *, codec: Codec = IDENTITY) -> Tensor:
     """Dropout with the stock mask: the same seed drops the same elements as an unpatched model.
 
     Args:
-        x: Any shape, contiguous; the caller runs the stock op where it is not, because the replay of the mask is
-            tied to the order of the elements.
+        x: Any shape, contiguous and aligned (``reference.draws_like_any``); the caller runs the stock op where it is
+            not, because the replay of the mask is tied to the order of the elements and to how a kernel loads them.
         p: Probability of an element to be zeroed, 0 < p <= 1.
         codec: How x is stored if a consumer of the output needs it.
 

@@ -7,7 +7,7 @@ from .attention import attention_bwd, attention_fwd
 from .attention_tempo import attention_tempo_bwd, attention_tempo_fwd
 from .block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
 from .derivative import activation_derivative, forward_derivative
-from .dropout import dropout_replay, replayed_rng, rng_state
+from .dropout import draws_like_any, dropout_replay, replayed_rng, rng_state
 from .fewbit import FEWBIT_METHODS, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .float8 import float8_pack, float8_unpack
 from .gated_mlp import gated_product_bwd
@@ -45,6 +45,7 @@ __all__ = [
     "block_sparse_pack",
     "block_sparse_unpack",
     "cross_entropy_fwd",
+    "draws_like_any",
     "dropout_replay",
     "fewbit_bwd",
     "fewbit_codes",

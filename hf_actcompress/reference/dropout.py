@@ -13,6 +13,9 @@ from torch.nn import functional
 # one swap of a device's default generator at a time
 _lock = threading.RLock()
 
+# bytes: of the widest vector that a kernel loads, and more; what the allocators return is aligned to this at least
+_ALIGNMENT = 64
+
 
 def rng_state(device: torch.device) -> Tensor:
     """State of the default generator of `device`: a uint8 tensor on the host (5,056 bytes CPU, 16 bytes CUDA)."""
@@ -20,6 +23,14 @@ def rng_state(device: torch.device) -> Tensor:
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
+
+
+def draws_like_any(x: Tensor) -> bool:
+    """Whether x gets the mask that every tensor of its size and dtype gets from the same state.
+
+    On a device the kernel draws for vectors of elements, as wide as the address allows.
+    """
+    return x.device.type == "cpu" or x.data_ptr() % _ALIGNMENT == 0
 
 
 def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
@@ -32,6 +43,7 @@ def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
         generator = torch.Generator().set_state(state)
         noise = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
         return x * noise.div_(1 - p) if p < 1 else x * noise
+    x = x if draws_like_any(x) else x.clone()
     with replayed_rng(state, x.device):
         return functional.dropout(x, p, training=True)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from hf_actcompress import patch_model
+from hf_actcompress.errors import UnsupportedModelError
 from hf_actcompress.modules.base import (
     Settings,
     has_hooks,
@@ -53,3 +56,10 @@ def test_sharded_by_zero3() -> None:
     assert not is_sharded(layer)
     layer.weight.ds_id = 0  # type: ignore[attr-defined]
     assert is_sharded(layer)
+
+
+def test_data_parallel_is_refused() -> None:
+    """Its replicas share what an instance has bound, and so would all run the original's forward."""
+    model = patch_model(nn.Sequential(nn.Linear(3, 2)))
+    with pytest.raises(UnsupportedModelError, match="torchrun"):
+        model[0]._replicate_for_data_parallel()
