@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from .record import Derived, Record, Stored, is_lossless, raw
 from .registry import (
-    clear,
     declare,
     declare_as,
     encoded,
@@ -27,7 +26,6 @@ __all__ = [
     "Packed",
     "Record",
     "Stored",
-    "clear",
     "declare",
     "declare_as",
     "encoded",
