@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .record import Derived, Record, Stored, is_lossless, raw
 from .registry import (
+    clear,
     declare,
     declare_as,
     encoded,
@@ -26,6 +27,7 @@ __all__ = [
     "Packed",
     "Record",
     "Stored",
+    "clear",
     "declare",
     "declare_as",
     "encoded",

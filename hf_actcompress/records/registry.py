@@ -266,6 +266,11 @@ def frame() -> Iterator[None]:
         _state.entries, _state.hooks = outer, outer_hooks
 
 
+def clear() -> None:
+    """Forget every entry of this thread."""
+    _state.entries.clear()
+
+
 def live_entries() -> int:
     """How many tensors of this thread have an entry (for tests and leak checks)."""
     return len(_state.entries)
