@@ -39,6 +39,11 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    """For sums of few numbers, as wide as the device has it."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
 def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> tuple[Tensor, Tensor]:
     """One chunk of logits [K, C] in h's dtype, and the chunk of the weight [C, D] that made it."""
     part = weight[columns].to(h.dtype)
@@ -88,7 +93,7 @@ def linear_cross_entropy_fwd(
     maximum = torch.full_like(target, -torch.inf, dtype=wide)
     picked = torch.zeros_like(maximum)
     # one number per row, so fp64 costs nothing and the many chunks do not add up their roundings
-    total = torch.zeros_like(maximum, dtype=torch.float64)
+    total = torch.zeros_like(maximum, dtype=_sum_dtype(h))
     for part in _chunks(weight.size(0), h.size(0), h.numel()):
         x = _wide(_applied(pointwise, _logits(h, weight, bias, part)[0]))
         column, inside = _columns(target, part)
@@ -132,7 +137,7 @@ def linear_cross_entropy_bwd(
         del x, y, dy
         if dbias is not None:
             # a row of C numbers: fp64 costs no memory
-            dbias[part] = dx.sum(0, dtype=torch.float64)
+            dbias[part] = dx.sum(0, dtype=_sum_dtype(dx))
         if dweight is not None:
             dweight[part] = dx.t().mm(h)
         if dh is not None and part == slice(0, weight.size(0)):

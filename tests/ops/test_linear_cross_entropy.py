@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,3 +307,9 @@ def test_plain_is_an_ordinary_differentiable_tensor():
     assert torch.equal(x, expected)
     found, wanted = (torch.autograd.grad(y.square().sum(), leaves) for y in (x, expected))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_sums_are_as_wide_as_the_device_has_it():
+    """MPS knows no fp64."""
+    dtypes = {name: reference._sum_dtype(SimpleNamespace(device=torch.device(name))) for name in ("cpu", "cuda", "mps")}
+    assert dtypes == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}
