@@ -109,20 +109,33 @@ def patch_model(
     """
     resolved = resolve(config)
     _check(model)
-    seed_codecs(seed)
+    if seed is not None or root_of(model) is None:
+        seed_codecs(seed)
     if not resolved.lossless:
         _say_once(resolved)
     if any(isinstance(m, PatchedModule) for m in model.modules()) and _config_of(model) != resolved:
         unpatch_model(model)
-    rows = tuple(_patch_modules(model, resolved))
-    report = PatchReport(rows)
+    report = _patch(model, resolved)
     if strict and not report.patched:
+        unpatch_model(model)
         raise NothingPatchedError(
             f"patch_model was asked to patch {type(model).__name__} and found nothing to patch.\n{report}\n"
             "Pass strict=False to go on with the stock model."
         )
-    install_root(model, resolved, report.rows, patch_model)
     return model
+
+
+def _patch(model: nn.Module, config: CompressionConfig) -> PatchReport:
+    """Patch what is not patched yet: all of it, or nothing if something goes wrong."""
+    complete = False
+    try:
+        report = PatchReport(tuple(_patch_modules(model, config)))
+        install_root(model, config, report.rows, _patch)
+        complete = True
+        return report
+    finally:
+        if not complete:
+            unpatch_model(model)
 
 
 @cache

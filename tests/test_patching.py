@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_actcompress import CompressionConfig, patch_model, patch_report, patched, unpatch_model
+from hf_actcompress import CompressionConfig, patch_model, patch_report, patched, patching, unpatch_model
 from hf_actcompress.errors import NothingPatchedError, NotPatchedError, UnknownOptionError
 from hf_actcompress.modules.base import PatchedModule
 from tests.families import BODY, BY_NAME, FAMILIES, Batch, Family, differing, step
@@ -305,3 +305,20 @@ def test_another_default_device_changes_nothing(family: Family) -> None:
     finally:
         torch.set_default_device(None)
     assert patch_report(model) == expected
+
+
+def test_an_error_in_the_middle_leaves_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BERT.build()
+    classes = [type(m) for m in model.modules()]
+    find, calls = patching.find_site, []
+
+    def failing(module: nn.Module, config: CompressionConfig) -> object:
+        calls.append(module)
+        if len(calls) > 10:
+            raise RuntimeError("out of luck")
+        return find(module, config)
+
+    monkeypatch.setattr(patching, "find_site", failing)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        patch_model(model)
+    assert [type(m) for m in model.modules()] == classes and "forward" not in model.__dict__

@@ -11,6 +11,8 @@ import torch
 import transformers
 
 import hf_actcompress
+from hf_actcompress import PRESETS
+from hf_actcompress.ops import OPS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -93,3 +95,14 @@ def test_readme_code_runs(monkeypatch):
     for index, code in enumerate(blocks()):
         # an ellipsis among the arguments stands for the reader's own
         exec(compile(code.replace(", ...)", ")"), f"README.md block {index}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: f"{op.name}-{op.variant}")
+def test_readme_lists_every_op(op):
+    row = f"| {op.name} | {op.variant} | {op.keeps} | {op.rebuilds} | {op.gradient} |"
+    assert row in README.read_text().splitlines()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_readme_names_every_preset(preset):
+    assert f"`{preset}`" in README.read_text() or f"| {preset} |" in README.read_text()

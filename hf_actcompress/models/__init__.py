@@ -6,6 +6,7 @@ module is patched, or why it is left alone.
 
 from __future__ import annotations
 
-from .sites import Declined, Site, find_site
+from .rules import find_site
+from .sites import Declined, Site
 
 __all__ = ["Declined", "Site", "find_site"]

@@ -20,7 +20,7 @@ from .heads import deferred_logits
 
 _ATTRIBUTE = "actcompress_root"
 # patch_model, handed in because this package does not know the one above it
-_Patch = Callable[..., Any]
+_Patch = Callable[[nn.Module, CompressionConfig], object]
 
 
 class PatchedForward:
@@ -59,7 +59,7 @@ class PatchedForward:
         adapters = _adapters(self.model)
         if adapters != self.adapters:
             self.adapters = adapters
-            self.patch(self.model, self.config, strict=False)
+            self.patch(self.model, self.config)
 
 
 def _adapters(model: nn.Module) -> tuple[str, ...]:

@@ -20,7 +20,13 @@ def attention_fwd(
     or additive, broadcastable to [B, H, S, K]."""
     groups = q.size(1) // k.size(1)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, _repeat(k, groups), _repeat(v, groups), 0.0, is_causal, attn_mask=_additive(mask, q.dtype), scale=scale
+        q,
+        repeat_heads(k, groups),
+        repeat_heads(v, groups),
+        0.0,
+        is_causal,
+        attn_mask=_additive(mask, q.dtype),
+        scale=scale,
     )
     return out, lse
 
@@ -39,20 +45,22 @@ def attention_bwd(
     """dq, dk, dv, shaped like q, k, v; the repeated heads of grouped-query attention are made again and summed."""
     groups = q.size(1) // k.size(1)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, _repeat(k, groups), _repeat(v, groups), out, lse, 0.0, is_causal,
+        dout, q, repeat_heads(k, groups), repeat_heads(v, groups), out, lse, 0.0, is_causal,
         attn_mask=_additive(mask, q.dtype), scale=scale,
     )  # fmt: skip
-    return dq, _sum_groups(dk, groups), _sum_groups(dv, groups)
+    return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
-def _repeat(x: Tensor, groups: int) -> Tensor:
+def repeat_heads(x: Tensor, groups: int) -> Tensor:
+    """[B, H * groups, S, D] of x [B, H, S, D]: each head as often as grouped-query attention uses it."""
     if groups == 1:
         return x
     b, h, s, d = x.shape
     return x[:, :, None].expand(b, h, groups, s, d).reshape(b, h * groups, s, d)
 
 
-def _sum_groups(dx: Tensor, groups: int) -> Tensor:
+def sum_groups(dx: Tensor, groups: int) -> Tensor:
+    """The gradient of `repeat_heads`."""
     b, h, s, d = dx.shape
     return dx if groups == 1 else dx.view(b, h // groups, groups, s, d).sum(2)
 

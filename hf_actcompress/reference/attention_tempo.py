@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention import repeat_heads, sum_groups
 from .dropout import dropout_replay
 
 aten: Any = torch.ops.aten
@@ -28,13 +29,13 @@ def attention_tempo_fwd(
     `softmax_dtype`, dropout in `probs_dtype`.
     """
     groups = q.size(1) // k.size(1)
-    scores = torch.matmul(q, _repeat(k, groups).transpose(2, 3)) * scale
+    scores = torch.matmul(q, repeat_heads(k, groups).transpose(2, 3)) * scale
     if mask is not None:
         scores = scores + mask
     probs = torch.softmax(scores, -1, dtype=softmax_dtype).to(probs_dtype)
     del scores
     dropped = torch.nn.functional.dropout(probs, p, training=True) if p > 0 else probs
-    return torch.matmul(dropped.to(v.dtype), _repeat(v, groups)), probs.to(v.dtype), dropped
+    return torch.matmul(dropped.to(v.dtype), repeat_heads(v, groups)), probs.to(v.dtype), dropped
 
 
 def attention_tempo_bwd(
@@ -57,27 +58,15 @@ def attention_tempo_bwd(
     if rng_state is not None:
         keep = dropout_replay(torch.ones(probs.shape, dtype=probs_dtype, device=probs.device), rng_state, p)
     dropped = probs if keep is None else (probs.to(probs_dtype) * keep).to(v.dtype)
-    dv = _sum_groups(torch.matmul(dropped.transpose(2, 3), dout), groups)
+    dv = sum_groups(torch.matmul(dropped.transpose(2, 3), dout), groups)
     del dropped
-    dprobs = torch.matmul(dout, _repeat(v, groups).transpose(2, 3)).to(probs_dtype)
+    dprobs = torch.matmul(dout, repeat_heads(v, groups).transpose(2, 3)).to(probs_dtype)
     if ddropped is not None:
         dprobs = dprobs + ddropped
     if keep is not None:
         dprobs = dprobs * keep
     dscores: Tensor = aten._softmax_backward_data(dprobs.to(softmax_dtype), probs.to(softmax_dtype), -1, softmax_dtype)
     dproduct = dscores.to(q.dtype) * scale
-    dq = torch.matmul(dproduct, _repeat(k, groups))
+    dq = torch.matmul(dproduct, repeat_heads(k, groups))
     dk = torch.matmul(q.transpose(2, 3), dproduct).transpose(2, 3)
-    return dq, _sum_groups(dk, groups), dv, dscores
-
-
-def _repeat(x: Tensor, groups: int) -> Tensor:
-    if groups == 1:
-        return x
-    b, h, s, d = x.shape
-    return x[:, :, None].expand(b, h, groups, s, d).reshape(b, h * groups, s, d)
-
-
-def _sum_groups(dx: Tensor, groups: int) -> Tensor:
-    b, h, s, d = dx.shape
-    return dx if groups == 1 else dx.reshape(b, h // groups, groups, s, d).sum(2)
+    return dq, sum_groups(dk, groups), dv, dscores
