@@ -86,6 +86,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=1024, help="the loss head's share of the step grows with it")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--dropout", type=float, default=0.1, help="of the hidden states of BERT and GPT-2")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="hidden 128, sequence 64, 3 rounds")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
@@ -104,6 +105,9 @@ def prepare(name: str, variant: str, layers: int, args: argparse.Namespace) -> A
     """The model in train mode, with the same weights in every variant."""
     torch.manual_seed(0)
     model = MODELS[name](layers, args.hidden, args.vocab).to(args.device, getattr(torch, args.dtype)).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            module.p = args.dropout
     if "exact" in variant:
         patch_model(model)
     if "checkpointing" in variant:
@@ -216,7 +220,8 @@ def table(results: list[Result], about: dict[str, Any]) -> str:
         "",
         f"{about['device']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}",
         f"{options['dtype']}, h = {options['hidden']}, {options['layers']} layers, vocabulary {options['vocab']}, "
-        f"batch {options['batch']}, sequence {options['seq_len']}; medians of {options['rounds']} rounds, interleaved, "
+        f"dropout {options['dropout']}, batch {options['batch']}, sequence {options['seq_len']}; "
+        f"medians of {options['rounds']} rounds, interleaved, "
         "after one warm-up step each.",
         "",
         "| model | variant | kept, h per token, layer | peak MiB | step ms | x stock | tokens/s | gradient error |",
