@@ -36,6 +36,18 @@ def test_the_loss_is_stocks(name: str, preset: str) -> None:
     assert all(g.isfinite().all() for g in gradients.values())
 
 
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("name", ["gpt2-gelu-tanh", "llama"])
+def test_exact_is_bit_equal_with_the_loss_head(name: str, padding: str) -> None:
+    """In bf16, with dropout, and a vocabulary that the head takes in one piece."""
+    family = BY_NAME[name]
+    batch = family.make_batch(padding)
+    _, exact = step(family.build(BF16, dropout=0.1), batch)
+    _, gradients = step(patch_model(family.build(BF16, dropout=0.1)), batch)
+    assert gradients.keys() == exact.keys()
+    assert all(torch.equal(gradients[parameter], exact[parameter]) for parameter in exact)
+
+
 @families
 @pytest.mark.parametrize("preset", ERRORS)
 def test_gradient_error(name: str, preset: str) -> None:
