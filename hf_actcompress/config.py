@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from .codecs import CODECS
 from .errors import UnknownOptionError
@@ -43,6 +43,8 @@ class CompressionConfig:
             from what was stored, which is what 4-bit q and k need. "tempo": as "statistics", and eager attention
             keeps its probabilities once.
         loss_head: Patch the language-modelling head so that nothing of vocabulary size is kept for backward.
+        overrides: Codecs of single layers, as (dotted part of a module's name, role, codec): ``("layers.3", "mlp",
+            "int4")`` holds for every module below a "layers.3". Later ones win. `calibrate` writes them.
         logits: Return ``outputs.logits`` in training as stock does. False: the head never makes them whole in
             training, and ``outputs.logits`` is absent there; ``eval()`` and ``no_grad`` are not affected.
 
@@ -61,12 +63,15 @@ class CompressionConfig:
     attention_variant: str = "statistics"
     loss_head: bool = True
     logits: bool = True
+    overrides: tuple[tuple[str, str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for role in CODEC_ROLES:
-            known = [name for name, codec in CODECS.items() if role == "linear" or not codec.linear_only]
-            if getattr(self, role) not in known:
-                raise UnknownOptionError(f"codec for {role}", getattr(self, role), known)
+            _check_codec(role, getattr(self, role))
+        for _, role, codec in self.overrides:
+            if role not in CODEC_ROLES:
+                raise UnknownOptionError("role of an override", role, CODEC_ROLES)
+            _check_codec(role, codec)
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)
@@ -82,11 +87,23 @@ class CompressionConfig:
                 raise UnknownOptionError("option", option, known)
         return replace(PRESETS[name], **overrides)
 
+    def at(self, module: str) -> CompressionConfig:
+        """The config of the module of that name: this one, with the overrides that hold there."""
+        found = {role: codec for part, role, codec in self.overrides if f".{part}." in f".{module}."}
+        return replace(self, **found) if found else self  # type: ignore[arg-type]
+
     @property
     def lossless(self) -> bool:
         """Whether every gradient stays exact."""
         exact = self.activation_variant == "input" and self.norm_variant == "input"
-        return exact and all(CODECS[getattr(self, role)].lossless for role in CODEC_ROLES)
+        codecs = [*(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
+        return exact and all(CODECS[codec].lossless for codec in codecs)
+
+
+def _check_codec(role: str, codec: str) -> None:
+    known = [name for name, row in CODECS.items() if role == "linear" or not row.linear_only]
+    if codec not in known:
+        raise UnknownOptionError(f"codec for {role}", codec, known)
 
 
 PRESETS: dict[str, CompressionConfig] = {
@@ -108,10 +125,18 @@ PRESETS: dict[str, CompressionConfig] = {
 }
 
 
-def resolve(config: CompressionConfig | str) -> CompressionConfig:
-    """A config from a config or a preset's name."""
-    if isinstance(config, CompressionConfig):
-        return config
+class Configured(Protocol):
+    """What carries a config, such as a plan or a calibration."""
+
+    @property
+    def config(self) -> CompressionConfig: ...
+
+
+def resolve(config: CompressionConfig | Configured | str) -> CompressionConfig:
+    """A config from a config, from what carries one, or from a preset's name."""
+    carried = getattr(config, "config", config)
+    if isinstance(carried, CompressionConfig):
+        return carried
     if isinstance(config, str):
         return CompressionConfig.from_preset(config)
     raise UnknownOptionError("config", config, [*PRESETS, "a CompressionConfig"])

@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch import nn
 
 from .codecs import CODECS
-from .config import PRESETS, CompressionConfig, resolve
+from .config import PRESETS, CompressionConfig, Configured, resolve
 from .errors import NothingPatchedError, NotPatchedError, UnsupportedModelError
 from .models import Declined, Site, find_site
 from .models.heads import find_head, output_layers
@@ -84,14 +84,15 @@ class PatchReport:
 
 
 def patch_model(
-    model: _Model, config: CompressionConfig | str = "exact", *, strict: bool = True, seed: int | None = None
+    model: _Model, config: CompressionConfig | Configured | str = "exact", *, strict: bool = True, seed: int | None = None
 ) -> _Model:
     """Make a model keep fewer bytes between forward and backward. In place; call it before Trainer or `prepare`.
 
     Args:
         model: A transformers model, bare or wrapped by PEFT (before or after `get_peft_model`), or any module that
             holds one. Not on the meta device, not wrapped by DDP or FSDP.
-        config: A preset's name or a CompressionConfig. The default keeps gradients exact.
+        config: A preset's name, a CompressionConfig, or what carries one (a plan, a calibration). The default keeps
+            gradients exact.
         strict: Raise if nothing could be patched.
         seed: Of what stochastic codecs draw; by default torch's initial seed. Dropout is not affected.
 
@@ -183,11 +184,11 @@ def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[Patc
             yield from (row for row in before if f".{name}".endswith(f".{row.name}"))
             yield _row(name, module)
             continue
-        found = find_head(module, config) if any(module is head for head in heads) else None
+        found = find_head(module, config.at(name)) if any(module is head for head in heads) else None
         if isinstance(found, Declined):
             yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
         if not isinstance(found, Site):
-            found = find_site(module, config)
+            found = find_site(module, config.at(name))
         if isinstance(found, Declined):
             yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
         elif isinstance(found, Site):
@@ -219,7 +220,7 @@ def unpatch_model(model: _Model) -> _Model:
 
 
 @contextmanager
-def patched(model: _Model, config: CompressionConfig | str = "exact", *, strict: bool = True) -> Iterator[_Model]:
+def patched(model: _Model, config: CompressionConfig | Configured | str = "exact", *, strict: bool = True) -> Iterator[_Model]:
     """`with patched(model): ...`: patched inside, and afterwards as it was before (stock, or under its old config)."""
     before = _config_of(model)
     try:
