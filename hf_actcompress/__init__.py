@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from .config import PRESETS, CompressionConfig
     from .errors import ActCompressError
     from .memory import (
+        Calibration,
         FidelityComparison,
         FidelityReport,
         MemoryReport,
         StepMemory,
+        calibrate,
         compare_presets,
         fidelity_report,
         kept_bytes,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from .training import ActCompressCallback
 
 _HOME = {
+    "Calibration": "memory",
+    "calibrate": "memory",
     "fidelity_report": "memory",
     "compare_presets": "memory",
     "FidelityReport": "memory",
@@ -50,12 +54,14 @@ __all__ = [
     "PRESETS",
     "ActCompressCallback",
     "ActCompressError",
+    "Calibration",
     "CompressionConfig",
     "FidelityComparison",
     "FidelityReport",
     "MemoryReport",
     "PatchReport",
     "StepMemory",
+    "calibrate",
     "compare_presets",
     "fidelity_report",
     "kept_bytes",

@@ -17,6 +17,8 @@ from hf_actcompress.ops import OPS
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 NAMES = {
+    "Calibration",
+    "calibrate",
     "PRESETS",
     "ActCompressCallback",
     "ActCompressError",

@@ -44,6 +44,8 @@ CODECS: dict[str, Codec] = {
     "int4_32": IntGroup(4, group_size=32),
     "int8_outliers": IntGroup(8, outliers=4),
     "int4_outliers": IntGroup(4, outliers=4),
+    # without its outliers the residual stream has one range, and larger groups cost little
+    "int4_128_outliers": IntGroup(4, group_size=128, outliers=4),
     "int2_outliers": IntGroup(2, group_size=32, outliers=4),
     "fp8_e4m3": Float8("e4m3"),
     "fp8_e5m2": Float8("e5m2"),

@@ -142,13 +142,13 @@ def fidelity_report(
     inputs = dict(batch)
     with patch_restored(model), training_forward(model):
         unpatch_model(model)
-        exact = _gradients(model, inputs)
+        exact = gradients(model, inputs)
         stock_bytes = _kept(model, inputs)
         draws = []
         for seed in range(seeds):
             unpatch_model(model)
             patch_model(model, asked, strict=False, seed=seed)
-            draws.append(_gradients(model, inputs))
+            draws.append(gradients(model, inputs))
         kept = _kept(model, inputs)
     rows = tuple(_compare(name, [[draw[name]] for draw in draws], [exact[name]]) for name in exact)
     total = _compare("", [list(draw.values()) for draw in draws], list(exact.values()))
@@ -164,7 +164,7 @@ def compare_presets(
     return FidelityComparison(tuple(fidelity_report(model, batch, name, seeds=seeds) for name in names))
 
 
-def _gradients(model: nn.Module, inputs: dict[str, Any]) -> _Gradients:
+def gradients(model: nn.Module, inputs: dict[str, Any]) -> _Gradients:
     """Gradients by parameter name, without touching `.grad`; the generators are put back, so every call draws alike."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     devices = {p.device.index or 0 for p in parameters.values() if p.device.type == "cuda"}
@@ -195,6 +195,11 @@ def _compare(name: str, draws: list[list[Tensor]], exact: list[Tensor]) -> Param
             total += g / len(draws)
     bias = _norm([m - r for m, r in zip(mean, reference, strict=True)]) / max(norm, 1e-300)
     return ParameterFidelity(name, sum(cosines) / len(cosines), sum(errors) / len(errors), bias)
+
+
+def relative_error(found: _Gradients, exact: _Gradients) -> float:
+    """``|found - exact| / |exact|``, all parameters as one vector."""
+    return _compare("", [list(found.values())], list(exact.values())).relative_error
 
 
 def _norm(tensors: list[Tensor]) -> float:
