@@ -1,25 +1,35 @@
 """Which implementation of a function runs: a Triton kernel or the torch reference.
 
 `implementation(name, x)` picks by x's device and by what is installed; `use("reference")` and `use("triton")` are
-explicit choices for a block of code and never fall back.
+explicit choices for a block of code. An explicit choice never falls back. `auto` takes a kernel on a CUDA device after
+it has agreed there with the reference, once per process, and the reference everywhere else.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
-from .kernels import KERNELS
+from .kernels import BITWISE, KERNELS
 
 CHOICES = ("auto", "reference", "triton")
+OLDEST = (8, 0)
+
+_log = logging.getLogger(__name__)
+_probing = threading.RLock()
 
 # of the process, not of a thread or context: backward runs in autograd's own threads, and torch.compile reads it
 _choice = "auto"
@@ -40,23 +50,83 @@ def use(choice: str) -> Iterator[None]:
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
     """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x."""
-    if _choice == "triton" and name not in KERNELS:
-        raise KernelUnavailableError(
-            f'asked for the Triton kernel of {name!r}; there is none; use "auto" or "reference" for this op'
-        )
-    if name in KERNELS and (_choice == "triton" or (_choice == "auto" and x.is_cuda and _triton_installed())):
+    if _choice == "triton":
+        _require(name, x)
+        return _kernel(name)
+    # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
+    # does with no foreign kernel
+    automatic = _choice == "auto" and name in KERNELS and x.is_cuda and x.dtype != torch.float64
+    if automatic and not torch.compiler.is_compiling() and _why_not(name, x.device) is None:
         return _kernel(name)
     function: Callable[..., Any] = getattr(reference, name)
     return function
 
 
+def kernel_status(device: torch.device | str) -> dict[str, str]:
+    """For every kernel: "usable" on that device, or why it is not and the reference runs."""
+    return {name: _why_not(name, torch.device(device)) or "usable" for name in KERNELS}
+
+
+def _require(name: str, x: Tensor) -> None:
+    """Raise unless the kernel can run on x."""
+    if name not in KERNELS:
+        raise KernelUnavailableError(
+            f'asked for the Triton kernel of {name!r}; there is none; use "auto" or "reference" for this op'
+        )
+    reason = "no kernel computes in fp64" if x.dtype == torch.float64 else _unusable(x.device)
+    if reason:
+        raise KernelUnavailableError(f'asked for the Triton kernel of {name!r}: {reason}; use "auto" or "reference"')
+
+
+def _why_not(name: str, device: torch.device) -> str | None:
+    return _unusable(device) or _probed(name, _indexed(device))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+
+
+@cache
+def _unusable(device: torch.device) -> str | None:
+    """Why no kernel runs on that device."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"kernels are for NVIDIA GPUs, not for {'ROCm' if device.type == 'cuda' else device.type}"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        return f"the GPU is of compute capability {capability[0]}.{capability[1]}, and 8.0 is the oldest supported"
+    return None
+
+
+def _probed(name: str, device: torch.device) -> str | None:
+    """Why `auto` does not trust the kernel on that device."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    with _probing:
+        return _probe(name, device)
+
+
+@cache
+def _probe(name: str, device: torch.device) -> str | None:
+    from .kernels.probe import disagreement
+
+    reason = disagreement(name, _module(name), getattr(reference, name), device, name in BITWISE)
+    if reason:
+        _log.warning("the Triton kernel of %s is not used on %s: %s; the torch reference runs", name, device, reason)
+    return reason
+
+
 @cache
 def _kernel(name: str) -> Callable[..., Any]:
-    module = importlib.import_module(f".kernels.{KERNELS[name]}", __package__)
-    function: Callable[..., Any] = getattr(module, name)
+    function: Callable[..., Any] = getattr(_module(name), name)
     return function
 
 
 @cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".kernels.{KERNELS[name]}", __package__)

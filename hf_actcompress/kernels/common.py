@@ -1,0 +1,135 @@
+"""What every kernel shares: tiles, launch context, accurate math, and the operator that torch.compile sees.
+
+A kernel module offers, for each of its names, the function of `reference/` (same name, same signature) and a row in its
+own `SAMPLES`: `SAMPLES[name](device, dtype, rows, width)` yields argument tuples that between them reach every path of
+the kernel, for the probe on a new device, for ahead-of-time compilation and for the tests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+# one row of a norm lies in registers; wider than this nothing has been compiled
+WIDEST_ROW = 65536
+
+# elements of a tile and warps that share it, by the width of a row: 8 to 32 elements of each tensor per thread
+_TILES = ((4096, 2048, 4), (8192, 8192, 8), (16384, 16384, 16), (WIDEST_ROW, WIDEST_ROW, 32))
+POINTWISE_TILE, POINTWISE_WARPS = 2048, 8
+
+# programs per multiprocessor that walk over the rows; each has a row of its own in the buffer of partial sums
+_WAVES = 4
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def row_tile(width: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile that holds whole rows of `width` elements."""
+    columns = triton.next_power_of_2(max(width, 1))
+    for limit, elements, warps in _TILES:
+        if columns <= limit:
+            return max(elements // columns, 1), columns, warps
+    raise ValueError(f"a row of {width} elements; the widest that a kernel takes is {WIDEST_ROW}")
+
+
+def programs(x: Tensor, tiles: int) -> int:
+    """How many programs share `tiles` tiles where each keeps a partial sum; fixed for a device, so deterministic."""
+    if x.is_cuda:
+        return max(min(tiles, _WAVES * torch.cuda.get_device_properties(x.device).multi_processor_count), 1)
+    # few, so that the interpreter walks the loop
+    return max(min(tiles, 3), 1)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as [rows, width] with unit stride along a row: a view where there is one (half a projection), else a copy."""
+    if x.dim() == 0 or x.stride(-1) != 1:
+        x = x.contiguous()
+    width = x.size(-1) if x.dim() else 1
+    rows = x.numel() // width if width else 0
+    try:
+        return x.view(rows, width)
+    except RuntimeError:
+        return x.contiguous().view(rows, width)
+
+
+def pointwise_layout(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
+    """The tensors (of one shape) as rows, and how many rows and columns to walk: one long row if all are dense."""
+    if all(x.is_contiguous() for x in tensors):
+        return [x.view(1, -1) for x in tensors], 1, tensors[0].numel()
+    matrices = [as_rows(x) for x in tensors]
+    return matrices, matrices[0].size(0), matrices[0].size(1)
+
+
+def on(x: Tensor) -> AbstractContextManager[Any]:
+    """Launches inside go to x's device and to its current stream."""
+    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+
+
+def traced(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a launcher an operator of torch's library while a graph is traced, and leave it a plain call in eager mode.
+
+    `fake` gives shapes and dtypes of the results. The operator is the attribute `operator`.
+    """
+
+    def wrap(launch: Callable[..., Any]) -> Callable[..., Any]:
+        operator = torch.library.custom_op(f"hf_actcompress::{launch.__name__.strip('_')}", launch, mutates_args=())
+        operator.register_fake(fake)
+
+        @functools.wraps(launch)
+        def call(*args: Any) -> Any:
+            return operator(*args) if torch.compiler.is_compiling() else launch(*args)
+
+        call.operator = operator  # type: ignore[attr-defined]
+        return call
+
+    return wrap
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """fp32 x to dtype, to nearest even. A kernel ends with this; the interpreter's own cast to bf16 truncates."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, nearest, bits).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+# Accurate to the last bits, as torch's own: Triton's exp and / are the fast approximations of PTX. The interpreter
+# knows neither libdevice nor the difference.
+
+
+@triton.jit
+def exp(x):
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.math.div_rn(1.0, 1.0 + exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """To an absolute error of one rounding of 1, which is what is needed where 1 is added."""
+    e = exp(-2.0 * tl.abs(x))
+    t = tl.math.div_rn(1.0 - e, 1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def log1p(x):
+    """For x >= 0 (Kahan)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * tl.math.div_rn(x, tl.where(u == 1.0, 1.0, u - 1.0)))

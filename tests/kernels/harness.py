@@ -1,0 +1,116 @@
+"""What every kernel is held to, on a GPU where there is one and in Triton's interpreter elsewhere.
+
+A kernel's test calls `check(name, ...)` for the shapes and dtypes it wants; arguments come from the module's own
+SAMPLES. The specification is the function of `reference/`, run at the dtype (stock) and in fp64 (the oracle).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_actcompress import reference
+from hf_actcompress.dispatch import implementation, use
+from hf_actcompress.kernels import KERNELS
+from tests.oracle import EXACT, assert_equal_bits
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# rows and width: one element, odd, a power of two, more than one tile
+SHAPES = ((1, 1), (13, 7), (5, 64), (37, 129), (3, 2500))
+Args = tuple[Any, ...]
+# magnitude of the terms of each result that is a sum, from the oracle's arguments
+Terms = Callable[..., list[Tensor | None]]
+
+
+def samples(name: str, dtype: torch.dtype, rows: int, width: int) -> Iterator[Args]:
+    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    yield from module.SAMPLES[name](DEVICE, dtype, rows, width)
+
+
+def run(name: str, args: Args) -> list[Tensor | None]:
+    """The kernel's results, its uninitialised memory poisoned with NaN."""
+    tensor = next(x for x in args if isinstance(x, Tensor))
+    with use("triton"), poisoned():
+        return flat(implementation(name, tensor)(*args))
+
+
+def specified(name: str, args: Args) -> list[Tensor | None]:
+    return flat(getattr(reference, name)(*args))
+
+
+def flat(result: Any) -> list[Tensor | None]:
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN and the largest integers, so that what a kernel leaves unwritten shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def wide(args: Args) -> Args:
+    return tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+
+
+def check(name: str, args: Args, terms: Terms | None = None, bitwise: bool = False) -> None:
+    """Values within the law (or the reference's bits), twice the same, from any layout; arguments left alone."""
+    before = [x.clone() for x in args if isinstance(x, Tensor)]
+    ours, stock = run(name, args), specified(name, args)
+    assert_equal_bits([x for x in args if isinstance(x, Tensor)], before)
+    assert [x is None for x in ours] == [x is None for x in stock]
+    if bitwise:
+        assert_equal_bits(present(ours), present(stock))
+    else:
+        assert_law(ours, stock, specified(name, wide(args)), terms(*wide(args)) if terms else [None] * len(ours))
+    assert_equal_bits(present(run(name, args)), present(ours))
+    assert_equal_bits(present(run(name, scattered(args))), present(ours))
+
+
+def assert_law(
+    ours: Sequence[Tensor | None],
+    stock: Sequence[Tensor | None],
+    oracle: Sequence[Tensor | None],
+    terms: Sequence[Tensor | None],
+) -> None:
+    """Law 2. Stock's own error is at least what one rounding of each term, in fp32, and one of the result make."""
+    for index, (a, b, truth, summed) in enumerate(zip(ours, stock, oracle, terms, strict=True)):
+        if a is None or b is None or truth is None:
+            continue
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{index}: {a.dtype} {a.shape} {b.dtype} {b.shape}"
+        error, own = (a.double() - truth).norm(), (b.double() - truth).norm()
+        floor = torch.finfo(a.dtype).eps / 2 * truth.norm()
+        if summed is not None:
+            floor = floor + torch.finfo(torch.float32).eps / 2 * summed.norm()
+        assert error <= EXACT * max(own, floor), f"{index}: error {error:.3g}, stock {own:.3g}, floor {floor:.3g}"
+
+
+def present(results: Sequence[Tensor | None]) -> list[Tensor]:
+    return [x for x in results if x is not None]
+
+
+def scattered(args: Args) -> Args:
+    """The same values in other layouts: transposed, and every second column of a wider tensor."""
+
+    def scatter(index: int, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() < 2 or not x.is_floating_point():
+            return x
+        if index % 2:
+            return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        return torch.stack([x, x], dim=-1)[..., 0]
+
+    return tuple(scatter(index, x) for index, x in enumerate(args))
