@@ -47,6 +47,11 @@ class CompressionConfig:
             "int4")`` holds for every module below a "layers.3". Later ones win. `calibrate` writes them.
         logits: Return ``outputs.logits`` in training as stock does. False: the head never makes them whole in
             training, and ``outputs.logits`` is absent there; ``eval()`` and ``no_grad`` are not affected.
+        drop_padding: Keep nothing of the rows where the model's ``attention_mask`` [B, S] is 0, wherever they are: of
+            hidden states, MLP tensors, q, k, v and what attention keeps, through any codec but the pooled ones.
+            Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where
+            one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what
+            gradient checkpointing and unpatched modules keep, and encoder-decoder models.
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role, or
@@ -64,6 +69,7 @@ class CompressionConfig:
     loss_head: bool = True
     logits: bool = True
     overrides: tuple[tuple[str, str, str], ...] = ()
+    drop_padding: bool = False
 
     def __post_init__(self) -> None:
         for role in CODEC_ROLES:

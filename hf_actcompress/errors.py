@@ -29,6 +29,10 @@ class NotPatchedError(ActCompressError, ValueError):
     """A report or an unpatch was asked for a model that `patch_model` has not seen."""
 
 
+class PaddingError(ActCompressError, RuntimeError):
+    """`drop_padding=True`, and the padding that was dropped was needed: the gradients of that backward are wrong."""
+
+
 class CodecError(ActCompressError, ValueError):
     """A codec was handed a tensor that it cannot hold."""
 
@@ -43,3 +47,7 @@ class MeasurementError(ActCompressError, RuntimeError):
 
 class MissingExtraError(ActCompressError, ImportError):
     """Something was asked that needs an optional dependency which is not installed."""
+
+
+class ModelConfigError(ActCompressError, ValueError):
+    """A model was named for which no config can be had, or which cannot be built from it."""

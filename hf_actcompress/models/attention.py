@@ -68,19 +68,25 @@ def attention_forward(
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
-    on_cpu = query.device.type == "cpu"
+    cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
-    keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and on_cpu)
+    keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     eager = not torch.compiler.is_compiling()
     if not (keeps_more and plain and eager and keeps_for_backward(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias), None
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
-    fusable = on_cpu and dropout == 0 and bias is None and not recomputed
+    fusable = cpu and dropout == 0 and bias is None and not recomputed
     if fusable and _fusable(query, key, value, attention_mask, causal):
         out = ops.fused_attention(query, key, value, attention_mask, causal, scaling, codec=codec)
         return out.transpose(1, 2).contiguous(), None
-    return ops.recomputed_attention(stock, query, key, value, attention_mask, bias, codec=codec), None
+    out = ops.recomputed_attention(stock, query, key, value, attention_mask, bias, is_causal=causal, codec=codec)
+    return out, None
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether a CPU's kernels run. A function of its own, for estimates of another device on a CPU."""
+    return x.device.type == "cpu"
 
 
 def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:

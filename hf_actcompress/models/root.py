@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import CompressionConfig
-from ..records import frame
+from ..records import dropping, frame
 from .heads import deferred_logits
+from .padding import padding_of_call
 
 _ATTRIBUTE = "actcompress_root"
 # patch_model, handed in because this package does not know the one above it
@@ -52,7 +53,8 @@ class PatchedForward:
             return self._stock()(*args, **kwargs)
         self._patch_new_adapters()
         stock = self._stock()
-        with frame(), deferred_logits(self.model, stock, args, kwargs) as finished:
+        padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
+        with frame(), dropping(padding), deferred_logits(self.model, stock, args, kwargs) as finished:
             return finished(stock(*args, **kwargs))
 
     def _patch_new_adapters(self) -> None:

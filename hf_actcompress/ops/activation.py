@@ -33,7 +33,7 @@ class ActivationFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (x,) = load(ctx)
+        (x,) = load(ctx, dy)
         return implementation("activation_bwd", dy)(dy, x, ctx.kind, ctx.options), None, None, None, None
 
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Stored, load, save
+from ..records import keep, load, save
 
 
 class ActivationDerivativeFunction(torch.autograd.Function):
@@ -19,14 +19,14 @@ class ActivationDerivativeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slope: Tensor, stock: Callable[[Tensor], Tensor], codec: Codec) -> Tensor:
-        save(ctx, Stored(codec, *codec.pack(slope)))
+        save(ctx, keep(slope, codec))
         ctx.x_dtype = x.dtype
         return stock(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        (slope,) = load(ctx)
+        (slope,) = load(ctx, dy)
         return (dy * slope).to(ctx.x_dtype), None, None, None
 
 

@@ -30,7 +30,7 @@ class ActivationOutputFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        y, bits = load(ctx)
+        y, bits = load(ctx, dy)
         dx = implementation("activation_output_bwd", dy)(dy, y, bits, ctx.kind)
         return dx.to(ctx.x_dtype), None, None
 

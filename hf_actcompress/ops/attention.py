@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import load, raw, record_in_order_of, record_of, save
+from ..records import load, raw, save
 from .autocast import SameAutocast, autocast_dtype
+from .heads import keep_heads, keep_output_heads, keep_row_heads
 
 _Attend = Callable[..., Tensor]
 
@@ -32,19 +33,18 @@ class FusedAttentionFunction(torch.autograd.Function):
         codec: Codec,
     ) -> Tensor:
         out, lse = implementation("attention_fwd", q)(q, k, v, mask, is_causal, scale)
-        kept = [record_of(x, codec) for x in (q, k, v)]
+        kept, dropped = keep_heads(q, k, v, mask, is_causal, codec)
         # the kernel writes [B, S, H, D], which the next linear reads as [B, S, H * D]: one record for both
-        out_record = record_in_order_of(out, out.transpose(1, 2), codec) if codec != IDENTITY else raw(out)
-        save(ctx, *kept, out_record, raw(lse), raw(mask) if mask is not None else None)
-        ctx.encoded = codec != IDENTITY
+        out_record = keep_output_heads(out, codec, dropped)
+        # a statistic of a row whose q is gone would not fit; zero does
+        save(ctx, *kept, out_record, keep_row_heads(lse, dropped), raw(mask) if mask is not None else None)
         ctx.is_causal, ctx.scale = is_causal, scale
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, mask = load(ctx)
-        out = out.transpose(1, 2) if ctx.encoded else out
+        q, k, v, out, lse, mask = load(ctx, dout.transpose(1, 2))
         grads = implementation("attention_bwd", dout)(dout, q, k, v, out, lse, mask, ctx.is_causal, ctx.scale)
         return (*grads, None, None, None, None)
 
@@ -99,10 +99,11 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         v: Tensor,
         mask: Tensor | None,
         bias: Tensor | None,
+        is_causal: bool,
         codec: Codec,
     ) -> Tensor:
         state = implementation("rng_state", q)(q.device)
-        kept = [record_of(x, codec) for x in (q, k, v)]
+        kept, _ = keep_heads(q, k, v, mask, is_causal, codec)
         masks = [raw(x) if x is not None else None for x in (mask, bias)]
         save(ctx, *kept, *masks, raw(state))
         ctx.attend = SameAutocast(attend, q)
@@ -114,7 +115,7 @@ class RecomputedAttentionFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, state = load(ctx)
+        *inputs, state = load(ctx, dout)
         needs = ctx.needs_input_grad[1:6]
         leaves = _leaves(inputs, needs)
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need and x is not None]
@@ -122,7 +123,7 @@ class RecomputedAttentionFunction(torch.autograd.Function):
             out = ctx.attend(*leaves)
             grads = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
         found = (next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True))
-        return (None, *found, None)
+        return (None, *found, None, None)
 
 
 def _leaves(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -137,15 +138,17 @@ def recomputed_attention(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     *,
+    is_causal: bool = False,
     codec: Codec = IDENTITY,
 ) -> Tensor:
     """Any attention call, run again in backward instead of keeping what it keeps.
 
     Args:
-        attend: The stock call, ``attend(q, k, v, mask, bias) -> out``.
+        attend: The stock call, ``attend(q, k, v, mask, bias) -> out [B, S, H, D]``.
         q, k, v: ``[B, H or Hkv, S or K, D]``.
         mask: Bool or additive mask, or None.
         bias: A position bias that may need a gradient, or None.
+        is_causal: Whether the call masks the upper triangle itself: then padding on the right needs no mask.
         codec: How q, k and v are stored. The statistics are made again from what was stored, so that they fit it.
 
     Returns:
@@ -157,5 +160,5 @@ def recomputed_attention(
     Gradient:
         Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.
     """
-    out: Tensor = RecomputedAttentionFunction.apply(attend, q, k, v, mask, bias, codec)  # type: ignore[no-untyped-call]
+    out: Tensor = RecomputedAttentionFunction.apply(attend, q, k, v, mask, bias, is_causal, codec)  # type: ignore[no-untyped-call]
     return out

@@ -10,8 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import load, raw, record_of, save
+from ..records import load, raw, save
 from .autocast import autocast_dtype
+from .heads import keep_heads, keep_row_heads
 
 
 class AttentionTempoFunction(torch.autograd.Function):
@@ -31,8 +32,8 @@ class AttentionTempoFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         state = implementation("rng_state", q)(q.device) if p > 0 else None
         out, probs, dropped = implementation("attention_tempo_fwd", q)(q, k, v, mask, scale, p, *dtypes)
-        kept = [record_of(x, codec) for x in (q, k, v)]
-        save(ctx, *kept, raw(probs), raw(state) if state is not None else None)
+        kept, without_padding = keep_heads(q, k, v, mask, False, codec)
+        save(ctx, *kept, keep_row_heads(probs, without_padding), raw(state) if state is not None else None)
         ctx.constants = (scale, p, *dtypes)
         ctx.mask = (mask.shape, mask.dtype) if mask is not None else None
         ctx.set_materialize_grads(False)
@@ -41,7 +42,7 @@ class AttentionTempoFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, ddropped: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, probs, state = load(ctx)
+        q, k, v, probs, state = load(ctx, *(d.transpose(1, 2) if d is not None else None for d in (dout, ddropped)))
         if dout is None:
             dout = torch.zeros(q.shape[:3] + v.shape[3:], dtype=v.dtype, device=v.device)
         dq, dk, dv, dscores = implementation("attention_tempo_bwd", dout)(

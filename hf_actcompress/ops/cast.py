@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
-from ..records import Derived, Record, Stored, declare_as, record_of, shared_copy, shared_derivation
+from ..records import Derived, Record, Stored, declare_as, known_record, shared_copy, shared_derivation
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -23,7 +23,9 @@ def cast_record(x: Tensor, dtype: torch.dtype, codec: Codec = IDENTITY) -> Recor
 
     Derived where x itself is derived, encoded, or no wider than the cast; otherwise the narrower cast is what is kept.
     """
-    if isinstance(record_of(x, codec), Stored) and codec == IDENTITY and dtype.itemsize < x.dtype.itemsize:
+    known = known_record(x)
+    as_it_is = codec == IDENTITY and (known is None or isinstance(known, Stored))
+    if as_it_is and dtype.itemsize < x.dtype.itemsize:
         return shared_copy(x, ("cast", dtype), lambda: x.detach().to(dtype))
     return shared_derivation(x, ("cast", dtype), partial(to_dtype, dtype=dtype), codec)
 

@@ -51,7 +51,7 @@ class GatedProductFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
-        gate, up = load(ctx)
+        gate, up = load(ctx, dh)
         activated = ctx.stock(gate)
         dgate, dup = implementation("gated_product_bwd", dh)(dh, gate, up, activated, ctx.kind, ctx.options)
         return dgate, dup, None, None, None, None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..records import Stored, declare, raw
+from ..codecs import IDENTITY
+from ..records import Record, declare, keep, raw
 
 
 def _same(y: Tensor) -> Tensor:
     return y
 
 
-def keep_output(y: Tensor) -> Stored:
+def keep_output(y: Tensor) -> Record:
     """The record of y, to be saved by the op that returns y.
 
     y is declared as what is kept, so that consumers keep these bytes and no other: through no codec of theirs, and a
@@ -21,6 +22,6 @@ def keep_output(y: Tensor) -> Stored:
     if torch.compiler.is_compiling():
         return raw(y)
     # an alias: the entry must not hold the tensor that it describes
-    record = raw(y.detach())
+    record = keep(y, IDENTITY)
     declare(y, _same, record)
     return record

@@ -57,7 +57,7 @@ class LayerNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, *affine = load(ctx)
+        x, mean, rstd, *affine = load(ctx, dy)
         weight = affine[0] if ctx.has_weight else None
         bias = affine[-1] if ctx.has_bias else None
         # autocast is off in backward, and the kernel takes one dtype

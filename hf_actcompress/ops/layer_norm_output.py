@@ -32,7 +32,7 @@ class LayerNormOutputFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        y, rstd, weight, bias = load(ctx)
+        y, rstd, weight, bias = load(ctx, dy)
         dx, dweight, dbias = implementation("layer_norm_output_bwd", dy)(
             dy, y, ctx.shape, rstd, weight, bias, ctx.needs_input_grad[:3]
         )

@@ -39,7 +39,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> _Grads:  # dy [..., O]
-        x, weight = load_packed(ctx)
+        x, weight = load_packed(ctx, dy)
         dtype, x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         # cast again rather than kept: a kept copy of the weight would cost 2 bytes per parameter
         weight = weight.to(dtype) if weight is not None else None

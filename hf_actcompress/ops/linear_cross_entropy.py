@@ -48,14 +48,15 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 chunked = implementation("linear_cross_entropy_fwd", h)
                 losses, maximum, log_sum = chunked(h.to(dtype), weight, bias, target, pointwise, loss_dtype)
         bias_record = raw(bias) if bias is not None else None
-        save(ctx, _record(h, dtype), raw(weight), bias_record, raw(target), raw(maximum), raw(log_sum))
+        rows_record = raw(rows) if rows is not None else None
+        save(ctx, _record(h, dtype), raw(weight), bias_record, raw(target), raw(maximum), raw(log_sum), rows_record)
         ctx.pointwise, ctx.h_dtype = pointwise, h.dtype
         return losses  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> _Grads:  # dlosses [K]
-        h, weight, bias, target, maximum, log_sum = load(ctx)
+        h, weight, bias, target, maximum, log_sum, _ = load(ctx, dlosses, rows=6)
         dh, dweight, dbias = implementation("linear_cross_entropy_bwd", h)(
             dlosses, h, weight, bias, target, maximum, log_sum, ctx.pointwise, ctx.needs_input_grad[:3]
         )

@@ -40,7 +40,7 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, rstd, *rest = load(ctx)
+        x, rstd, *rest = load(ctx, dy)
         weight = rest[0] if rest else None
         dx, dweight = implementation("rms_norm_bwd", dy)(dy, x, weight, rstd, ctx.variant, ctx.needs_input_grad[:2])
         return dx, dweight, None, None, None, None

@@ -26,7 +26,7 @@ class RMSNormOutputFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        y, rstd, weight = load(ctx)
+        y, rstd, weight = load(ctx, dy)
         dx, dweight = implementation("rms_norm_output_bwd", dy)(
             dy, y, weight, rstd, ctx.variant, ctx.needs_input_grad[:2]
         )

@@ -7,39 +7,50 @@ of its own. This package is the only code that touches storage on `ctx`.
 
 from __future__ import annotations
 
-from .record import Derived, Record, Stored, is_lossless, raw
+from .padding import Padding, dropping, keep, padding_in, padding_of
+from .record import Derived, Recipe, Record, Stored, is_lossless, raw
 from .registry import (
     clear,
     declare,
     declare_as,
     encoded,
     frame,
+    known_record,
     live_entries,
     record_in_order_of,
     record_of,
     shared_copy,
     shared_derivation,
+    whole_record_of,
 )
 from .saving import Packed, load, load_packed, save
 
 __all__ = [
     "Derived",
     "Packed",
+    "Padding",
+    "Recipe",
     "Record",
     "Stored",
     "clear",
     "declare",
     "declare_as",
+    "dropping",
     "encoded",
     "frame",
     "is_lossless",
+    "keep",
+    "known_record",
     "live_entries",
     "load",
     "load_packed",
+    "padding_in",
+    "padding_of",
     "raw",
     "record_in_order_of",
     "record_of",
     "save",
     "shared_copy",
     "shared_derivation",
+    "whole_record_of",
 ]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
+from .padding import drops, is_dropped, keep
 from .record import Derived, Recipe, Record, Stored, leaves
 
 _Key = tuple[int, int, int, torch.dtype, int]
@@ -38,7 +39,7 @@ class _Entry:
     def __init__(self, x: Tensor, record: Record | None, on_death: Callable[[Any], None]) -> None:
         self.tensor = weakref.ref(x, on_death)
         self.derivations: dict[Hashable, Recipe] = {}
-        self.copies: dict[Hashable, Stored] = {}
+        self.copies: dict[Hashable, Record] = {}
         self.describe(x, record)
 
     def describe(self, x: Tensor, record: Record | None) -> None:
@@ -157,22 +158,26 @@ def declare_as(y: Tensor, record: Derived) -> None:
         _insert(y, record)
 
 
+def known_record(x: Tensor) -> Record | None:
+    """The record that x has already: what its producer declared, or what an earlier consumer keeps."""
+    entry = None if torch.compiler.is_compiling() else _find(x)
+    if entry is None or not entry.describes(x):
+        return None
+    assert entry.record is not None
+    return _viewed(entry, entry.record, x)
+
+
 def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
     """The record of x: what its producer declared, or x itself through `codec`, packed once for all its consumers."""
-    if torch.compiler.is_compiling():
-        return Stored(codec, *codec.pack(x)) if codec != IDENTITY else Stored(IDENTITY, (x,))
-    entry = _find(x)
-    if entry is not None and entry.describes(x):
-        assert entry.record is not None
-        return _viewed(entry, entry.record, x)
-    if codec == IDENTITY:
-        return Stored(IDENTITY, (x,))
-    record = Stored(codec, *codec.pack(x.detach()))
-    if entry is None:
-        _insert(x, record)
-    elif entry.record is None:
-        entry.describe(x, record)
-    return record
+    return record_in_order_of(x, x, codec)
+
+
+def whole_record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
+    """The record of x with its padding rows, for consumers that look at them, or whose dimensions mean other things."""
+    known = known_record(x)
+    if not (drops(x, codec) if known is None else is_dropped(known)):
+        return record_of(x, codec)
+    return Stored(codec, *codec.pack(x.detach())) if codec != IDENTITY else Stored(IDENTITY, (x,))
 
 
 def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor], codec: Codec = IDENTITY) -> Derived:
@@ -193,38 +198,44 @@ def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor
     return Derived(entry.derivations[key], (source,))
 
 
-def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Stored:
+def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Record:
     """The record of a copy of x (a narrower cast) that is kept in x's stead, made once for all consumers, by name."""
     entry = None if torch.compiler.is_compiling() else _find(x) or _insert(x, None)
     if entry is None:
-        return Stored(IDENTITY, (make(),))
+        return keep(make(), IDENTITY)
     key = (name, x.shape, x.stride())
     if key not in entry.copies:
-        entry.copies[key] = Stored(IDENTITY, (make(),))
+        entry.copies[key] = keep(make(), IDENTITY)
     return entry.copies[key]
 
 
-def encoded(x: Tensor, codec: Codec, dtype: torch.dtype) -> Stored:
+def encoded(x: Tensor, codec: Codec, dtype: torch.dtype) -> Record:
     """The record of ``x.to(dtype)`` through `codec`, even if x could be derived; packed once for all its consumers."""
     entry = None if torch.compiler.is_compiling() else _find(x) or _insert(x, None)
     if entry is None:
-        return Stored(codec, *codec.pack(x.detach().to(dtype)))
+        return keep(x.detach().to(dtype), codec)
     key = (codec, dtype, x.shape, x.stride())
     if key not in entry.copies:
-        entry.copies[key] = Stored(codec, *codec.pack(x.detach().to(dtype)))
+        entry.copies[key] = keep(x.detach().to(dtype), codec)
     return entry.copies[key]
 
 
 def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
-    """The record of x by way of `order`, a contiguous tensor on the same data; consumers of either share it.
+    """The record of x by way of `order`, another view of the same data; consumers of either share it.
 
-    For an output in a permuted memory order, which its consumer will see in this one. The value is `order`'s.
+    For heads in a permuted memory order, which other consumers see in this one. The value is `order`'s.
     """
-    if codec == IDENTITY or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return Stored(codec, *codec.pack(order)) if codec != IDENTITY else Stored(IDENTITY, (order,))
+    entry = _find(x)
+    if entry is not None and entry.describes(order):
+        assert entry.record is not None
+        return _viewed(entry, entry.record, order)
+    if codec == IDENTITY and not drops(order, codec):
         return Stored(IDENTITY, (order,))
-    record = Stored(codec, *codec.pack(order.detach()))
-    entry = _insert(x, None)
-    if entry is not None:
+    record = keep(order, codec)
+    entry = entry or _insert(x, None)
+    if entry is not None and entry.record is None:
         entry.describe(order, record)
     return record
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
+from .padding import RealRows
 from .record import Recipe, Record, Stored
 
 
@@ -44,6 +45,8 @@ class _Leaves:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._position: dict[int, int] = {}
+        # what is kept without padding rows, one per batch, and where the order of its rows is
+        self.dropped: dict[int, tuple[RealRows, int]] = {}
 
     def add(self, x: Tensor) -> int:
         if id(x) not in self._position:
@@ -60,7 +63,13 @@ def _slot(record: Record, leaves: _Leaves, counted: bool = True) -> _Slot:
         record.recipe.uses += 1
         # the sources are asked once per backward, by the first consumer that rebuilds
         first = record.recipe.uses == 1
-    return _DerivedSlot(record.recipe, tuple(_slot(source, leaves, first) for source in record.sources))
+    sources = tuple(_slot(source, leaves, first) for source in record.sources)
+    back = record.recipe.recompute
+    if isinstance(back, RealRows):
+        order = sources[1]
+        assert isinstance(order, _StoredSlot)
+        leaves.dropped[id(back.guard)] = (back, order.positions[0])
+    return _DerivedSlot(record.recipe, sources)
 
 
 def save(ctx: Any, *records: Record | None) -> None:
@@ -74,6 +83,7 @@ def save(ctx: Any, *records: Record | None) -> None:
         return
     leaves = _Leaves()
     ctx.slots = tuple(None if record is None else _slot(record, leaves) for record in records)
+    ctx.dropped = tuple(leaves.dropped.values())
     ctx.save_for_backward(*leaves.tensors)
 
 
@@ -96,11 +106,12 @@ class Packed:
         return self.codec.unpack(self.tensors, self.meta)
 
 
-def load_packed(ctx: Any) -> tuple[Any, ...]:
+def load_packed(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
     """As `load`, but what was stored through a codec comes as `Packed`."""
     if torch.compiler.is_compiling():
         return tuple(ctx.saved_tensors)
     saved = ctx.saved_tensors
+    _check_padding(ctx, saved, dy)
 
     def value(slot: _Slot | None) -> Tensor | Packed | None:
         if isinstance(slot, _StoredSlot) and slot.codec != IDENTITY:
@@ -110,10 +121,29 @@ def load_packed(ctx: Any) -> tuple[Any, ...]:
     return tuple(value(slot) for slot in ctx.slots)
 
 
-def load(ctx: Any) -> tuple[Any, ...]:
-    """The values of what `save` kept, in order, derived ones rebuilt; None where None was saved."""
+def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ...]:
+    """The values of what `save` kept, in order, derived ones rebuilt; None where None was saved.
+
+    Args:
+        ctx: Of the Function.
+        dy: The incoming gradients: [B, S, ...] or [B * S, ...] if x [B, S, ...] was saved. The values are right if
+            they are zero in padding rows, which is looked at where such rows were dropped.
+        rows: Which of the saved tensors says to which row [K] each gradient of dy [K] belongs, if not to all in order.
+    """
     if torch.compiler.is_compiling():
         return tuple(ctx.saved_tensors)
     saved = ctx.saved_tensors
     slots: tuple[_Slot | None, ...] = ctx.slots
+    of = None if rows is None else slots[rows]
+    _check_padding(ctx, saved, dy, of.value(saved) if of is not None else None)
     return tuple(None if slot is None else slot.value(saved) for slot in slots)
+
+
+def _check_padding(
+    ctx: Any, saved: tuple[Tensor, ...], dy: tuple[Tensor | None, ...], of: Tensor | None = None
+) -> None:
+    assert dy or not ctx.dropped, "an op that keeps activations hands its incoming gradient to `load`"
+    for back, position in ctx.dropped:
+        for grad in dy:
+            if grad is not None:
+                back.check(saved[position], grad, of)

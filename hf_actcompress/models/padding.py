@@ -1,0 +1,38 @@
+"""Where a model says what is padding: the `attention_mask` of its forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..records import Padding, padding_of
+
+
+def padding_of_call(
+    model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Padding | None:
+    """The padding of one call of `model`, if it can be dropped.
+
+    Only a mask [B, S] says which rows are padding; of one with more dimensions, or of several sequences
+    (`why_not`), nothing is dropped.
+    """
+    if why_not(model) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return None
+    mask = kwargs.get("attention_mask")
+    if mask is None and args:
+        mask = inspect.signature(stock).bind_partial(*args).arguments.get("attention_mask")
+    # a plain tensor with values: not one of a fake or distributed kind
+    if type(mask) is not Tensor or mask.dim() != 2 or mask.device.type == "meta":
+        return None
+    return padding_of(mask)
+
+
+def why_not(model: nn.Module) -> str:
+    """Why padding is never dropped from a model; "" if it is."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "drop_padding: an encoder-decoder has two sequences, each with padding of its own; nothing is dropped"
+    return ""

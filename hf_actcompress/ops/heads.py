@@ -1,0 +1,84 @@
+"""What an attention call keeps in heads, [B, H, S, ...]: where there is padding to drop, in rows of tokens without it.
+
+The rows that are left out are zero in backward, which is exact: of a padding query because its dout is zero, of a
+padding key and value because no real query attends to them. The first is looked at in `load`, the second here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..codecs import IDENTITY, Codec
+from ..records import Derived, Padding, Recipe, Record, keep, padding_in, raw, record_in_order_of, whole_record_of
+
+
+def heads_padding(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Padding | None:
+    """The padding of a self-attention call whose rows need not be kept: q [B, H, S, D], k [B, Hkv, S, D].
+
+    None also where nothing hides padding from real tokens, or the queries are not those that the keys are of.
+    """
+    padding = padding_in(q.transpose(1, 2))
+    if padding is None or padding_in(k.transpose(1, 2)) is None or (mask is None and not is_causal):
+        return None
+    return padding
+
+
+def keep_heads(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, codec: Codec
+) -> tuple[list[Record], bool]:
+    """The records of q, k and v, shaped like them, and whether padding is dropped from them."""
+    padding = heads_padding(q, k, mask, is_causal)
+    if padding is None:
+        # no record that other consumers made without padding: attention looks across rows
+        return [whole_record_of(x, codec) for x in (q, k, v)], False
+    q_record, k_record, v_record = (record_in_order_of(x, x.transpose(1, 2), codec) for x in (q, k, v))
+    keys = Derived(Recipe(_Keys(padding)), (k_record, raw(_seen(padding, mask))))
+    return [Derived(Recipe(_swap), (q_record,)), keys, Derived(Recipe(_swap), (v_record,))], True
+
+
+def keep_output_heads(out: Tensor, codec: Codec, dropped: bool) -> Record:
+    """The record of an attention's output [B, H, S, D]; the next layer reads the same memory as [B, S, H, D]."""
+    if codec == IDENTITY and not dropped:
+        return raw(out)
+    order = out.transpose(1, 2)
+    return Derived(Recipe(_swap), (record_in_order_of(out, order, codec),))
+
+
+def keep_row_heads(x: Tensor, dropped: bool) -> Record:
+    """The record of x [B, H, S, ...] that belongs to the queries, exact: statistics and probabilities."""
+    return Derived(Recipe(_swap), (keep(x.transpose(1, 2), IDENTITY),)) if dropped else raw(x)
+
+
+def _swap(rows: Tensor) -> Tensor:
+    """Recompute function of [B, H, S, ...] from [B, S, H, ...]."""
+    return rows.transpose(1, 2)
+
+
+class _Keys:
+    """`_swap` for the keys, which asks whether they were needed."""
+
+    __slots__ = ("guard",)
+
+    def __init__(self, padding: Padding) -> None:
+        self.guard = padding.guard
+
+    def __call__(self, rows: Tensor, seen: Tensor) -> Tensor:
+        self.guard.note_attention(seen)
+        return rows.transpose(1, 2)
+
+
+def _seen(padding: Padding, mask: Tensor | None) -> Tensor:
+    """[], bool: whether a real query may attend to a padding key. Once per forward for every mask."""
+    real = padding.mask  # [B, S]
+    if mask is None:
+        # causal: padding on the right alone is never looked at
+        return padding.once(real, lambda: (real[:, 1:] & ~real[:, :-1]).any())
+    return padding.once(mask, lambda: _attends(mask.detach(), real))
+
+
+def _attends(mask: Tensor, real: Tensor) -> Tensor:
+    # additive masks hide by the lowest value of their dtype, or by one nearby when something was added to it
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    allowed = allowed.expand(real.shape[0], allowed.size(-3) if allowed.dim() > 2 else 1, -1, -1)
+    return (allowed & real[:, None, :, None] & ~real[:, None, None, :]).any()

@@ -1,0 +1,205 @@
+"""Padding rows are not kept: an activation x [B, S, ...] comes back from its real rows, with zeros in between.
+
+That is exact where no gradient reaches a padding row. A zero row of dy adds nothing to a weight's gradient and gives a
+zero row of dx whatever x was there, as long as it is finite, which zeros and what is made of them are; rows meet in
+attention alone (ops/heads.py). Dispatch is by shape, so what makes it safe is the guard: each op hands its
+incoming gradient to `load`, and one that is not zero on a dropped row raises when backward ends. NaN and inf are let
+through: they reach the weights' gradients with any x, where loss scaling looks for them.
+
+In a region under `torch.utils.checkpoint` nothing is dropped: it is computed again in backward, where no forward says
+what was padding, and has to save the same tensors then.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..codecs import BlockSparse, Codec, Float8, Identity, IntGroup, Offload, RowSample, TopK
+from ..errors import PaddingError
+from .record import Derived, Recipe, Record, Stored, raw
+
+_GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
+_ATTENTION = "an attention mask lets real tokens attend to padding"
+
+# those that take rows in any number, whatever sequence they are from
+_OF_ROWS = (BlockSparse, Float8, Identity, IntGroup, RowSample, TopK)
+
+
+class Guard:
+    """Looks once per backward whether dropping was right. Notes stay on the device until then."""
+
+    __slots__ = ("_found", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[int, dict[tuple[str, torch.device], Tensor]] = {}
+
+    def note_gradient(self, dy: Tensor, padding_rows: Tensor, total: int) -> None:
+        """dy [..., *], whose leading dimensions are `total` rows, has to be zero on `padding_rows`."""
+        rows = dy.reshape(total, -1).index_select(0, padding_rows)
+        worst = torch.linalg.vector_norm(rows, float("inf")).float()
+        self._note(_GRADIENT, torch.where(worst.isfinite(), worst, 0.0))
+
+    def note_attention(self, seen: Tensor) -> None:
+        """seen [], bool: whether a real token has attended to padding."""
+        self._note(_ATTENTION, seen.float())
+
+    def _note(self, what: str, size: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            _raise_if_any({(what, size.device): size})
+            return
+        with self._lock:
+            if task not in self._found:
+                self._found[task] = {}
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._look(task))  # type: ignore[no-untyped-call]
+            found = self._found[task]
+            before = found.get((what, size.device))
+            found[what, size.device] = size if before is None else torch.maximum(before, size)
+
+    def _look(self, task: int) -> None:
+        with self._lock:
+            found = self._found.pop(task, {})
+        _raise_if_any(found)
+
+
+def _raise_if_any(found: dict[tuple[str, torch.device], Tensor]) -> None:
+    # the one time in a backward that the host waits
+    sizes = {what: size.item() for (what, _), size in found.items() if size > 0}
+    if sizes:
+        reasons = "; ".join(what.format(size) for what, size in sizes.items())
+        raise PaddingError(
+            f"drop_padding=True does not keep padding rows for backward, and {reasons}. The gradients of this backward "
+            "are wrong: zero them. Set labels to -100 where attention_mask is 0 (with padding on the left also that of the "
+            "first real token, which padding predicts) and pool with the mask, or patch with drop_padding=False"
+        )
+
+
+class Padding:
+    """Which rows of the batch in the forward in progress are padding."""
+
+    __slots__ = ("_made", "_orders", "guard", "mask", "real")
+
+    def __init__(self, mask: Tensor, real: int) -> None:
+        self.mask, self.real, self.guard = mask, real, Guard()  # mask [B, S], bool, True for real
+        self._orders: dict[torch.device, Tensor] = {}
+        self._made: list[tuple[weakref.ref[Tensor], int, Tensor]] = []
+
+    def order(self, device: torch.device) -> Tensor:
+        """[B * S] int64: the real rows, then the padding rows; on another device it is a copy, made once."""
+        if not self._orders:
+            padded = self.mask.logical_not().flatten().to(torch.uint8)
+            self._orders[self.mask.device] = padded.argsort(stable=True)
+        if device not in self._orders:
+            self._orders[device] = self._orders[self.mask.device].to(device)
+        return self._orders[device]
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether x is [B, S, ...]."""
+        return x.dim() > 2 and x.shape[:2] == self.mask.shape and x.numel() > 0
+
+    def once(self, x: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes of x, once per forward for every x."""
+        for known, version, made in self._made:
+            if known() is x and version == x._version:
+                return made
+        made = make()
+        self._made.append((weakref.ref(x), x._version, made))
+        return made
+
+
+def padding_of(mask: Tensor) -> Padding | None:
+    """The padding of a mask [B, S], not zero for real tokens; None if there is none to drop. Waits for the device."""
+    with torch.no_grad():
+        real = mask != 0
+        count = int(real.sum())
+    # a batch of padding alone: someone else's convention
+    return Padding(real, count) if 0 < count < real.numel() else None
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.padding: Padding | None = None
+
+
+_state = _State()
+
+
+@contextmanager
+def dropping(padding: Padding | None) -> Iterator[None]:
+    """While the block runs in this thread, the rows of this padding are dropped from what is kept."""
+    before = _state.padding
+    _state.padding = padding
+    try:
+        yield
+    finally:
+        _state.padding = before
+
+
+def padding_in(x: Tensor) -> Padding | None:
+    """The padding whose rows of x are dropped here and now, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    padding = _state.padding
+    return padding if padding is not None and padding.fits(x) and not _checkpointed() else None
+
+
+def _checkpointed() -> bool:
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def _takes_rows(codec: Codec) -> bool:
+    return _takes_rows(codec.inner) if isinstance(codec, Offload) else isinstance(codec, _OF_ROWS)
+
+
+def drops(x: Tensor, codec: Codec) -> bool:
+    """Whether `keep` leaves padding rows of x out."""
+    return padding_in(x) is not None and _takes_rows(codec)
+
+
+def keep(x: Tensor, codec: Codec) -> Record:
+    """The record of x itself through `codec`, without its padding rows where there are any to drop."""
+    padding = padding_in(x)
+    if padding is None or not _takes_rows(codec):
+        return Stored(codec, *codec.pack(x.detach()))
+    order = padding.order(x.device)
+    rows = x.detach().flatten(0, 1).index_select(0, order[: padding.real])
+    back = RealRows(padding.guard, x.shape, padding.real)
+    return Derived(Recipe(back), (Stored(codec, *codec.pack(rows)), raw(order)))
+
+
+class RealRows:
+    """Recompute function of x [B, S, ...] from its real rows: zeros elsewhere."""
+
+    __slots__ = ("guard", "real", "shape")
+
+    def __init__(self, guard: Guard, shape: torch.Size, real: int) -> None:
+        self.guard, self.shape, self.real = guard, shape, real
+
+    @property
+    def total(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def __call__(self, rows: Tensor, order: Tensor) -> Tensor:
+        x = rows.new_zeros((self.total, *self.shape[2:]))
+        return x.index_copy_(0, order[: self.real], rows).view(self.shape)
+
+    def check(self, order: Tensor, dy: Tensor, of: Tensor | None = None) -> None:
+        """Note dy [B, S, ...] in the guard, or dy [K] that belongs to the rows `of` [K]."""
+        if of is not None:
+            dy = dy.new_zeros(self.total).index_add_(0, of, dy.abs())
+        self.guard.note_gradient(dy, order[self.real :], self.total)
+
+
+def is_dropped(record: Record) -> bool:
+    """Whether the record gives zeros, or what is made of them, for padding rows."""
+    if isinstance(record, Stored):
+        return False
+    return isinstance(record.recipe.recompute, RealRows) or any(is_dropped(source) for source in record.sources)
