@@ -115,11 +115,12 @@ def _check_codec(role: str, codec: str) -> None:
 PRESETS: dict[str, CompressionConfig] = {
     "exact": CompressionConfig(),
     # storage: every role through a codec; q, k and v never below 8 bits. a few channels of the residual stream are
-    # far larger than the rest: kept apart, they cost under 1% of the bytes and most of the error goes
+    # far larger than the rest: kept apart, they cost under 1% of the bytes and most of the error goes. few linear
+    # inputs are stored at all (heads, poolers), and those matter
     "int8": CompressionConfig(linear="int8", norm="int8_outliers", mlp="int8", attention="int8"),
-    "int4": CompressionConfig(linear="int4", norm="int4_128_outliers", mlp="int4_outliers", attention="int8"),
+    "int4": CompressionConfig(linear="int8", norm="int4_128_outliers", mlp="int4_outliers", attention="int8"),
     # what `calibrate` starts from; without it, the residual stream twice as fine as the rest
-    "adaptive": CompressionConfig(linear="int4", norm="int8_outliers", mlp="int4_outliers", attention="int8"),
+    "adaptive": CompressionConfig(linear="int8", norm="int8_outliers", mlp="int4_outliers", attention="int8"),
     "fp8": CompressionConfig(linear="fp8_e4m3", norm="fp8_e4m3", mlp="fp8_e4m3", attention="fp8_e4m3"),
     "offload": CompressionConfig(linear="offload", norm="offload", mlp="offload", attention="offload"),
     # other tensors

