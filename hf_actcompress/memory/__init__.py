@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .allocator import AllocatorTrace, StepMemory, kept_bytes, measure_step, trace
 from .attribution import memory_report
+from .batch_size import find_batch_size
+from .batch_size_report import BatchSizeReport, BatchSizeTrial
 from .calibration import Calibration, CalibrationRow, calibrate
 from .fidelity import FidelityComparison, FidelityReport, ParameterFidelity, compare_presets, fidelity_report
 from .report import Advice, MemoryReport, MemoryRow
@@ -11,6 +13,8 @@ from .report import Advice, MemoryReport, MemoryRow
 __all__ = [
     "Advice",
     "AllocatorTrace",
+    "BatchSizeReport",
+    "BatchSizeTrial",
     "Calibration",
     "CalibrationRow",
     "FidelityComparison",
@@ -22,6 +26,7 @@ __all__ = [
     "calibrate",
     "compare_presets",
     "fidelity_report",
+    "find_batch_size",
     "kept_bytes",
     "measure_step",
     "memory_report",

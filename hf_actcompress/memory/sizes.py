@@ -1,0 +1,28 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from bytes or from a text such as "22GiB", "24 GB" or "512MiB".
+
+    Args:
+        size: A number of bytes, or a number with its unit: GB are 10^9 bytes and GiB are 2^30.
+
+    Raises:
+        ValueError: No unit or an unknown one, or nothing above 0.
+    """
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]?i?b)\s*", size.lower())
+        if found is None or found[2] not in _UNITS:
+            raise ValueError(f"{size!r} is no size; give a number and one of B, KB, MB, GB, KiB, MiB, GiB, as in 22GiB")
+        nbytes = int(float(found[1]) * _UNITS[found[2]])
+    else:
+        nbytes = int(size)
+    if nbytes <= 0:
+        raise ValueError(f"a size has to be above 0 bytes, got {size!r}")
+    return nbytes
