@@ -19,7 +19,9 @@ NAME = PACKAGE.name
 # a part imports from its own and lower levels; parts of one level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("kernels", "reference"),
+    ("reference",),
+    # they read the reference's tables and its random numbers
+    ("kernels",),
     ("dispatch",),
     ("codecs",),
     ("records", "config"),

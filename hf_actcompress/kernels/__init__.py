@@ -11,6 +11,8 @@ differ from stock's in the last bit: it is held to stock's own error against fp6
 from __future__ import annotations
 
 KERNELS: dict[str, str] = {
+    "int_group_pack": "int_group",
+    "int_group_unpack": "int_group",
     "rms_norm_bwd": "rms_norm",
     "rms_norm_fwd": "rms_norm",
     "rms_norm_rebuild": "rms_norm",

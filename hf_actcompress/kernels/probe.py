@@ -11,6 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ..reference.rng import codecs_undisturbed
+
 # a tile and a bit, neither a power of two
 ROWS, WIDTH = 19, 200
 # roundings of the result's dtype, relative to its largest element: a wrong kernel is off by more, a right one by less
@@ -28,7 +30,12 @@ def disagreement(
 ) -> str | None:
     """What is wrong with `module`'s kernel `name` on a device; None if it agrees with `specification`."""
     devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False):
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        codecs_undisturbed(),
+        torch.autocast(device.type, enabled=False),
+    ):
         for args in module.SAMPLES[name](device, torch.bfloat16, ROWS, WIDTH):
             try:
                 ours = list(tensors(getattr(module, name)(*args)))

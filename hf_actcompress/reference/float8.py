@@ -32,7 +32,9 @@ def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor,
     for part, chunk in row_chunks(x):
         for start, stop, size in spans(features, group_size):
             values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype), copy=True), size)
-            step = bf16_above(values.abs().amax(-1) / torch.finfo(dtype).max).clamp_min(_TINY)
+            largest = values.abs().amax(-1)
+            # by a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is another
+            step = bf16_above(largest / torch.full_like(largest, torch.finfo(dtype).max)).clamp_min(_TINY)
             codes[part, start:stop] = values.div_(step.unsqueeze(-1)).flatten(1).to(dtype)
             scale[part, start // group_size : group_count(stop, group_size)] = step
     return codes, scale

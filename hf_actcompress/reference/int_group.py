@@ -73,7 +73,8 @@ def _quantise(values: Tensor, bits: int, stochastic: bool, skipped: Tensor | Non
         low = values.masked_fill(skipped, torch.inf).amin(-1)
         high = values.masked_fill(skipped, -torch.inf).amax(-1)
     zero = bf16_below(low)
-    scale = bf16_above((high - zero) / levels).clamp_min(_TINY)
+    # a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is another
+    scale = bf16_above((high - zero) / torch.full_like(high, levels)).clamp_min(_TINY)
     values.sub_(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
     values = values.add_(uniform(values.shape, values.dtype, values.device)).floor_() if stochastic else values.round_()
     return values.clamp_(0, levels).flatten(1), scale, zero

@@ -7,6 +7,9 @@ packed was dropped. Each process of a distributed run draws its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -35,3 +38,23 @@ def uniform(size: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torc
     if torch.compiler.is_compiling():  # which knows no generator but the default one
         return torch.rand(size, dtype=dtype, device=device)
     return torch.rand(size, dtype=dtype, device=device, generator=_generator(device))
+
+
+def kernel_seed(device: torch.device) -> Tensor:
+    """An int64 [1] from the same generator, from which a kernel makes its own numbers. Stays on the device."""
+    seed = torch.empty(1, dtype=torch.int64, device=device)
+    return seed.random_() if torch.compiler.is_compiling() else seed.random_(generator=_generator(device))
+
+
+@contextmanager
+def codecs_undisturbed() -> Iterator[None]:
+    """What is drawn inside leaves no trace in the codecs' generators."""
+    before = {device: generator.get_state() for device, generator in _generators.items()}
+    try:
+        yield
+    finally:
+        for device in list(_generators):
+            if device in before:
+                _generators[device].set_state(before[device])
+            else:
+                del _generators[device]

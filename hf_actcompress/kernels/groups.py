@@ -1,0 +1,131 @@
+"""What the kernels of grouped formats share: tiles of whole groups, rows in any layout, scales rounded outwards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# a wider group is walked in pieces
+_WIDEST_TILE = 16384
+_PIECE = 4096
+
+DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+class GroupTile(NamedTuple):
+    """A tile of `groups` groups and `columns` features of each, and the warps that share it."""
+
+    groups: int
+    columns: int
+    warps: int
+    whole: bool
+
+
+def group_tile(group_size: int) -> GroupTile:
+    """8 to 32 elements per thread; at least 8 columns, what one draw of random numbers serves."""
+    columns = max(triton.next_power_of_2(group_size), 8)
+    if columns > _WIDEST_TILE:
+        return GroupTile(1, _PIECE, 4, False)
+    # small or odd groups need registers for their addresses
+    elements = max(columns, _PIECE if group_size % 16 == 0 else 1024)
+    return GroupTile(elements // columns, columns, min(max(elements // 1024, 4), 16), True)
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor [..., D] as it lies: two inner sizes and three strides, of which the last is the rows'."""
+
+    x: Tensor
+    sizes: tuple[int, int]
+    strides: tuple[int, int, int]
+    dense: bool
+
+
+def rows_of(x: Tensor) -> Rows:
+    """No copy for up to four axes with unit stride in the last: q, k and v as heads before tokens."""
+    if x.is_contiguous() or x.dim() > 4 or x.stride(-1) != 1:
+        return Rows(x.contiguous(), (1, 1), (0, 0, 0), True)
+    sizes = (1, 1, 1, *x.shape[:-1])[-3:]
+    strides = (0, 0, 0, *x.stride()[:-1])[-3:]
+    return Rows(x, sizes[1:], strides, False)
+
+
+@triton.jit
+def row_offset(row, size1, size2, stride0, stride1, stride2):
+    """Where a row begins; `row` counts them in order."""
+    outer = row // size2
+    at = (row - outer * size2).to(tl.int64) * stride2
+    return at + (outer // size1).to(tl.int64) * stride0 + (outer % size1).to(tl.int64) * stride1
+
+
+@triton.jit
+def _bf16_towards(x, larger):
+    """fp32 x as a number that bf16 has: cut, and one step further from zero where `larger` and something was cut."""
+    bits = x.to(tl.uint32, bitcast=True)
+    cut = bits & 0xFFFF0000
+    cut = tl.where(larger & (cut != bits), cut + 0x10000, cut)
+    # cutting may turn a NaN into inf
+    return tl.where(x == x, cut.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
+def bf16_above(x):
+    """The smallest bf16 not below x, as fp32. NaN stays NaN, what is too large becomes inf."""
+    return _bf16_towards(x, x > 0)
+
+
+@triton.jit
+def bf16_below(x):
+    """The largest bf16 not above x, as fp32."""
+    return _bf16_towards(x, x < 0)
+
+
+@triton.jit
+def nearest_integer(x):
+    """To nearest, ties to even, for 0 <= x < 2^22: the sum has no bits left for a fraction."""
+    return (x + 8388608.0) - 8388608.0
+
+
+@triton.jit
+def within_range(value, scale, dtype: tl.constexpr):
+    """As the reference's: inside fp16's finite range where the scale is finite."""
+    if dtype == tl.float16:
+        finite = (scale == scale) & (tl.abs(scale) != float("inf"))
+        value = tl.where(finite & (value > 65504.0), 65504.0, value)
+        value = tl.where(finite & (value < -65504.0), -65504.0, value)
+    return value
+
+
+@triton.jit
+def as_code(x):
+    """fp32 to int32; NaN is 0."""
+    return tl.where(x == x, x, 0.0).to(tl.int32)
+
+
+@triton.jit
+def join_bits(codes, BITS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Codes int32 [G, C] as bytes [G, C BITS / 8], the first element in the lowest bits."""
+    per_byte: tl.constexpr = 8 // BITS
+    if per_byte > 1:
+        shifts = tl.arange(0, per_byte) * BITS
+        codes = tl.sum(tl.reshape(codes, [G, C // per_byte, per_byte]) << shifts[None, None, :], axis=2)
+    return codes.to(tl.uint8)
+
+
+@triton.jit
+def split_bits(packed, BITS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Bytes [G, C BITS / 8] as codes int32 [G, C]."""
+    per_byte: tl.constexpr = 8 // BITS
+    codes = packed.to(tl.int32)
+    if per_byte > 1:
+        shifts = tl.arange(0, per_byte) * BITS
+        codes = tl.reshape((codes[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1), [G, C])
+    return codes

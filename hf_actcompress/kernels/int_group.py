@@ -1,0 +1,274 @@
+"""Group quantisation in one pass over x, and back.
+
+Rounding to nearest makes the reference's codes, scales and zero points bit by bit on any GPU: the same formula in the
+same order, the division correctly rounded, and the only sum of a product (code times scale plus zero point) is of an
+exact product, so that it does not matter whether a compiler fuses it. Stochastic rounding draws from Philox under a
+seed of the codecs' generator, one number per element wherever it lies: 16 bits, which biases a code by 2^-17 at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.bits import pack_codes, unpack_codes
+from ..reference.groups import group_count, rows_features
+from ..reference.int_group import row_bytes
+from ..reference.rng import kernel_seed
+from .common import cast, on, traced
+from .groups import (
+    DTYPES,
+    as_code,
+    bf16_above,
+    bf16_below,
+    group_tile,
+    join_bits,
+    nearest_integer,
+    row_offset,
+    rows_of,
+    split_bits,
+    within_range,
+)
+
+_TINY = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
+
+
+@triton.jit
+def _noise(seed, counter, G: tl.constexpr, C: tl.constexpr):
+    """Numbers in [0, 1) [G, C] from counters [G, C / 8]: 16 bits each, so that an integer below 256 stays one."""
+    a, b, c, d = tl.randint4x(seed, counter)
+    left = tl.join(tl.join(a & 0xFFFF, b & 0xFFFF), tl.join(c & 0xFFFF, d & 0xFFFF))
+    right = tl.join(tl.join(a >> 16, b >> 16), tl.join(c >> 16, d >> 16))
+    return tl.reshape(tl.join(left, right), [G, C]).to(tl.float32) * 0.0000152587890625
+
+
+@triton.jit
+def _range(x, counts):
+    """Smallest and largest of each row of a tile, NaN where one is; (inf, -inf) of none."""
+    low = tl.min(tl.where(counts, x, float("inf")), axis=1)
+    high = tl.max(tl.where(counts, x, float("-inf")), axis=1)
+    broken = tl.max(tl.where(counts & (x != x), 1, 0), axis=1) > 0
+    return tl.where(broken, float("nan"), low), tl.where(broken, float("nan"), high), broken
+
+
+@triton.jit
+def _codes(x, zero, scale, seed_ptr, counter, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr,
+           G: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    value = tl.math.div_rn(x - zero[:, None], scale[:, None])
+    if STOCHASTIC:
+        value = tl.floor(value + _noise(tl.load(seed_ptr), counter, G, C))
+        value = tl.minimum(tl.maximum(value, 0.0), LEVELS)
+    else:
+        value = nearest_integer(tl.minimum(tl.maximum(value, 0.0), LEVELS))
+    return as_code(value)
+
+
+@triton.jit
+def _pack_kernel(
+    x_ptr, skip_ptr, seed_ptr, codes_ptr, scale_ptr, zero_ptr,
+    total, per_row, features, group, row_size, group_bytes, size1, size2, stride0, stride1, stride2,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr, SKIP: tl.constexpr, DENSE: tl.constexpr,
+    WHOLE: tl.constexpr, INDEX: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """G of `total` groups. DENSE: rows of whole groups follow one another. WHOLE: a tile holds whole groups."""
+    per_byte: tl.constexpr = 8 // BITS
+    at = tl.program_id(0).to(INDEX) * G + tl.arange(0, G)
+    known = at < total
+    if DENSE:
+        start = at.to(tl.int64) * group
+        byte = at.to(tl.int64) * group_bytes
+        length, bytes = at * 0 + group, at * 0 + group_bytes
+    else:
+        row = at // per_row
+        nth = at - row * per_row
+        length = tl.minimum(group, features - nth * group)
+        bytes = tl.minimum(group_bytes, row_size - nth * group_bytes)
+        start = row_offset(row, size1, size2, stride0, stride1, stride2) + nth * group
+        byte = row.to(tl.int64) * row_size + nth * group_bytes
+    cols = tl.arange(0, C)
+    eighths, quarters = tl.arange(0, C // 8), tl.arange(0, C // per_byte)
+    counter = at.to(tl.int64)[:, None] * ((group + 7) // 8) + eighths[None, :]
+    skipped_at = (at % per_row) * group if SKIP else at
+
+    x = tl.zeros([G, C], tl.float32)
+    low, high = tl.full([G], float("inf"), tl.float32), tl.full([G], float("-inf"), tl.float32)
+    broken = at < 0
+    for piece in range(0, 1 if WHOLE else tl.cdiv(group, C)):
+        col = piece * C + cols
+        inside = known[:, None] & (col[None, :] < length[:, None])
+        x = tl.load(x_ptr + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        counts = inside
+        if SKIP:
+            counts = inside & (tl.load(skip_ptr + skipped_at[:, None] + col[None, :], mask=inside, other=1) == 0)
+        least, largest, nan = _range(x, counts)
+        low, high, broken = tl.minimum(low, least), tl.maximum(high, largest), broken | nan
+    low, high = tl.where(broken, float("nan"), low), tl.where(broken, float("nan"), high)
+
+    zero = bf16_below(low)
+    scale = bf16_above(tl.math.div_rn(high - zero, LEVELS))
+    scale = tl.where(scale < _TINY, _TINY, scale)
+    tl.store(scale_ptr + at, cast(scale, tl.bfloat16), mask=known)
+    tl.store(zero_ptr + at, cast(zero, tl.bfloat16), mask=known)
+    for piece in range(0, 1 if WHOLE else tl.cdiv(group, C)):
+        col = piece * C + cols
+        inside = known[:, None] & (col[None, :] < length[:, None])
+        if not WHOLE:
+            x = tl.load(x_ptr + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+        codes = _codes(x, zero, scale, seed_ptr, counter + piece * (C // 8), LEVELS, STOCHASTIC, G, C)
+        packed = join_bits(tl.where(inside, codes, 0), BITS, G, C)
+        place = piece * (C // per_byte) + quarters
+        written = known[:, None] & (place[None, :] < bytes[:, None])
+        tl.store(codes_ptr + byte[:, None] + place[None, :], packed, mask=written)
+
+
+@triton.jit
+def _unpack_kernel(
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, total, per_row, features, group, row_size, group_bytes,
+    BITS: tl.constexpr, DENSE: tl.constexpr, INDEX: tl.constexpr, WORK: tl.constexpr,
+    G: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    per_byte: tl.constexpr = 8 // BITS
+    at = tl.program_id(0).to(INDEX) * G + tl.arange(0, G)
+    known = at < total
+    if DENSE:
+        start = at.to(tl.int64) * group
+        byte = at.to(tl.int64) * group_bytes
+        length, bytes = at * 0 + group, at * 0 + group_bytes
+    else:
+        row = at // per_row
+        nth = at - row * per_row
+        start = row.to(tl.int64) * features + nth * group
+        byte = row.to(tl.int64) * row_size + nth * group_bytes
+        length = tl.minimum(group, features - nth * group)
+        bytes = tl.minimum(group_bytes, row_size - nth * group_bytes)
+    scale = tl.load(scale_ptr + at, mask=known, other=1.0).to(WORK)[:, None]
+    zero = tl.load(zero_ptr + at, mask=known, other=0.0).to(WORK)[:, None]
+    place = tl.program_id(1) * (C // per_byte) + tl.arange(0, C // per_byte)
+    read = known[:, None] & (place[None, :] < bytes[:, None])
+    packed = tl.load(codes_ptr + byte[:, None] + place[None, :], mask=read, other=0)
+    value = within_range(split_bits(packed, BITS, G, C).to(WORK) * scale + zero, scale, out_ptr.dtype.element_ty)
+    col = tl.program_id(1) * C + tl.arange(0, C)
+    inside = known[:, None] & (col[None, :] < length[:, None])
+    tl.store(out_ptr + start[:, None] + col[None, :], cast(value, out_ptr.dtype.element_ty), mask=inside)
+
+
+def _index(groups: int) -> tl.dtype:
+    """Divisions in 32 bits where the count of groups allows it."""
+    return tl.int32 if groups < 2**31 - 2**16 else tl.int64
+
+
+def _kernel_bits(features: int, bits: int, group_size: int) -> int:
+    """8 where groups do not end with a byte: the kernel then makes, or takes, a byte per code."""
+    return bits if group_size * bits % 8 == 0 or group_size >= features else 8
+
+
+def _fake_pack(
+    x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, features = rows_features(x)
+    scale = x.new_empty(rows, group_count(features, group_size), dtype=torch.bfloat16)
+    return x.new_empty(rows, row_bytes(features, bits), dtype=torch.uint8), scale, torch.empty_like(scale)
+
+
+@traced(_fake_pack)
+def _int_group_pack(
+    x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    codes, scale, zero = _fake_pack(x, bits, group_size, seed, skip)
+    if x.numel() == 0:
+        return codes, scale, zero
+    features = rows_features(x)[1]
+    group = min(group_size, features)
+    width = _kernel_bits(features, bits, group)
+    target = codes if width == bits else codes.new_zeros(codes.size(0), codes.size(1) * (8 // bits))
+    rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group)
+    sizes = (1, codes.size(0)) if rows.dense else rows.sizes
+    strides = (0, 0, features) if rows.dense else rows.strides
+    with on(x):
+        _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
+            rows.x, x if skip is None else skip.view(torch.uint8), x if seed is None else seed, target, scale, zero,
+            scale.numel(), scale.size(1), features, group, target.size(1), triton.cdiv(group * width, 8),
+            *sizes, *strides,
+            BITS=width, LEVELS=2.0**bits - 1, STOCHASTIC=seed is not None, SKIP=skip is not None,
+            DENSE=rows.dense and features % group == 0 and group * width % 8 == 0, WHOLE=tile.whole,
+            INDEX=_index(scale.numel()), G=tile.groups, C=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    if width != bits:
+        codes = pack_codes(target, bits).view(codes.shape)
+    return codes, scale, zero
+
+
+def int_group_pack(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """codes uint8 [R, ceil(D bits / 8)], scale and zero bf16 [R, n], from x [..., D]; `skip` is bool [D]."""
+    packed: tuple[Tensor, Tensor, Tensor] = _int_group_pack(
+        x, bits, group_size, kernel_seed(x.device) if stochastic else None, skip
+    )
+    return packed
+
+
+def _fake_unpack(
+    packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
+) -> Tensor:
+    return packed.new_empty(packed.size(0), features, dtype=dtype)
+
+
+@traced(_fake_unpack)
+def _int_group_unpack(
+    packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
+) -> Tensor:
+    out = _fake_unpack(packed, scale, zero, features, dtype, bits, group_size)
+    if out.numel() == 0:
+        return out
+    group = min(group_size, features)
+    width = _kernel_bits(features, bits, group)
+    packed, scale, zero = packed.contiguous(), scale.contiguous(), zero.contiguous()
+    if width != bits:
+        packed = unpack_codes(packed.view(-1), bits, packed.numel() * (8 // bits)).view(packed.size(0), -1)
+    tile = group_tile(group)
+    with on(out):
+        _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
+            packed, scale, zero, out,
+            scale.numel(), scale.size(1), features, group, packed.size(1), triton.cdiv(group * width, 8),
+            BITS=width, DENSE=features % group == 0 and group * width % 8 == 0, INDEX=_index(scale.numel()),
+            WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
+            G=tile.groups, C=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    return out
+
+
+def int_group_unpack(
+    packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
+) -> Tensor:
+    """The rows [R, D] in `dtype` of what `int_group_pack` returned."""
+    rows: Tensor = _int_group_unpack(packed, scale, zero, features, dtype, bits, group_size)
+    return rows
+
+
+def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    x = (torch.randn(rows, width, device=device) * 3 + 1).to(dtype)
+    skip = torch.rand(width, device=device) < 0.1
+    for bits in (8, 4, 2):
+        for group_size, skipped in ((64, None), (5, None), (max(width, 1), skip)):
+            yield x, bits, group_size, False, skipped
+        # integers that are codes already: no draw changes them
+        grid = torch.randint(2**bits, (rows, width), device=device)
+        grid[:, ::64], grid[:, 1::64] = 0, 2**bits - 1
+        yield grid.to(dtype), bits, 64, True, None
+
+
+def _sample_unpack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    for bits in (8, 4, 2):
+        for group_size in (64, 5, max(width, 1)):
+            codes = torch.randint(256, (rows, row_bytes(width, bits)), device=device, dtype=torch.uint8)
+            scale = torch.rand(rows, group_count(width, group_size), device=device).to(torch.bfloat16)
+            yield codes, scale, -scale, width, dtype, bits, group_size
+
+
+SAMPLES = {"int_group_pack": _sample_pack, "int_group_unpack": _sample_unpack}
