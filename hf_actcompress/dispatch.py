@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
-from .kernels import BITWISE, KERNELS
+from .kernels import BITWISE, KERNELS, TORCH_HAS
 
 CHOICES = ("auto", "reference", "triton")
 OLDEST = (8, 0)
@@ -48,14 +48,18 @@ def use(choice: str) -> Iterator[None]:
         _choice = before
 
 
-def implementation(name: str, x: Tensor) -> Callable[..., Any]:
-    """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x."""
+def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any]:
+    """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x.
+
+    `row` is the kind of an activation, which torch may have as one kernel: then `auto` keeps to the reference.
+    """
     if _choice == "triton":
         _require(name, x)
         return _kernel(name)
     # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
     # does with no foreign kernel
-    automatic = _choice == "auto" and name in KERNELS and x.is_cuda and x.dtype != torch.float64
+    automatic = _choice == "auto" and name in KERNELS and row not in TORCH_HAS.get(name, ())
+    automatic = automatic and x.is_cuda and x.dtype != torch.float64
     if automatic and not torch.compiler.is_compiling() and _why_not(name, x.device) is None:
         return _kernel(name)
     function: Callable[..., Any] = getattr(reference, name)

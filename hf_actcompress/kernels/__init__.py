@@ -11,11 +11,30 @@ differ from stock's in the last bit: it is held to stock's own error against fp6
 from __future__ import annotations
 
 KERNELS: dict[str, str] = {
+    "activation_bwd": "activation",
+    "activation_derivative": "activation",
+    "activation_value": "activation",
     "int_group_pack": "int_group",
     "int_group_unpack": "int_group",
+    "float8_pack": "float8",
+    "float8_unpack": "float8",
+    "gated_product": "gated_mlp",
+    "gated_product_bwd": "gated_mlp",
+    "layer_norm_bwd": "layer_norm",
+    "layer_norm_output_bwd": "norm_output",
     "rms_norm_bwd": "rms_norm",
     "rms_norm_fwd": "rms_norm",
+    "rms_norm_output_bwd": "norm_output",
     "rms_norm_rebuild": "rms_norm",
+}
+
+# the kinds for which torch has one kernel of its own: as fast, and bit-equal to stock
+_TORCH_ACTIVATIONS = frozenset(
+    {"gelu", "gelu_tanh", "silu", "mish", "relu", "relu6", "leaky_relu", "hardswish", "sigmoid", "tanh"}
+)
+TORCH_HAS: dict[str, frozenset[str]] = {
+    "activation_bwd": _TORCH_ACTIVATIONS,
+    "activation_value": _TORCH_ACTIVATIONS,
 }
 
 # those that stand in a forward

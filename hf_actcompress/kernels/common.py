@@ -23,10 +23,12 @@ WIDEST_ROW = 65536
 
 # elements of a tile and warps that share it, by the width of a row: 8 to 32 elements of each tensor per thread
 _TILES = ((4096, 2048, 4), (8192, 8192, 8), (16384, 16384, 16), (WIDEST_ROW, WIDEST_ROW, 32))
-POINTWISE_TILE, POINTWISE_WARPS = 2048, 8
+POINTWISE_TILE, POINTWISE_WARPS = 2048, 4
 
 # programs per multiprocessor that walk over the rows; each has a row of its own in the buffer of partial sums
 _WAVES = 4
+
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -103,33 +105,53 @@ def cast(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-# Accurate to the last bits, as torch's own: Triton's exp and / are the fast approximations of PTX. The interpreter
-# knows neither libdevice nor the difference.
+# FAST is for results of 16 bits: PTX's approximations are off by a few roundings of fp32, which are none of theirs.
+# Otherwise accurate to the last bit or two, as torch's own. The interpreter has no libdevice, and in fp32 it is worse
+# than either; it computes in fp64.
 
 
 @triton.jit
-def exp(x):
+def exp(x, FAST: tl.constexpr):
     if INTERPRETED:
+        return tl.exp(x.to(tl.float64)).to(tl.float32)
+    elif FAST:
         return tl.exp(x)
     else:
         return libdevice.exp(x)
 
 
 @triton.jit
-def sigmoid(x):
-    return tl.math.div_rn(1.0, 1.0 + exp(-x))
+def divide(x, y, FAST: tl.constexpr):
+    if FAST:
+        return x / y
+    else:
+        return tl.math.div_rn(x, y)
 
 
 @triton.jit
-def tanh(x):
-    """To an absolute error of one rounding of 1, which is what is needed where 1 is added."""
-    e = exp(-2.0 * tl.abs(x))
-    t = tl.math.div_rn(1.0 - e, 1.0 + e)
-    return tl.where(x < 0, -t, t)
+def sigmoid(x, FAST: tl.constexpr):
+    return divide(1.0, 1.0 + exp(-x, FAST), FAST)
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """Near 0 by a polynomial (relative error 1e-9), which keeps the small values' digits."""
+    if FAST:
+        return 2.0 * sigmoid(2.0 * x, FAST) - 1.0
+    else:
+        s = x * x
+        p = -0.33333316 + s * (0.13332586 + s * (-0.0538523 + s * (0.021071635 + s * -0.006274173)))
+        away = 1.0 - divide(2.0, exp(2.0 * tl.abs(x), FAST) + 1.0, FAST)
+        return tl.where(tl.abs(x) < 0.55, x + x * s * p, tl.where(x < 0.0, -away, away))
 
 
 @triton.jit
 def log1p(x):
-    """For x >= 0 (Kahan)."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * tl.math.div_rn(x, tl.where(u == 1.0, 1.0, u - 1.0)))
+    """For x >= 0."""
+    if INTERPRETED:
+        # Kahan's
+        wide = x.to(tl.float64)
+        u = 1.0 + wide
+        return tl.where(u == 1.0, wide, tl.log(u) * (wide / tl.where(u == 1.0, 1.0, u - 1.0))).to(tl.float32)
+    else:
+        return libdevice.log1p(x)

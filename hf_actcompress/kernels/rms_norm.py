@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import POINTWISE_TILE, POINTWISE_WARPS, as_rows, cast, on, programs, row_tile, traced
+from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, cast, on, row_tile, traced
+from .layer_norm import norm_bwd, present
 
 _HALF = (torch.float16, torch.bfloat16)
-_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
@@ -46,40 +46,6 @@ def _rebuild_kernel(
             weight = 1.0 + weight
         y = cast(y, NORMED).to(tl.float32) * weight[None, :]
     tl.store(y_ptr + at, cast(y, y_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _bwd_kernel(
-    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, rows, width,
-    HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """dx [rows, width]; partial [programs, width]: the sums of dy * x^ over the rows that a program walked."""
-    cols = tl.arange(0, C)
-    inside = cols < width
-    gain = tl.full([C], 1.0, tl.float32)
-    if HAS_WEIGHT:
-        gain = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        if ONE_PLUS:
-            gain = 1.0 + gain
-    dweight = tl.zeros([R, C], tl.float32)
-    for start in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
-        row = (start * R + tl.arange(0, R)).to(tl.int64)
-        mask = (row < rows)[:, None] & inside[None, :]
-        at = row[:, None] * width + cols[None, :]
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
-        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if DWEIGHT:
-            dweight += dy * (x * rstd)
-        if DX:
-            dnormed = dy * gain[None, :]
-            mean = (tl.sum(dnormed * x, axis=1) / width)[:, None]
-            dx = dnormed * rstd - x * (mean * rstd * rstd * rstd)
-            tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=mask)
-    if DWEIGHT:
-        at = tl.program_id(0).to(tl.int64) * width + cols
-        tl.store(partial_ptr + at, tl.sum(dweight, axis=0), mask=inside)
 
 
 def _normed_dtype(x: Tensor, weight: Tensor | None, variant: str) -> torch.dtype:
@@ -128,14 +94,14 @@ def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: s
     y = _fake_rebuild(x, rstd, weight, variant)
     if x.numel() == 0:
         return y
-    x, rstd = as_rows(x.contiguous()), rstd.contiguous()
-    rows, width = x.shape
+    x, rstd, width = x.contiguous(), rstd.contiguous(), x.size(-1)
+    rows = x.numel() // width
     R, C, warps = row_tile(width)
     with on(x):
         _rebuild_kernel[(triton.cdiv(rows, R),)](
             x, rstd, x if weight is None else weight.contiguous(), y, rows, width,
             HAS_WEIGHT=weight is not None, ONE_PLUS=variant == "one_plus_weight",
-            NORMED=_DTYPES[_normed_dtype(x, weight, variant)], R=R, C=C, num_warps=warps,
+            NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R, C=C, num_warps=warps,
         )  # fmt: skip
     return y
 
@@ -146,49 +112,21 @@ def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: st
     return y
 
 
-def _fake_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, one_plus: bool, want_dx: bool, want_dweight: bool
-) -> tuple[Tensor, Tensor]:
-    dweight = weight.new_empty(weight.shape if want_dweight else 0) if weight is not None else x.new_empty(0)
-    return x.new_empty(x.shape if want_dx else 0), dweight
-
-
-@traced(_fake_bwd)
-def _rms_norm_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, one_plus: bool, want_dx: bool, want_dweight: bool
-) -> tuple[Tensor, Tensor]:
-    dx, dweight = _fake_bwd(dy, x, weight, rstd, one_plus, want_dx, want_dweight)
-    if x.numel() == 0:
-        return dx, dweight.zero_()
-    x, dy, rstd = as_rows(x.contiguous()), as_rows(dy.contiguous()), rstd.contiguous()
-    rows, width = x.shape
-    R, C, warps = row_tile(width)
-    count = programs(x, triton.cdiv(rows, R))
-    partial = x.new_empty((count, width) if want_dweight else 0, dtype=torch.float32)
-    with on(x):
-        _bwd_kernel[(count,)](
-            dy, x, x if weight is None else weight.contiguous(), rstd, dx, partial, rows, width,
-            HAS_WEIGHT=weight is not None, ONE_PLUS=one_plus, DX=want_dx, DWEIGHT=want_dweight,
-            R=R, C=C, num_warps=warps,
-        )  # fmt: skip
-    return dx, partial.sum(0).to(dweight.dtype) if want_dweight else dweight
-
-
 def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like x and dweight [C], from dy [..., C]; those not `needed` are None."""
-    want_dx, want_dweight = needed[0], needed[1] and weight is not None
-    if not (want_dx or want_dweight):
-        return None, None
-    dx, dweight = _rms_norm_bwd(dy, x, weight, rstd, variant == "one_plus_weight", want_dx, want_dweight)
-    return dx if want_dx else None, dweight if want_dweight else None
+    one_plus = variant == "one_plus_weight"
+    grads = norm_bwd(dy, x, weight, None, None, rstd, x.size(-1), False, False, one_plus, [*needed, False])
+    dx, dweight, _ = present(grads, (x, weight, None), (*needed, False))
+    return dx, dweight
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
     x, rstd = torch.randn(rows, width, device=device).to(dtype), torch.rand(rows, 1, device=device) + 0.5
+    yield x, rstd, None, "weight_in_fp32"
     for variant in ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32"):
-        for weight in (torch.randn(width, device=device).to(dtype), torch.randn(width, device=device), None):
+        for weight in (torch.randn(width, device=device).to(dtype), torch.randn(width, device=device)):
             yield x, rstd, weight, variant
 
 

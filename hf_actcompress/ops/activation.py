@@ -15,6 +15,20 @@ from ..records import declare, load, record_of, save
 from .autocast import SameAutocast
 
 
+class _Rebuild:
+    """Recompute function of the output; it holds no tensor."""
+
+    __slots__ = ("dtype", "kind", "options", "stock")
+
+    def __init__(self, stock: SameAutocast, kind: str, options: tuple[float, ...], dtype: torch.dtype) -> None:
+        self.stock, self.kind, self.options, self.dtype = stock, kind, options, dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        value = implementation("activation_value", x, self.kind)
+        y: Tensor = value(x, self.stock, self.kind, self.options, self.dtype)
+        return y
+
+
 class ActivationFunction(torch.autograd.Function):
     """Variant "input": keeps x, rebuilds y."""
 
@@ -26,7 +40,7 @@ class ActivationFunction(torch.autograd.Function):
         record = record_of(x, codec)
         save(ctx, record)
         if not torch.compiler.is_compiling():
-            declare(y, SameAutocast(stock, x), record)
+            declare(y, _Rebuild(SameAutocast(stock, x), kind, options, y.dtype), record)
         ctx.kind, ctx.options = kind, options
         return y
 
@@ -34,7 +48,8 @@ class ActivationFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,) = load(ctx, dy)
-        return implementation("activation_bwd", dy)(dy, x, ctx.kind, ctx.options), None, None, None, None
+        bwd = implementation("activation_bwd", dy, ctx.kind)
+        return bwd(dy, x, ctx.kind, ctx.options), None, None, None, None
 
 
 def activation(
@@ -49,7 +64,7 @@ def activation(
 
     Args:
         x: Pre-activation, any shape, floating point.
-        stock: The stock forward; its values are returned unchanged, and rebuilt with it.
+        stock: The stock forward; its values are returned unchanged, and rebuilt with it or by a kernel of that kind.
         kind: A row of ``reference.ACTIVATIONS``: the derivative.
         options: Constants of that row.
         codec: How x is stored if it has to be.

@@ -17,16 +17,18 @@ from .autocast import SameAutocast
 _Stock = Callable[[Tensor], Tensor]
 
 
-class _Product:
-    """Recompute function of the product."""
+class _Rebuild:
+    """Recompute function of the product; it holds no tensor."""
 
-    __slots__ = ("stock",)
+    __slots__ = ("dtype", "kind", "options", "stock")
 
-    def __init__(self, stock: _Stock) -> None:
-        self.stock = stock
+    def __init__(self, stock: SameAutocast, kind: str, options: tuple[float, ...], dtype: torch.dtype) -> None:
+        self.stock, self.kind, self.options, self.dtype = stock, kind, options, dtype
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.stock(gate) * up
+        product = implementation("gated_product", gate)
+        h: Tensor = product(gate, up, self.stock, self.kind, self.options, self.dtype)
+        return h
 
 
 class GatedProductFunction(torch.autograd.Function):
@@ -36,13 +38,12 @@ class GatedProductFunction(torch.autograd.Function):
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, stock: _Stock, kind: str, options: tuple[float, ...], codec: Codec
     ) -> Tensor:  # gate, up [..., F]
-        product = _Product(stock)
-        h = product(gate, up)
+        h = stock(gate) * up
         gate_record, up_record = record_of(gate, codec), record_of(up, codec)
         save(ctx, gate_record, up_record)
         if not torch.compiler.is_compiling():
             ctx.stock = SameAutocast(stock, gate)
-            declare(h, SameAutocast(product, gate), gate_record, up_record)
+            declare(h, _Rebuild(ctx.stock, kind, options, h.dtype), gate_record, up_record)
         else:
             ctx.stock = stock
         ctx.kind, ctx.options = kind, options
@@ -52,8 +53,7 @@ class GatedProductFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         gate, up = load(ctx, dh)
-        activated = ctx.stock(gate)
-        dgate, dup = implementation("gated_product_bwd", dh)(dh, gate, up, activated, ctx.kind, ctx.options)
+        dgate, dup = implementation("gated_product_bwd", dh)(dh, gate, up, ctx.stock, ctx.kind, ctx.options)
         return dgate, dup, None, None, None, None
 
 

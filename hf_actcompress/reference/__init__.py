@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .activation import ACTIVATIONS, activation_bwd
+from .activation import ACTIVATIONS, activation_bwd, activation_value
 from .attention import attention_bwd, attention_fwd
 from .attention_tempo import attention_tempo_bwd, attention_tempo_fwd
 from .block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
@@ -10,7 +10,7 @@ from .derivative import activation_derivative, forward_derivative
 from .dropout import draws_like_any, dropout_replay, replayed_rng, rng_state
 from .fewbit import FEWBIT_METHODS, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .float8 import float8_pack, float8_unpack
-from .gated_mlp import gated_product_bwd
+from .gated_mlp import gated_product, gated_product_bwd
 from .int_group import int_group_pack, int_group_unpack
 from .inverted import INVERTED, activation_output_bits, activation_output_bwd
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
@@ -37,6 +37,7 @@ __all__ = [
     "activation_derivative",
     "activation_output_bits",
     "activation_output_bwd",
+    "activation_value",
     "attention_bwd",
     "attention_fwd",
     "attention_tempo_bwd",
@@ -53,6 +54,7 @@ __all__ = [
     "float8_pack",
     "float8_unpack",
     "forward_derivative",
+    "gated_product",
     "gated_product_bwd",
     "int_group_pack",
     "int_group_unpack",

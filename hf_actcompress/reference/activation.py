@@ -1,4 +1,4 @@
-"""Derivatives of the pointwise activations. The forward is always the stock module's own."""
+"""Derivatives of the pointwise activations. Forward and rebuild are the stock module's own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 aten: Any = torch.ops.aten
+
+
+def activation_value(
+    x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
+) -> Tensor:
+    """y again, from x: stock's own, so in its `dtype`; the row `kind` with `options` is for who knows the formula."""
+    return stock(x)
 
 
 def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .activation import activation_bwd
 
 
+def gated_product(
+    gate: Tensor,
+    up: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    kind: str,
+    options: tuple[float, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The product again, all [..., F]: stock's own, so in its `dtype`; `kind` is for who knows the formula."""
+    return stock(gate) * up
+
+
 def gated_product_bwd(
-    dh: Tensor, gate: Tensor, up: Tensor, activated: Tensor, kind: str, options: tuple[float, ...]
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    kind: str,
+    options: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
-    """dgate and dup from dh, all [..., F]; `activated` is act(gate). Rounded where the stock graph rounds."""
+    """dgate and dup from dh, all [..., F]; `stock` is act, `kind` its row. Rounded where the stock graph rounds."""
+    activated = stock(gate)
     dtype = torch.promote_types(activated.dtype, up.dtype)
     dup = (dh * activated.to(dtype)).to(up.dtype)
     dactivated = (dh * up.to(dtype)).to(activated.dtype)

@@ -24,8 +24,14 @@ pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# rows and width: one element, odd, a power of two, more than one tile
-SHAPES = ((1, 1), (13, 7), (5, 64), (37, 129), (3, 2500))
+# dtype, rows and width: one element, odd, in several tiles, a row wider than a tile
+CASES = (
+    (torch.bfloat16, 1, 1),
+    (torch.float32, 13, 7),
+    *((dtype, 37, 129) for dtype in DTYPES),
+    (torch.bfloat16, 3, 2500),
+)
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 Args = tuple[Any, ...]
 # magnitude of the terms of each result that is a sum, from the oracle's arguments
 Terms = Callable[..., list[Tensor | None]]

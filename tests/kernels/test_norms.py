@@ -1,4 +1,4 @@
-"""RMSNorm's kernels against the reference and fp64."""
+"""The norms' kernels against the reference and fp64."""
 
 from __future__ import annotations
 
@@ -8,44 +8,97 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.harness import DTYPES, SHAPES, check, present, run, samples, specified
+from tests.kernels.harness import check, every_case, run, samples, specified
 
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+Case = tuple[torch.dtype, int, int]
+Terms = list[Tensor | None]
 
 
-@every_dtype
-@every_shape
+@every_case
 @pytest.mark.parametrize("name", ["rms_norm_fwd", "rms_norm_rebuild"])
-def test_rms_norm_values_are_the_references(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    for args in samples(name, dtype, *shape):
+def test_rms_norm_values_are_the_references(name: str, case: Case) -> None:
+    for args in samples(name, *case):
         check(name, args, bitwise=True)
 
 
-def rms_norm_terms(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: Any
-) -> list[Tensor | None]:
-    gain = torch.ones(()) if weight is None else 1 + weight if variant == "one_plus_weight" else weight
-    direct = (dy * gain * rstd).abs()
-    through = (direct * x.abs()).mean(-1, keepdim=True) * rstd**2 * x.abs()
-    return [direct + through, (dy * x * rstd).abs().sum(0)]
+def norm_terms(dnormed: Tensor, dy: Tensor, normed: Tensor, rstd: Tensor, centred: bool = True) -> Terms:
+    """Of dx, dweight and dbias."""
+    direct = dnormed.abs()
+    dx = direct + (direct * normed.abs()).mean(-1, keepdim=True) * normed.abs()
+    if centred:
+        dx = dx + direct.mean(-1, keepdim=True)
+    return [dx * rstd, (dy * normed).abs().sum(0), dy.abs().sum(0)]
 
 
-@every_dtype
-@every_shape
-def test_rms_norm_bwd(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    for args in samples("rms_norm_bwd", dtype, *shape):
-        check("rms_norm_bwd", args, rms_norm_terms)
+def gain_of(weight: Tensor | None, variant: str = "") -> Tensor:
+    if weight is None:
+        return torch.ones((), dtype=torch.float64)
+    return 1 + weight if variant == "one_plus_weight" else weight
 
 
-@pytest.mark.parametrize("needed", [(True, False), (False, True), (False, False)])
-def test_rms_norm_bwd_returns_what_is_needed(needed: tuple[bool, bool]) -> None:
-    for *args, _ in samples("rms_norm_bwd", torch.float32, 5, 9):
-        check("rms_norm_bwd", (*args, needed), rms_norm_terms)
+def rms_norm_terms(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: Any) -> Terms:
+    return norm_terms(dy * gain_of(weight, variant), dy, x * rstd, rstd, centred=False)[:2]
 
 
-@pytest.mark.parametrize("name", ["rms_norm_fwd", "rms_norm_rebuild", "rms_norm_bwd"])
-def test_rms_norm_of_nothing(name: str) -> None:
-    for args in samples(name, torch.bfloat16, 0, 8):
-        for ours, stock in zip(present(run(name, args)), present(specified(name, args)), strict=True):
-            assert ours.dtype == stock.dtype and torch.equal(ours, stock)
+def layer_norm_terms(
+    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Any, needed: Any
+) -> Terms:
+    # a rounding of x - mean is one of the larger of the two
+    normed = (x.abs() + mean.abs()) * rstd
+    return norm_terms(dy * gain_of(weight), dy, normed, rstd)
+
+
+def layer_norm_output_terms(
+    dy: Tensor, y: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, needed: Any
+) -> Terms:
+    gain = gain_of(weight)
+    normed = (y.abs() + (0 if bias is None else bias.abs())) / torch.where(gain == 0, 1.0, gain).abs()
+    return norm_terms(dy * gain, dy, normed.clamp(max=y.size(-1) ** 0.5), rstd)
+
+
+def rms_norm_output_terms(
+    dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: Any
+) -> Terms:
+    gain = gain_of(weight, variant)
+    normed = (y / torch.where(gain == 0, 1.0, gain)).abs().clamp(max=y.size(-1) ** 0.5)
+    return norm_terms(dy * gain, dy, normed, rstd, centred=False)[:2]
+
+
+TERMS = {
+    "layer_norm_bwd": layer_norm_terms,
+    "layer_norm_output_bwd": layer_norm_output_terms,
+    "rms_norm_bwd": rms_norm_terms,
+    "rms_norm_output_bwd": rms_norm_output_terms,
+}
+every_backward = pytest.mark.parametrize("name", TERMS)
+
+
+@every_case
+@every_backward
+def test_backward(name: str, case: Case) -> None:
+    for args in samples(name, *case):
+        check(name, args, TERMS[name])
+
+
+@every_backward
+def test_backward_returns_what_is_needed(name: str) -> None:
+    *args, needed = next(
+        args for args in samples(name, torch.float32, 5, 9) if all(args[-1]) and all(x is not None for x in args)
+    )
+    everything = run(name, (*args, needed))
+    for wanted in range(2 ** len(needed)):
+        bits = tuple(bool(wanted >> i & 1) for i in range(len(needed)))
+        assert [x is not None for x in specified(name, (*args, bits))] == [
+            x is not None for x in run(name, (*args, bits))
+        ]
+        for x, y in zip(run(name, (*args, bits)), everything, strict=True):
+            assert x is None or y is None or torch.equal(x, y)
+
+
+def test_layer_norm_over_two_dimensions() -> None:
+    dy, x, _, mean, rstd, weight, bias, needed = next(samples("layer_norm_bwd", torch.float32, 5, 12))
+    shape = (3, 4)
+    dy, x, weight, bias = dy.view(5, *shape), x.view(5, *shape), weight.view(shape), bias.view(shape)
+    args = (dy, x, shape, mean[..., None], rstd[..., None], weight, bias, needed)
+    for ours, stock in zip(run("layer_norm_bwd", args), specified("layer_norm_bwd", args), strict=True):
+        torch.testing.assert_close(ours, stock)

@@ -1,0 +1,246 @@
+"""Pointwise activations: f(x) as it is rebuilt for backward, f'(x), and dy * f'(x); in fp32, rounded once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from .common import POINTWISE_TILE, POINTWISE_WARPS, cast, divide, exp, log1p, on, sigmoid, tanh, traced
+
+_LAPLACE = (0.707107, 0.282095)
+
+
+@triton.jit
+def _cdf(x):
+    """Of the normal distribution."""
+    return 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _tanh_inner(x, FAST: tl.constexpr):
+    """Of gelu's tanh form."""
+    return tanh(0.7978845608028654 * (x + 0.044715 * x * x * x), FAST)
+
+
+@triton.jit
+def _tanh_softplus(x, FAST: tl.constexpr):
+    """tanh(log(1 + e^x)) = n / (n + 2) with n = e^x (e^x + 2); from 20 up it is 1 in fp32."""
+    e = exp(tl.minimum(x, 20.0), FAST)
+    n = e * (e + 2.0)
+    return divide(n, n + 2.0, FAST)
+
+
+@triton.jit
+def _softplus(x, FAST: tl.constexpr):
+    """torch's: x itself from 20 up."""
+    return tl.where(x > 20.0, x, tl.maximum(x, 0.0) + log1p(exp(-tl.abs(x), FAST)))
+
+
+@triton.jit
+def value(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr):
+    """f(x) of fp32 x."""
+    if KIND == "gelu" or KIND == "gelu_erf":
+        return x * _cdf(x)
+    elif KIND == "gelu_tanh" or KIND == "gelu_new":
+        return 0.5 * x * (1.0 + _tanh_inner(x, FAST))
+    elif KIND == "gelu_clipped":
+        return tl.minimum(tl.maximum(x * _cdf(x), A), B)
+    elif KIND == "silu":
+        return x * sigmoid(x, FAST)
+    elif KIND == "mish":
+        return x * _tanh_softplus(x, FAST)
+    elif KIND == "relu":
+        return tl.where(x <= 0.0, 0.0, x)
+    elif KIND == "relu_squared":
+        return tl.where(x <= 0.0, 0.0, x * x)
+    elif KIND == "relu6":
+        return tl.where(x <= 0.0, 0.0, tl.where(x >= 6.0, 6.0, x))
+    elif KIND == "leaky_relu":
+        return tl.where(x > 0.0, x, x * A)
+    elif KIND == "hardswish":
+        return x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * 0.16666666666666666
+    elif KIND == "sigmoid":
+        return sigmoid(x, FAST)
+    elif KIND == "tanh":
+        return tanh(x, FAST)
+    elif KIND == "quick_gelu":
+        return x * sigmoid(1.702 * x, FAST)
+    elif KIND == "laplace":
+        return 0.5 * (1.0 + tl.math.erf(divide(x - A, B * 1.4142135623730951, FAST)))
+    else:
+        tl.static_assert(KIND == "sqrt_softplus")
+        return tl.math.sqrt_rn(_softplus(x, FAST))
+
+
+@triton.jit
+def derivative(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr):
+    """f'(x) of fp32 x; at a kink the value that torch takes."""
+    if KIND == "gelu" or KIND == "gelu_erf" or KIND == "gelu_clipped":
+        cdf = _cdf(x)
+        slope = cdf + x * exp(-0.5 * x * x, FAST) * 0.3989422804014327
+        if KIND == "gelu_clipped":
+            slope = tl.where((x * cdf >= A) & (x * cdf <= B), slope, 0.0)
+        return slope
+    elif KIND == "gelu_tanh" or KIND == "gelu_new":
+        t = _tanh_inner(x, FAST)
+        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * (0.7978845608028654 * (1.0 + 0.134145 * x * x))
+    elif KIND == "silu":
+        s = sigmoid(x, FAST)
+        return s * (1.0 + x * (1.0 - s))
+    elif KIND == "mish":
+        t = _tanh_softplus(x, FAST)
+        return t + x * sigmoid(x, FAST) * (1.0 - t * t)
+    elif KIND == "relu":
+        return tl.where(x <= 0.0, 0.0, 1.0)
+    elif KIND == "relu_squared":
+        return tl.where(x <= 0.0, 0.0, 2.0 * x)
+    elif KIND == "relu6":
+        return tl.where((x <= 0.0) | (x >= 6.0), 0.0, 1.0)
+    elif KIND == "leaky_relu":
+        return tl.where(x > 0.0, 1.0, A)
+    elif KIND == "hardswish":
+        return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, divide(x, 3.0, FAST) + 0.5, 1.0))
+    elif KIND == "sigmoid":
+        s = sigmoid(x, FAST)
+        return (1.0 - s) * s
+    elif KIND == "tanh":
+        e = exp(-2.0 * tl.abs(x), FAST)
+        return divide(4.0 * e, (1.0 + e) * (1.0 + e), FAST)
+    elif KIND == "quick_gelu":
+        s = sigmoid(1.702 * x, FAST)
+        return s * (1.0 + 1.702 * x * (1.0 - s))
+    elif KIND == "laplace":
+        z = divide(x - A, B * 1.4142135623730951, FAST)
+        return divide(exp(-z * z, FAST), B * 2.5066282746310002, FAST)
+    else:
+        tl.static_assert(KIND == "sqrt_softplus")
+        e = exp(-tl.abs(x), FAST)
+        root = tl.math.sqrt_rn(tl.where(x > 20.0, x, tl.maximum(x, 0.0) + log1p(e)))
+        return divide(tl.where(x > 0.0, 1.0, e), 2.0 * root * (1.0 + e), FAST)
+
+
+@triton.jit
+def _activation_kernel(
+    x_ptr, dy_ptr, out_ptr, count,
+    WANT: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """WANT: "value", "derivative", or "dx" = dy * f'(x)."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    x = tl.load(x_ptr + at, mask=at < count).to(tl.float32)
+    if WANT == "value":
+        out = value(x, KIND, A, B, FAST)
+    else:
+        out = derivative(x, KIND, A, B, FAST)
+        if WANT == "dx":
+            out = tl.load(dy_ptr + at, mask=at < count).to(tl.float32) * out
+    tl.store(out_ptr + at, cast(out, out_ptr.dtype.element_ty), mask=at < count)
+
+
+def constants(kind: str, options: tuple[float, ...] | list[float]) -> tuple[float, float]:
+    """The two that the kernels take."""
+    low, high, *_ = (*(_LAPLACE if kind == "laplace" else options), 0.0, 0.0)
+    return low, high
+
+
+def is_fast(*tensors: Tensor) -> bool:
+    """Whether approximations disappear in the results' rounding."""
+    return all(x.dtype.itemsize < 4 for x in tensors)
+
+
+def _fake(x: Tensor, dy: Tensor | None, want: str, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@traced(_fake)
+def _activation(x: Tensor, dy: Tensor | None, want: str, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
+    out = x.new_empty(x.shape, dtype=dtype)
+    if x.numel() == 0:
+        return out
+    x, dy = x.contiguous(), x if dy is None else dy.contiguous()
+    low, high = constants(kind, options)
+    with on(x):
+        _activation_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
+            x, dy, out, x.numel(), WANT=want, KIND=kind, A=low, B=high, FAST=is_fast(out),
+            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+        )  # fmt: skip
+    return out
+
+
+def activation_value(
+    x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
+) -> Tensor:
+    """f(x) in `dtype`, from the formula of that kind; stock rounds between its ops, this once."""
+    y: Tensor = _activation(x, None, "value", kind, list(options), dtype)
+    return y
+
+
+def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
+    """dx = dy * f'(x), in x's dtype."""
+    dx: Tensor = _activation(x, dy, "dx", kind, list(options), x.dtype)
+    return dx
+
+
+def activation_derivative(x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
+    """f'(x), in x's dtype."""
+    slope: Tensor = _activation(x, None, "derivative", kind, list(options), x.dtype)
+    return slope
+
+
+# of the kinds that have options
+OPTIONS = {"gelu_clipped": (-0.1, 2.0), "leaky_relu": (0.01,)}
+# a stock forward of every kind: of torch where it has one, else as transformers composes it
+STOCKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_erf": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "gelu_clipped": lambda x: torch.clip(functional.gelu(x), *OPTIONS["gelu_clipped"]),
+    "silu": functional.silu,
+    "mish": functional.mish,
+    "relu": functional.relu,
+    "relu_squared": lambda x: torch.square(functional.relu(x)),
+    "relu6": functional.relu6,
+    "leaky_relu": functional.leaky_relu,
+    "hardswish": functional.hardswish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "laplace": lambda x: 0.5 * (1.0 + torch.erf((x - 0.707107).div(0.282095 * math.sqrt(2.0)))),
+    "sqrt_softplus": lambda x: functional.softplus(x).sqrt(),
+}
+
+
+def inputs(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Tensor:
+    """[rows, width] for an activation: the kinks too, which every dtype holds."""
+    x = 3.0 * torch.randn(rows, width, device=device)
+    count = min(x.numel(), 5)
+    x.view(-1)[:count] = torch.tensor([-3.0, 0.0, 3.0, 6.0, 20.0], device=device)[:count]
+    return x.to(dtype)
+
+
+def _sample_value(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    yield from ((inputs(*sizes), STOCKS[kind], kind, OPTIONS.get(kind, ()), sizes[1]) for kind in STOCKS)
+
+
+def _sample_derivative(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    yield from ((inputs(*sizes), kind, OPTIONS.get(kind, ())) for kind in STOCKS)
+
+
+def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    for x, *row in _sample_derivative(*sizes):
+        yield torch.randn(x.shape, device=x.device).to(x.dtype), x, *row
+
+
+SAMPLES = {
+    "activation_bwd": _sample_bwd,
+    "activation_derivative": _sample_derivative,
+    "activation_value": _sample_value,
+}

@@ -1,0 +1,131 @@
+"""h = act(gate) * up as it is rebuilt for backward, and dgate and dup from dh, each in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activation import OPTIONS, STOCKS, constants, derivative, inputs, is_fast, value
+from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, cast, on, pointwise_layout, traced
+
+
+@triton.jit
+def _product_kernel(
+    gate_ptr, up_ptr, h_ptr, gate_stride, up_stride, width, tiles,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ACTIVATED: tl.constexpr, FAST: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """h [rows, width] dense; rows of gate and up are `*_stride` apart. ACTIVATED: the dtype of act(gate) in stock."""
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    at = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = at < width
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + at, mask=mask).to(tl.float32)
+    activated = cast(value(gate, KIND, A, B, FAST), ACTIVATED).to(tl.float32)
+    tl.store(h_ptr + row * width + at, cast(activated * up, h_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _bwd_kernel(
+    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dh_stride, gate_stride, up_stride, width, tiles,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """dgate and dup [rows, width] dense."""
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    at = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = at < width
+    dh = tl.load(dh_ptr + row * dh_stride + at, mask=mask).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + at, mask=mask).to(tl.float32)
+    dup = dh * value(gate, KIND, A, B, FAST)
+    dgate = dh * up * derivative(gate, KIND, A, B, FAST)
+    tl.store(dup_ptr + row * width + at, cast(dup, dup_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + row * width + at, cast(dgate, dgate_ptr.dtype.element_ty), mask=mask)
+
+
+def _fake_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
+    return gate.new_empty(gate.shape, dtype=dtype)
+
+
+@traced(_fake_product)
+def _gated_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
+    h = gate.new_empty(gate.shape, dtype=dtype)
+    if h.numel() == 0:
+        return h
+    # where the product is wider than both factors, the activation was
+    widened = torch.promote_types(gate.dtype, up.dtype) != dtype
+    activated = DTYPES[dtype if widened else gate.dtype]
+    (gate, up), rows, width = pointwise_layout(gate, up)
+    low, high = constants(kind, options)
+    tiles = triton.cdiv(width, POINTWISE_TILE)
+    with on(gate):
+        _product_kernel[(rows * tiles,)](
+            gate, up, h, gate.stride(0), up.stride(0), width, tiles,
+            KIND=kind, A=low, B=high, ACTIVATED=activated, FAST=is_fast(h),
+            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+        )  # fmt: skip
+    return h
+
+
+def gated_product(
+    gate: Tensor,
+    up: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    kind: str,
+    options: tuple[float, ...],
+    dtype: torch.dtype,
+) -> Tensor:
+    """act(gate) * up in `dtype`, rounded where stock rounds; act from the formula of that kind."""
+    h: Tensor = _gated_product(gate, up, kind, list(options), dtype)
+    return h
+
+
+def _fake_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@traced(_fake_bwd)
+def _gated_product_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]) -> tuple[Tensor, Tensor]:
+    dgate, dup = _fake_bwd(dh, gate, up, kind, options)
+    if dh.numel() == 0:
+        return dgate, dup
+    (dh, gate, up), rows, width = pointwise_layout(dh, gate, up)
+    low, high = constants(kind, options)
+    tiles = triton.cdiv(width, POINTWISE_TILE)
+    with on(gate):
+        _bwd_kernel[(rows * tiles,)](
+            dh, gate, up, dgate, dup, dh.stride(0), gate.stride(0), up.stride(0), width, tiles,
+            KIND=kind, A=low, B=high, FAST=is_fast(dgate, dup), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+        )  # fmt: skip
+    return dgate, dup
+
+
+def gated_product_bwd(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    kind: str,
+    options: tuple[float, ...],
+) -> tuple[Tensor, Tensor]:
+    """dgate and dup from dh, all [..., F]."""
+    dgate, dup = _gated_product_bwd(dh, gate, up, kind, list(options))
+    return dgate, dup
+
+
+def _sample_product(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    for kind, stock in STOCKS.items():
+        yield inputs(*sizes), inputs(*sizes), stock, kind, OPTIONS.get(kind, ()), sizes[1]
+
+
+def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    for gate, up, stock, kind, options, dtype in _sample_product(*sizes):
+        yield torch.randn(gate.shape, device=gate.device).to(dtype), gate, up, stock, kind, options
+
+
+SAMPLES = {"gated_product": _sample_product, "gated_product_bwd": _sample_bwd}

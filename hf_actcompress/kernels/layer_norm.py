@@ -1,0 +1,155 @@
+"""LayerNorm's backward, and the kernel that all norms' backwards share. torch's own forward is one kernel already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import cast, divide, on, programs, row_tile, traced
+
+_Shape = tuple[int, ...]
+
+
+@triton.jit
+def _norm_bwd_kernel(
+    dy_ptr, kept_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width, bound,
+    FROM_OUTPUT: tl.constexpr, CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ONE_PLUS: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """dx [rows, width]; dweight and dbias [programs, width]: sums over the rows that a program walked.
+
+    x^ comes from the input, (x - mean) * rstd, or from the output, (y - bias) / gain, where no |x^| is above `bound`.
+    """
+    cols = tl.arange(0, C)
+    inside = cols < width
+    gain = tl.full([C], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        gain = tl.load(weight_ptr + cols, mask=inside, other=1.0).to(tl.float32)
+        if ONE_PLUS:
+            gain = 1.0 + gain
+    gain = gain[None, :]
+    if FROM_OUTPUT and HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    dweight = tl.zeros([R, C], tl.float32)
+    dbias = tl.zeros([R, C], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
+        row = (tile * R + tl.arange(0, R)).to(tl.int64)
+        mask = (row < rows)[:, None] & inside[None, :]
+        at = row[:, None] * width + cols[None, :]
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        normed = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if FROM_OUTPUT:
+            if HAS_BIAS:
+                normed = normed - bias
+            if HAS_WEIGHT:
+                normed = divide(normed, tl.where(gain == 0.0, 1.0, gain), False)
+                normed = tl.minimum(tl.maximum(normed, -bound), bound)
+        else:
+            if CENTRED:
+                normed -= tl.load(mean_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+            normed *= rstd
+        # outside of a row, where dy is 0, it does not matter what x^ is
+        if DWEIGHT:
+            dweight += dy * normed
+        if DBIAS:
+            dbias += dy
+        if DX:
+            dnormed = dy * gain
+            dx = dnormed * rstd - normed * ((tl.sum(dnormed * normed, axis=1) / width)[:, None] * rstd)
+            if CENTRED:
+                dx -= (tl.sum(dnormed, axis=1) / width)[:, None] * rstd
+            tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=mask)
+    at = tl.program_id(0).to(tl.int64) * width + cols
+    if DWEIGHT:
+        tl.store(dweight_ptr + at, tl.sum(dweight, axis=0), mask=inside)
+    if DBIAS:
+        tl.store(dbias_ptr + at, tl.sum(dbias, axis=0), mask=inside)
+
+
+def _fake_bwd(
+    dy: Tensor, kept: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    width: int, from_output: bool, centred: bool, one_plus: bool, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """dx, dweight, dbias; empty where not needed."""
+    wanted = zip((kept, weight, bias), needed, strict=True)
+    return [kept.new_empty(0) if x is None or not need else x.new_empty(x.shape) for x, need in wanted]
+
+
+@traced(_fake_bwd)
+def norm_bwd(
+    dy: Tensor, kept: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor,
+    width: int, from_output: bool, centred: bool, one_plus: bool, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """dx, dweight and dbias of a norm over the last `width` elements, LayerNorm if `centred`, else RMSNorm.
+
+    `kept` is its input, which for LayerNorm goes with a mean, or its output.
+    """
+    out = _fake_bwd(dy, kept, weight, bias, mean, rstd, width, from_output, centred, one_plus, needed)
+    want = [need and x is not None for x, need in zip((kept, weight, bias), needed, strict=True)]
+    if kept.numel() == 0:
+        return [x.zero_() for x in out]
+    rows = kept.numel() // width
+    dy, kept = dy.contiguous(), kept.contiguous()
+    R, C, warps = row_tile(width)
+    count = programs(kept, triton.cdiv(rows, R))
+    partial = [kept.new_empty((count, width) if wanted else 0, dtype=torch.float32) for wanted in want[1:]]
+    affine = [kept if x is None else x.contiguous() for x in (weight, bias)]
+    with on(kept):
+        _norm_bwd_kernel[(count,)](
+            dy, kept, *affine, rstd if mean is None else mean.contiguous(), rstd.contiguous(), out[0], *partial,
+            rows, width, width**0.5, FROM_OUTPUT=from_output, CENTRED=centred,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=from_output and bias is not None, ONE_PLUS=one_plus,
+            DX=want[0], DWEIGHT=want[1], DBIAS=want[2], R=R, C=C, num_warps=warps,
+        )  # fmt: skip
+    sums = [p.sum(0).view(x.shape).to(x.dtype) if p.numel() else x for p, x in zip(partial, out[1:], strict=True)]
+    return [out[0], *sums]
+
+
+def layer_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    shape: _Shape,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias; those not `needed` are None."""
+    grads = norm_bwd(dy, x, weight, bias, mean, rstd, math.prod(shape), False, True, False, list(needed))
+    return present(grads, (x, weight, bias), needed)
+
+
+def present(grads: list[Tensor], inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> Any:
+    """None for those that there are not or that are not needed."""
+    wanted = zip(grads, inputs, needed, strict=True)
+    return tuple(grad if need and x is not None else None for grad, x, need in wanted)
+
+
+def samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    """dy, x, mean, rstd, weight, bias."""
+    x = 2.0 * torch.randn(rows, width, device=device) + 0.5
+    # narrow rows can be nearly constant: as in a model, eps bounds rstd
+    mean, rstd = x.mean(-1, keepdim=True), (x.var(-1, keepdim=True, unbiased=False) + 0.1).rsqrt()
+    weight, bias = (torch.randn(width, device=device).to(dtype) for _ in range(2))
+    dy = torch.randn(x.shape, device=device)
+    for affine in ((weight, bias), (weight, None), (None, None)):
+        yield dy.to(dtype), x.to(dtype), mean, rstd, *affine
+
+
+def _samples(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    for dy, x, mean, rstd, weight, bias in samples(*sizes):
+        # torch's CPU kernels want statistics in x's dtype
+        statistics = (s.to(x.dtype) if x.device.type == "cpu" else s for s in (mean, rstd))
+        yield dy, x, (x.size(-1),), *statistics, weight, bias, (True, weight is not None, bias is not None)
+
+
+SAMPLES = {"layer_norm_bwd": _samples}

@@ -1,0 +1,23 @@
+"""The activations' kernels against the reference and fp64, for every row of the table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_actcompress.reference import ACTIVATIONS
+from tests.kernels.harness import DTYPES, check, samples
+
+NAMES = ("activation_bwd", "activation_derivative", "activation_value")
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+@every_name
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_kind(name: str, dtype: torch.dtype) -> None:
+    # more than one tile, and enough elements that an error's norm says something
+    kinds = set()
+    for args in samples(name, dtype, 3, 1367):
+        check(name, args)
+        kinds.add(next(arg for arg in args if isinstance(arg, str)))
+    assert kinds == set(ACTIVATIONS)
