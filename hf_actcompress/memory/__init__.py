@@ -9,6 +9,7 @@ from .batch_size_report import BatchSizeReport, BatchSizeTrial
 from .calibration import Calibration, CalibrationRow, calibrate
 from .fidelity import FidelityComparison, FidelityReport, ParameterFidelity, compare_presets, fidelity_report
 from .report import Advice, MemoryReport, MemoryRow
+from .timeline import MemoryTimeline, memory_timeline
 
 __all__ = [
     "Advice",
@@ -21,6 +22,7 @@ __all__ = [
     "FidelityReport",
     "MemoryReport",
     "MemoryRow",
+    "MemoryTimeline",
     "ParameterFidelity",
     "StepMemory",
     "calibrate",
@@ -30,5 +32,6 @@ __all__ = [
     "kept_bytes",
     "measure_step",
     "memory_report",
+    "memory_timeline",
     "trace",
 ]

@@ -23,6 +23,9 @@ from ..errors import MeasurementError
 # the profiler announces its start and end on stderr, which is read when it is first used
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
+# how the profiler names what autograd's engine and an optimizer run
+BACKWARD, OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer.step#"
+
 
 @dataclass(frozen=True)
 class AllocatorTrace:
@@ -62,15 +65,15 @@ def trace(fn: Callable[[], Any]) -> AllocatorTrace:
     Raises:
         MeasurementError: This torch reports no allocator events, or not in a form that is known here.
     """
-    with _collected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with collected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         held = fn()
         gc.collect()
     del held
-    return _summed(_allocations(profiler))
+    return _summed(allocator_events(profiler)[0])
 
 
 @contextmanager
-def _collected() -> Iterator[None]:
+def collected() -> Iterator[None]:
     """No garbage at the start, no collection at a moment of the interpreter's choice."""
     gc.collect()
     enabled = gc.isenabled()
@@ -82,27 +85,49 @@ def _collected() -> Iterator[None]:
             gc.enable()
 
 
-def _allocations(profiler: Any) -> list[tuple[int, int, int]]:
-    """(time, address, signed size) of the CPU allocator's events, in time order."""
+# (time in ns, address, signed size)
+Allocation = tuple[int, int, int]
+# (name, start in ns, end in ns)
+Span = tuple[str, int, int]
+
+
+def allocator_events(profiler: Any, kind: str = "cpu") -> tuple[list[Allocation], list[Span]]:
+    """What a finished `torch.profiler.profile` with ``profile_memory`` saw, in time order.
+
+    Args:
+        profiler: The profiler.
+        kind: Of the device whose allocator is asked for: "cpu" or "cuda".
+
+    Returns:
+        Its allocations and frees, and the spans in which autograd's engine or an optimizer ran.
+
+    Raises:
+        MeasurementError: This torch reports no such events, or not in a form that is known here.
+    """
+    allocations: list[Allocation] = []
+    spans: list[Span] = []
     try:
         # the flat list of events has no addresses, and `profile.events()` folds allocations into their operators
         pending = list(profiler.profiler.kineto_results.experimental_event_tree())
-        found = []
         while pending:
             event = pending.pop()
             pending.extend(event.children)
-            if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-                found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            if event.tag == _EventType.Allocation:
+                if event.extra_fields.device.type == kind:
+                    allocations.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            elif event.name.startswith((BACKWARD, OPTIMIZER)):
+                spans.append((event.name, event.start_time_ns, event.end_time_ns))
     except (AttributeError, TypeError) as error:
         raise MeasurementError(
             f"torch {torch.__version__} does not give its profiler's memory events in the form that is read here "
             f"({error}); tested with torch 2.11 to 2.13"
         ) from error
-    return sorted(found, key=lambda event: event[0])
+    return sorted(allocations, key=lambda event: event[0]), sorted(spans, key=lambda span: span[1])
 
 
-def _summed(allocations: list[tuple[int, int, int]]) -> AllocatorTrace:
-    net = peak = 0
+def running_sums(allocations: list[Allocation]) -> Iterator[int]:
+    """Bytes that are held after each event, of blocks that were allocated in it."""
+    net = 0
     live: dict[int, int] = {}
     for _, address, size in allocations:
         if size > 0:
@@ -112,8 +137,12 @@ def _summed(allocations: list[tuple[int, int, int]]) -> AllocatorTrace:
             # torch remembers sizes by address across traces: a block of before, freed now at an address that an
             # earlier trace saw, is reported with that trace's size, and otherwise not at all. so neither is counted
             net -= live.pop(address, 0)
-        peak = max(peak, net)
-    return AllocatorTrace(net, peak, len(allocations))
+        yield net
+
+
+def _summed(allocations: list[Allocation]) -> AllocatorTrace:
+    sums = list(running_sums(allocations))
+    return AllocatorTrace(sums[-1] if sums else 0, max(sums, default=0), len(allocations))
 
 
 def measure_step(step: Callable[[], object], device: torch.device | str) -> StepMemory:
@@ -183,7 +212,7 @@ def loss_of(output: Any) -> Tensor:
 def _cuda_start(device: torch.device) -> Iterator[int]:
     if device.type != "cuda":
         raise MeasurementError(f"memory was asked for on {device}; it can be measured on a CPU or a CUDA device")
-    with _collected():
+    with collected():
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         yield torch.cuda.memory_allocated(device)

@@ -100,7 +100,7 @@ def test_other_devices_are_refused():
 
 def test_a_profiler_of_another_form_is_an_error_and_not_zero_bytes():
     with pytest.raises(MeasurementError, match="torch"):
-        allocator._allocations(object())
+        allocator.allocator_events(object())
 
 
 @pytest.mark.gpu
