@@ -21,6 +21,9 @@ DTYPES = {
 }
 
 
+SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
+
+
 class GroupTile(NamedTuple):
     """A tile of `groups` groups and `columns` features of each, and the warps that share it."""
 
@@ -40,6 +43,11 @@ def group_tile(group_size: int) -> GroupTile:
     return GroupTile(elements // columns, columns, min(max(elements // 1024, 4), 16), True)
 
 
+def index_dtype(groups: int) -> tl.dtype:
+    """Divisions in 32 bits where the count of groups allows it."""
+    return tl.int32 if groups < 2**31 - 2**16 else tl.int64
+
+
 class Rows(NamedTuple):
     """The rows of a tensor [..., D] as it lies: two inner sizes and three strides, of which the last is the rows'."""
 
@@ -52,7 +60,7 @@ class Rows(NamedTuple):
 def rows_of(x: Tensor) -> Rows:
     """No copy for up to four axes with unit stride in the last: q, k and v as heads before tokens."""
     if x.is_contiguous() or x.dim() > 4 or x.stride(-1) != 1:
-        return Rows(x.contiguous(), (1, 1), (0, 0, 0), True)
+        return Rows(x.contiguous(), (1, 1), (x.size(-1), 0, 0), True)
     sizes = (1, 1, 1, *x.shape[:-1])[-3:]
     strides = (0, 0, 0, *x.stride()[:-1])[-3:]
     return Rows(x, sizes[1:], strides, False)
@@ -64,6 +72,21 @@ def row_offset(row, size1, size2, stride0, stride1, stride2):
     outer = row // size2
     at = (row - outer * size2).to(tl.int64) * stride2
     return at + (outer // size1).to(tl.int64) * stride0 + (outer % size1).to(tl.int64) * stride1
+
+
+@triton.jit
+def group_bounds(at, per_row, features, group, size1, size2, stride0, stride1, stride2, DENSE: tl.constexpr):
+    """Of groups: where they begin, their row, which of the row's they are, and how many features they have.
+
+    DENSE: all are whole and follow one another; there is no row to find, which would take a division.
+    """
+    if DENSE:
+        return at.to(tl.int64) * group, at, at * 0, at * 0 + group
+    else:
+        row = at // per_row
+        nth = at - row * per_row
+        start = row_offset(row, size1, size2, stride0, stride1, stride2) + nth * group
+        return start, row, nth, tl.minimum(group, features - nth * group)
 
 
 @triton.jit

@@ -23,19 +23,19 @@ from ..reference.rng import kernel_seed
 from .common import cast, on, traced
 from .groups import (
     DTYPES,
+    SMALLEST_SCALE,
     as_code,
     bf16_above,
     bf16_below,
+    group_bounds,
     group_tile,
+    index_dtype,
     join_bits,
     nearest_integer,
-    row_offset,
     rows_of,
     split_bits,
     within_range,
 )
-
-_TINY = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
 
 
 @triton.jit
@@ -69,6 +69,16 @@ def _codes(x, zero, scale, seed_ptr, counter, LEVELS: tl.constexpr, STOCHASTIC: 
 
 
 @triton.jit
+def _group_bytes(at, row, nth, row_size, group_bytes, DENSE: tl.constexpr):
+    """Where the codes of groups begin, and how many bytes they have."""
+    if DENSE:
+        return at.to(tl.int64) * group_bytes, at * 0 + group_bytes
+    else:
+        first = nth * group_bytes
+        return row.to(tl.int64) * row_size + first, tl.minimum(group_bytes, row_size - first)
+
+
+@triton.jit
 def _pack_kernel(
     x_ptr, skip_ptr, seed_ptr, codes_ptr, scale_ptr, zero_ptr,
     total, per_row, features, group, row_size, group_bytes, size1, size2, stride0, stride1, stride2,
@@ -79,17 +89,8 @@ def _pack_kernel(
     per_byte: tl.constexpr = 8 // BITS
     at = tl.program_id(0).to(INDEX) * G + tl.arange(0, G)
     known = at < total
-    if DENSE:
-        start = at.to(tl.int64) * group
-        byte = at.to(tl.int64) * group_bytes
-        length, bytes = at * 0 + group, at * 0 + group_bytes
-    else:
-        row = at // per_row
-        nth = at - row * per_row
-        length = tl.minimum(group, features - nth * group)
-        bytes = tl.minimum(group_bytes, row_size - nth * group_bytes)
-        start = row_offset(row, size1, size2, stride0, stride1, stride2) + nth * group
-        byte = row.to(tl.int64) * row_size + nth * group_bytes
+    start, row, nth, length = group_bounds(at, per_row, features, group, size1, size2, stride0, stride1, stride2, DENSE)
+    byte, bytes = _group_bytes(at, row, nth, row_size, group_bytes, DENSE)
     cols = tl.arange(0, C)
     eighths, quarters = tl.arange(0, C // 8), tl.arange(0, C // per_byte)
     counter = at.to(tl.int64)[:, None] * ((group + 7) // 8) + eighths[None, :]
@@ -111,7 +112,7 @@ def _pack_kernel(
 
     zero = bf16_below(low)
     scale = bf16_above(tl.math.div_rn(high - zero, LEVELS))
-    scale = tl.where(scale < _TINY, _TINY, scale)
+    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
     tl.store(scale_ptr + at, cast(scale, tl.bfloat16), mask=known)
     tl.store(zero_ptr + at, cast(zero, tl.bfloat16), mask=known)
     for piece in range(0, 1 if WHOLE else tl.cdiv(group, C)):
@@ -135,17 +136,8 @@ def _unpack_kernel(
     per_byte: tl.constexpr = 8 // BITS
     at = tl.program_id(0).to(INDEX) * G + tl.arange(0, G)
     known = at < total
-    if DENSE:
-        start = at.to(tl.int64) * group
-        byte = at.to(tl.int64) * group_bytes
-        length, bytes = at * 0 + group, at * 0 + group_bytes
-    else:
-        row = at // per_row
-        nth = at - row * per_row
-        start = row.to(tl.int64) * features + nth * group
-        byte = row.to(tl.int64) * row_size + nth * group_bytes
-        length = tl.minimum(group, features - nth * group)
-        bytes = tl.minimum(group_bytes, row_size - nth * group_bytes)
+    start, row, nth, length = group_bounds(at, per_row, features, group, 1, 1, features, 0, 0, DENSE)
+    byte, bytes = _group_bytes(at, row, nth, row_size, group_bytes, DENSE)
     scale = tl.load(scale_ptr + at, mask=known, other=1.0).to(WORK)[:, None]
     zero = tl.load(zero_ptr + at, mask=known, other=0.0).to(WORK)[:, None]
     place = tl.program_id(1) * (C // per_byte) + tl.arange(0, C // per_byte)
@@ -155,11 +147,6 @@ def _unpack_kernel(
     col = tl.program_id(1) * C + tl.arange(0, C)
     inside = known[:, None] & (col[None, :] < length[:, None])
     tl.store(out_ptr + start[:, None] + col[None, :], cast(value, out_ptr.dtype.element_ty), mask=inside)
-
-
-def _index(groups: int) -> tl.dtype:
-    """Divisions in 32 bits where the count of groups allows it."""
-    return tl.int32 if groups < 2**31 - 2**16 else tl.int64
 
 
 def _kernel_bits(features: int, bits: int, group_size: int) -> int:
@@ -187,16 +174,14 @@ def _int_group_pack(
     width = _kernel_bits(features, bits, group)
     target = codes if width == bits else codes.new_zeros(codes.size(0), codes.size(1) * (8 // bits))
     rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group)
-    sizes = (1, codes.size(0)) if rows.dense else rows.sizes
-    strides = (0, 0, features) if rows.dense else rows.strides
     with on(x):
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
             rows.x, x if skip is None else skip.view(torch.uint8), x if seed is None else seed, target, scale, zero,
             scale.numel(), scale.size(1), features, group, target.size(1), triton.cdiv(group * width, 8),
-            *sizes, *strides,
+            *rows.sizes, *rows.strides,
             BITS=width, LEVELS=2.0**bits - 1, STOCHASTIC=seed is not None, SKIP=skip is not None,
             DENSE=rows.dense and features % group == 0 and group * width % 8 == 0, WHOLE=tile.whole,
-            INDEX=_index(scale.numel()), G=tile.groups, C=tile.columns, num_warps=tile.warps,
+            INDEX=index_dtype(scale.numel()), G=tile.groups, C=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
     if width != bits:
         codes = pack_codes(target, bits).view(codes.shape)
@@ -236,7 +221,7 @@ def _int_group_unpack(
         _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
             packed, scale, zero, out,
             scale.numel(), scale.size(1), features, group, packed.size(1), triton.cdiv(group * width, 8),
-            BITS=width, DENSE=features % group == 0 and group * width % 8 == 0, INDEX=_index(scale.numel()),
+            BITS=width, DENSE=features % group == 0 and group * width % 8 == 0, INDEX=index_dtype(scale.numel()),
             WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
             G=tile.groups, C=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
