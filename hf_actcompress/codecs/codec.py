@@ -32,6 +32,11 @@ class Codec(Protocol):
         """Whether it only serves the sum over tokens that a linear's weight gradient is, and no other role."""
         return False
 
+    @property
+    def for_images(self) -> bool:
+        """Whether it stores feature maps [..., H, W], the inputs of convolutions, and not features of tokens."""
+        return False
+
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         """Encode x, of any shape: the tensors to keep, and static Python data (shape, dtype)."""
         ...

@@ -44,6 +44,10 @@ class Offload(Codec):
         return self.inner.linear_only
 
     @property
+    def for_images(self) -> bool:
+        return self.inner.for_images
+
+    @property
     def lossless(self) -> bool:
         return self.inner.lossless
 

@@ -23,7 +23,8 @@ class Pooled(Codec):
     the product of the group sums of dy and the means: p times fewer rows. With layout "image", neighbours are the
     pixels of a p x p square of a feature map ``[..., H, W]``.
 
-    Padding tokens are tokens to this codec: they fall into the last groups of their sequence.
+    The one group of a sequence in which real tokens and padding meet mixes the two, unless `pack` is told which are
+    real, as it is under `drop_padding`. The groups of padding alone meet gradients that are zero.
 
     Bytes: ``b / p`` per element of b bytes; ``b / p^2`` of an image.
     Bias: yes: what is missing is exactly the covariance of dy and x within the groups; deterministic.
@@ -45,6 +46,10 @@ class Pooled(Codec):
     def linear_only(self) -> bool:
         return True
 
+    @property
+    def for_images(self) -> bool:
+        return self.layout == "image"
+
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise UnknownOptionError("layout", self.layout, LAYOUTS)
@@ -54,10 +59,13 @@ class Pooled(Codec):
     def _pools(self, shape: torch.Size) -> bool:
         return len(shape) > 2 and shape.numel() > 0
 
-    def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
+    def pack(self, x: Tensor, real: Tensor | None = None) -> tuple[tuple[Tensor, ...], object]:
+        """`real`: bool [..., T] for x [..., T, C], the tokens that the means are of; by default all."""
         meta = TensorMeta.of(x)
         if not self._pools(x.shape):
             return (x,), meta
+        if real is not None and self.layout == "tokens":
+            return (implementation("pooled_real_pack", x)(x, real, self.window),), meta
         name = "pooled_pack" if self.layout == "tokens" else "pooled_image_pack"
         return (implementation(name, x)(x, self.window),), meta
 

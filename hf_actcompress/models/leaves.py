@@ -1,10 +1,10 @@
-"""Rows for leaf types: exact types only, because a subclass may compute something else with the same weights."""
+"""Rows for leaf types: exact types, because a subclass may compute something else with the same weights."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch import nn
 from transformers import activations as hf
 from transformers.pytorch_utils import Conv1D
 
-from ..codecs import CODECS
+from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
 from ..modules.base import Settings
-from ..modules.leaves import ActivationMixin, DropoutMixin, LayerNormMixin, LinearMixin
-from ..reference import INVERTED, activation_bwd, layer_norm_output_reasons
+from ..modules.leaves import ActivationMixin, Conv2dMixin, DropoutMixin, LayerNormMixin, LinearMixin
+from ..reference import INVERTED, TWO_VALUED, activation_bwd, layer_norm_output_reasons
 from .sites import Declined, Site, norm_keeps
 
 
@@ -65,6 +65,8 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
     kind = type(module)
     if kind in _RULES:
         return _RULES[kind](module, config)
+    if isinstance(module, nn.Conv2d):
+        return _conv2d(module, config)
     if kind is nn.GELU:
         row = Activation("gelu_tanh" if module.approximate == "tanh" else "gelu")
         return _activation(module, config, row)
@@ -86,8 +88,35 @@ def _near_miss(module: nn.Module) -> Declined | None:
 
 
 def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:
+    codec = CODECS[config.linear]
+    if codec.for_images:
+        return Site(
+            LinearMixin, Settings("linear", variant, note=f"keeps its input: {config.linear} is for feature maps")
+        )
     keeps = "input" if config.derive_linear else "encoded"
-    return Site(LinearMixin, Settings("linear", variant, codec=CODECS[config.linear], keeps=keeps))
+    return Site(LinearMixin, Settings("linear", variant, codec=codec, keeps=keeps))
+
+
+def _linear_codec(config: CompressionConfig) -> Codec:
+    codec = CODECS[config.linear]
+    return IDENTITY if codec.for_images else codec
+
+
+def _conv2d(module: nn.Conv2d, config: CompressionConfig) -> Site | Declined:
+    stock = nn.Conv2d
+    if type(module).forward is not stock.forward or type(module)._conv_forward is not stock._conv_forward:
+        return Declined("conv2d", f"{type(module).__name__} is a subclass of nn.Conv2d with a forward of its own")
+    # left, right, top, bottom, in pixels, also of padding="same"
+    left, right, top, bottom = module._reversed_padding_repeated_twice
+    if module.padding_mode != "zeros" or left != right or top != bottom:
+        return Declined("conv2d", "pads with something else than zeros, or unevenly")
+    geometry = (module.stride, (top, left), module.dilation, module.groups)
+    settings = Settings("conv2d", options=geometry)
+    codec = CODECS[config.linear]
+    if codec.linear_only and not codec.for_images:
+        return Site(Conv2dMixin, replace(settings, note=f"keeps its input: {config.linear} is for tokens"))
+    keeps = "input" if config.derive_linear else "encoded"
+    return Site(Conv2dMixin, replace(settings, codec=codec, keeps=keeps))
 
 
 def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:
@@ -99,7 +128,7 @@ def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:
 def _dropout(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     if module.inplace:
         return Declined("dropout", "works in place")
-    return Site(DropoutMixin, Settings("dropout", codec=CODECS[config.linear]))
+    return Site(DropoutMixin, Settings("dropout", codec=_linear_codec(config)))
 
 
 def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -> Site | Declined:
@@ -108,7 +137,11 @@ def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -
     options = tuple(float(getattr(module, name)) for name in row.attributes)
     if not _derivative_holds(module, row.kind, options):
         return Declined("activation", f"its derivative is not that of {row.kind!r} (found by a numeric probe)")
-    keeps, note = _activation_keeps(row.kind, config.activation_variant)
+    variant = config.activation_variant
+    if row.kind in TWO_VALUED and variant == "input" and not config.derive_linear:
+        # nobody rebuilds the output: one bit is exact
+        variant = "steps1"
+    keeps, note = _activation_keeps(row.kind, variant)
     return Site(ActivationMixin, Settings("activation", row.kind, options, CODECS[config.mlp], keeps, note))
 
 

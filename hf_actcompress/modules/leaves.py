@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..codecs import Codec
+from ..codecs import IDENTITY, Codec
 from ..reference import draws_like_any
 from .base import PatchedModule, is_sharded, keeps_for_backward, recording
 
@@ -37,6 +37,19 @@ class LinearMixin(_Module):
             codec=settings.codec,
             derive=settings.keeps == "input",
         )
+
+
+class Conv2dMixin(_Module):
+    """nn.Conv2d; options: its stride, padding and dilation, in pixels, and groups."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or not x.numel() or not keeps_for_backward(x, self.weight, self.bias):
+            return super().forward(x)  # type: ignore[no-any-return]
+        settings = self.actcompress
+        # an input without gradient are the pixels, which the batch holds as they are
+        codec = settings.codec if x.requires_grad else IDENTITY
+        derive = settings.keeps == "input"
+        return ops.conv2d(x, self.weight, self.bias, settings.options, codec=codec, derive=derive)  # type: ignore[arg-type]
 
 
 class LayerNormMixin(_Module):

@@ -17,6 +17,7 @@ from .activation_output import activation_output
 from .attention import fused_attention, recomputed_attention
 from .attention_tempo import attention_tempo
 from .cast import cast
+from .conv2d import conv2d
 from .deferred_linear import DeferredLogits, deferred_linear, plain
 from .dropout import dropout
 from .gated_mlp import gated_product
@@ -37,6 +38,7 @@ __all__ = [
     "activation_output",
     "attention_tempo",
     "cast",
+    "conv2d",
     "deferred_linear",
     "dropout",
     "fused_attention",
@@ -66,6 +68,7 @@ class Op:
 
 OPS: tuple[Op, ...] = (
     Op("linear", "record", linear, "its input's record (nothing if the weight is frozen)", "autocast casts"),
+    Op("conv2d", "record", conv2d, "its input's record (nothing if the weight is frozen)", "autocast casts"),
     Op("activation", "input", activation, "its input", "its output"),
     Op("gated_mlp", "gate_up", gated_product, "gate and up", "act(gate) and the product"),
     Op("layer_norm", "input", layer_norm, "its input, mean, rstd", "its output"),

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import declare, load, record_of, save
+from ..records import Stored, declare, load, raw, record_of, save
 from .autocast import SameAutocast
 
 
@@ -38,9 +38,13 @@ class ActivationFunction(torch.autograd.Function):
     ) -> Tensor:
         y = stock(x)
         record = record_of(x, codec)
+        rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
+        if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):
+            # f' can be read off the output too, which a layer that is not ours keeps anyhow
+            record, rebuild = raw(y.detach()), _itself
         save(ctx, record)
         if not torch.compiler.is_compiling():
-            declare(y, _Rebuild(SameAutocast(stock, x), kind, options, y.dtype), record)
+            declare(y, rebuild, record)
         ctx.kind, ctx.options = kind, options
         return y
 
@@ -50,6 +54,10 @@ class ActivationFunction(torch.autograd.Function):
         (x,) = load(ctx, dy)
         bwd = implementation("activation_bwd", dy, ctx.kind)
         return bwd(dy, x, ctx.kind, ctx.options), None, None, None, None
+
+
+def _itself(y: Tensor) -> Tensor:
+    return y
 
 
 def activation(
@@ -73,7 +81,8 @@ def activation(
         ``stock(x)``.
 
     Saves:
-        x by its record; compositions such as ``gelu_new`` keep four tensors in stock, this keeps one.
+        x by its record; compositions such as ``gelu_new`` keep four tensors in stock, this keeps one. A relu whose x
+        nobody derives keeps its output instead, as stock does.
 
     Gradient:
         Exact. Bit-equal to stock where torch has one kernel for it (gelu, silu, relu, mish, ...); for compositions the

@@ -27,7 +27,7 @@ class LinearFunction(torch.autograd.Function):
         autocast = autocast_dtype(x)
         dtype = autocast or x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        record = _input_record(x, dtype, codec, derive) if needs_weight else None
+        record = input_record(x, dtype, codec, derive) if needs_weight else None
         save(ctx, record, raw(weight) if needs_x else None)
         ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.transposed = transposed
@@ -63,7 +63,8 @@ def _packed_dweight(dy: Tensor, x: Packed, transposed: bool) -> Tensor | None:
     return dweight.t() if dweight is not None and transposed else dweight
 
 
-def _input_record(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:
+def input_record(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:
+    """The record of x as the product reads it, in the autocast dtype."""
     if not derive:
         return encoded(x, codec, dtype)
     if x.dtype == dtype:

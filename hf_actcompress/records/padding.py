@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..codecs import BlockSparse, Codec, Float8, Identity, IntGroup, Offload, RowSample, TopK
+from ..codecs import BlockSparse, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
 from ..errors import PaddingError
 from .record import Derived, Recipe, Record, Stored, raw
 
@@ -167,6 +167,9 @@ def drops(x: Tensor, codec: Codec) -> bool:
 def keep(x: Tensor, codec: Codec) -> Record:
     """The record of x itself through `codec`, without its padding rows where there are any to drop."""
     padding = padding_in(x)
+    if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
+        # its means are of neighbours, so rows stay; those of padding do not count
+        return Stored(codec, *codec.pack(x.detach(), padding.mask.to(x.device)))
     if padding is None or not _takes_rows(codec):
         return Stored(codec, *codec.pack(x.detach()))
     order = padding.order(x.device)

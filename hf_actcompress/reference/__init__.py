@@ -6,9 +6,10 @@ from .activation import ACTIVATIONS, activation_bwd, activation_value
 from .attention import attention_bwd, attention_fwd
 from .attention_tempo import attention_tempo_bwd, attention_tempo_fwd
 from .block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
+from .conv2d import ConvGeometry, conv2d_bwd, conv2d_fwd
 from .derivative import activation_derivative, forward_derivative
 from .dropout import draws_like_any, dropout_replay, replayed_rng, rng_state
-from .fewbit import FEWBIT_METHODS, fewbit_bwd, fewbit_codes, fewbit_stored_bits
+from .fewbit import FEWBIT_METHODS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .float8 import float8_pack, float8_unpack
 from .gated_mlp import gated_product, gated_product_bwd
 from .int_group import int_group_pack, int_group_unpack
@@ -22,7 +23,14 @@ from .norm_output import (
     rms_norm_output_bwd,
     rms_norm_output_reasons,
 )
-from .pooled import pooled_grad_weight, pooled_image_pack, pooled_image_unpack, pooled_pack, pooled_unpack
+from .pooled import (
+    pooled_grad_weight,
+    pooled_image_pack,
+    pooled_image_unpack,
+    pooled_pack,
+    pooled_real_pack,
+    pooled_unpack,
+)
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
 from .rng import seed_codecs
 from .row_sample import row_sample_grad_weight, row_sample_pack, row_sample_unpack
@@ -33,6 +41,8 @@ __all__ = [
     "FEWBIT_METHODS",
     "INVERTED",
     "RMS_NORM_VARIANTS",
+    "TWO_VALUED",
+    "ConvGeometry",
     "activation_bwd",
     "activation_derivative",
     "activation_output_bits",
@@ -45,6 +55,8 @@ __all__ = [
     "block_sparse_grad_weight",
     "block_sparse_pack",
     "block_sparse_unpack",
+    "conv2d_bwd",
+    "conv2d_fwd",
     "cross_entropy_fwd",
     "draws_like_any",
     "dropout_replay",
@@ -70,6 +82,7 @@ __all__ = [
     "pooled_image_pack",
     "pooled_image_unpack",
     "pooled_pack",
+    "pooled_real_pack",
     "pooled_unpack",
     "replayed_rng",
     "rms_norm_bwd",

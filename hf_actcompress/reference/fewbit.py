@@ -24,7 +24,7 @@ FEWBIT_METHODS: dict[str, tuple[int, ...]] = {"steps": (1, 2, 3, 4), "values": (
 _Options = tuple[float, ...]
 
 # f' takes two values and one bit is exact, whatever was asked
-_TWO_VALUED = ("relu", "relu6", "leaky_relu")
+TWO_VALUED = ("relu", "relu6", "leaky_relu")
 # f' outside the bounds is 0
 _CLIPPED = ("gelu_clipped",)
 # the row whose table is used
@@ -42,7 +42,7 @@ def fewbit_stored_bits(kind: str, bits: int, method: str) -> int:
     known = PRIMITIVE_STEPS if method == "relus" else ACTIVATIONS
     if kind not in known:
         raise UnknownOptionError(f"activation for {method!r}", kind, known)
-    return 1 if kind in _TWO_VALUED else bits
+    return 1 if kind in TWO_VALUED else bits
 
 
 def fewbit_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str) -> tuple[Tensor, Tensor | None]:
@@ -50,7 +50,7 @@ def fewbit_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str
     stored = fewbit_stored_bits(kind, bits, method)
     x = (x if x.dtype == torch.float64 else x.float()).contiguous()
     scale = None
-    if kind in _TWO_VALUED:
+    if kind in TWO_VALUED:
         codes = activation_bwd(torch.ones_like(x), x, kind, options) == 1
     elif kind in _UNBOUNDED:
         slope = activation_bwd(torch.ones_like(x), x, kind, options)
@@ -110,7 +110,7 @@ def _steps(kind: str, bits: int, method: str) -> tuple[tuple[float, ...], tuple[
 
 
 def _levels(kind: str, options: _Options, bits: int, method: str) -> tuple[float, ...]:
-    if kind in _TWO_VALUED:
+    if kind in TWO_VALUED:
         return (options[0] if kind == "leaky_relu" else 0.0, 1.0)
     if kind in _UNBOUNDED:
         return tuple(float(code) for code in range(2**bits))

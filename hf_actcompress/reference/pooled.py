@@ -20,6 +20,15 @@ def pooled_pack(x: Tensor, window: int) -> Tensor:
     return torch.cat(parts, dim=-2) if len(parts) != 1 else parts[0]
 
 
+def pooled_real_pack(x: Tensor, real: Tensor, window: int) -> Tensor:
+    """As `pooled_pack`, the means of those tokens alone that are `real` [..., T], bool; zero where a group has none."""
+    real = real.unsqueeze(-1)
+    # whatever is in the others, NaN too
+    sums = pooled_pack(torch.where(real, x, torch.zeros((), dtype=x.dtype, device=x.device)), window)
+    share = pooled_pack(real.to(work_dtype(x.dtype)), window)
+    return (sums / torch.where(share > 0, share, 1)).to(x.dtype)
+
+
 def pooled_unpack(pooled: Tensor, tokens: int, window: int) -> Tensor:
     """[..., T, C]: every token is its group's mean."""
     return pooled.repeat_interleave(window, dim=-2)[..., :tokens, :].contiguous()

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.codecs import Pooled
 from hf_actcompress.errors import UnknownOptionError
 from tests.codecs.helpers import DTYPES, activations, assert_weight_gradient, rounding, roundtrip, token_shapes
+from tests.families import BY_NAME, differing, step
 
 codecs = st.builds(Pooled, st.integers(1, 5), st.sampled_from(("tokens", "image")))
 
@@ -59,6 +61,55 @@ def test_no_mean_crosses_a_sequence() -> None:
     x[1] = 7
     assert torch.equal(roundtrip(Pooled(2), x), x)
     assert torch.equal(roundtrip(Pooled(16), x), x)
+
+
+def test_no_mean_crosses_an_image_or_a_channel() -> None:
+    x = torch.arange(6.0).view(2, 3, 1, 1).expand(2, 3, 5, 7).contiguous()
+    assert torch.equal(roundtrip(Pooled(16, "image"), x), x)
+
+
+@settings(deadline=None, max_examples=75)
+@given(activations(token_shapes), st.integers(1, 5), st.integers(0, 40), st.booleans())
+def test_means_of_real_tokens(x: Tensor, window: int, padding: int, left: bool) -> None:
+    """Padding on either side, with anything in it: every mean is that of its group's real tokens, in fp64."""
+    real = torch.ones(x.shape[:2], dtype=torch.bool)
+    # as much as there are tokens, one less in every next sequence
+    for row in range(len(x)):
+        gone = max(0, min(padding, x.size(1)) - row)
+        real[row, :gone] = False
+    real = real if left else real.flip(1)
+    dirty = torch.where(real.unsqueeze(-1), x, math.nan).to(x.dtype)
+    tensors, meta = Pooled(window).pack(dirty, real)
+    assert sum(t.untyped_storage().nbytes() for t in tensors) == Pooled(window).nbytes(x.shape, x.dtype)
+    y = Pooled(window).unpack(tensors, meta)
+    counts = means(real.unsqueeze(-1).expand_as(x), window, (-2,))
+    clean = x.double().masked_fill(~real.unsqueeze(-1), 0)
+    expected = means(clean, window, (-2,)) / counts.clamp(min=1 / 64)
+    magnitude = means(clean.abs(), window, (-2,)) / counts.clamp(min=1 / 64)
+    # one rounding more than without a mask: that of the mean over all
+    unit = 2 * rounding(x.dtype) + (window + 2) * torch.finfo(torch.float32).eps
+    if x.dtype == torch.float64:
+        unit = (window + 4) * torch.finfo(torch.float64).eps
+    # which may be below fp16's smallest
+    assert bool(
+        ((y.double() - expected).abs() <= 2 * unit * magnitude + window * torch.finfo(x.dtype).smallest_normal).all()
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("drop_padding", [False, True])
+def test_padding_in_a_model(drop_padding: bool) -> None:
+    """What the padding tokens are is of no consequence to the gradients if the model is told to drop them."""
+    family = BY_NAME["bert"]
+    # 13 tokens, of which the last 4 and 8 are padding
+    config = CompressionConfig.from_preset("pooled", drop_padding=drop_padding)
+    found = []
+    for token in (3, 4):
+        batch = family.make_batch("right")
+        batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, token)
+        _, gradients = step(patch_model(family.build(), config), batch)
+        found.append(gradients)
+    assert bool(differing(*found)) != drop_padding
 
 
 def test_what_is_missing_is_the_covariance_within_the_groups() -> None:

@@ -93,6 +93,29 @@ def linear_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def conv2d_cases() -> list[Case]:
+    def inputs(batch: int, dtype: torch.dtype, groups: int = 1, bias: bool = True) -> Inputs:
+        weight = rand(6, 4 // groups, 3, 3, dtype=dtype)
+        return [rand(batch, 4, 7, 5, dtype=dtype), weight, rand(6, dtype=dtype) if bias else None]
+
+    def case(name: str, *geometry: tuple[int, int], groups: int = 1, bias: bool = True) -> Case:
+        return Case(
+            name,
+            partial(ops.conv2d, geometry=(*geometry, groups)),
+            lambda x, weight, bias: functional.conv2d(x, weight, bias, *geometry, groups),
+            partial(inputs, groups=groups, bias=bias),
+            1,
+            lambda x: size(x[0]),
+            weight_only=1,
+        )
+
+    return [
+        case("conv2d", (1, 1), (1, 1), (1, 1)),
+        case("conv2d_strided", (2, 1), (0, 2), (1, 2), bias=False),
+        case("conv2d_grouped", (1, 1), (1, 1), (1, 1), groups=2),
+    ]
+
+
 def activation_cases() -> list[Case]:
     stocks = {
         "gelu": functional.gelu,
@@ -288,6 +311,7 @@ def cast_cases() -> list[Case]:
 
 BUILDERS: dict[tuple[str, str], Callable[[], list[Case]]] = {
     ("linear", "record"): linear_cases,
+    ("conv2d", "record"): conv2d_cases,
     ("activation", "input"): activation_cases,
     ("gated_mlp", "gate_up"): gated_cases,
     ("layer_norm", "input"): layer_norm_cases,

@@ -1,0 +1,191 @@
+"""Convolutional models: exact as stock, and with feature maps pooled for the gradient of the weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_actcompress import CompressionConfig, kept_bytes, ops, patch_model, patch_report
+from hf_actcompress.codecs import CODECS, Pooled
+from tests.families import Gradients, cast_batch, differing, mode_of, relative_error
+from tests.oracle import assert_equal_bits, gradients
+
+POOLED = {name: CompressionConfig(linear=name, derive_linear=False) for name in ("pool2x2", "pool4x4")}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def resnet(layer_type: str = "basic", depth: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[depth, 1], layer_type=layer_type)
+    return hf.ResNetForImageClassification(config).train()
+
+
+def efficientnet() -> Any:
+    """SiLU, depthwise convolutions (of a class of its own), padding by a module."""
+    torch.manual_seed(0)
+    config = hf.EfficientNetConfig(
+        width_coefficient=0.25, depth_coefficient=0.1, image_size=64, hidden_dim=320, dropout_rate=0.1
+    )
+    return hf.EfficientNetForImageClassification(config).train()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.randn(4, 3, 64, 64, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(0, 2, (4,), generator=generator)}
+
+
+def step(model: Any, mode: str = "fp32", memory_format: torch.memory_format = torch.contiguous_format) -> Gradients:
+    """The loss and every gradient, that of the pixels too."""
+    dtype = next(model.parameters()).dtype
+    inputs = cast_batch(batch(), dtype)
+    pixels = inputs["pixel_values"].to(memory_format=memory_format).requires_grad_()
+    torch.manual_seed(7)
+    with mode_of(mode):
+        loss = model(pixel_values=pixels, labels=inputs["labels"]).loss
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"loss": loss.detach(), "pixels": pixels.grad, **found}
+
+
+def convolutions(model: nn.Module) -> set[str]:
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+
+
+MODELS = {"basic": resnet, "bottleneck": lambda: resnet("bottleneck"), "efficientnet": efficientnet}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
+def test_exact_is_bit_equal(name: str, mode: str) -> None:
+    stock = MODELS[name]().to(torch.bfloat16 if mode == "bf16" else torch.float32)
+    ours = patch_model(copy.deepcopy(stock))
+    expected = step(stock, mode)
+    assert convolutions(stock) <= expected.keys()
+    assert not differing(step(ours, mode), expected)
+
+
+def test_channels_last() -> None:
+    stock = resnet().to(memory_format=torch.channels_last)
+    ours = patch_model(copy.deepcopy(stock))
+    pooled = patch_model(copy.deepcopy(stock), POOLED["pool2x2"])
+    expected = step(stock, memory_format=torch.channels_last)
+    assert not differing(step(ours, memory_format=torch.channels_last), expected)
+    found = step(pooled, memory_format=torch.channels_last)
+    assert convolutions(stock) <= set(differing(found, expected))
+    # the bits of ReLU bring dx in another memory order, and so BatchNorm's sums: a few roundings of fp32
+    others = {n: g.double() for n, g in expected.items() if n not in convolutions(stock)}
+    assert relative_error(found, others) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_keeps_no_more_than_stock(name: str) -> None:
+    stock = MODELS[name]()
+    before = kept_bytes(lambda: stock(**batch()), "cpu")
+    ours = kept_bytes(lambda: patch_model(stock)(**batch()), "cpu")
+    # of a BatchNorm's output and a ReLU's, stock keeps one; of a BatchNorm's and a SiLU's both
+    assert ours < before if name == "efficientnet" else ours <= before
+
+
+@pytest.mark.parametrize("name", ["basic", "bottleneck"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
+def test_pooling_touches_the_weights_of_convolutions_alone(name: str, mode: str) -> None:
+    stock = MODELS[name]().to(torch.bfloat16 if mode == "bf16" else torch.float32)
+    expected = step(stock, mode)
+    errors = []
+    for config in POOLED.values():
+        found = step(patch_model(copy.deepcopy(stock), config), mode)
+        # the loss, the pixels' gradient, those of all BatchNorms and of the classifier are bit-equal
+        assert set(differing(found, expected)) == convolutions(stock)
+        errors.append(relative_error(found, {n: g.double() for n, g in expected.items() if n in convolutions(stock)}))
+    assert 0 < errors[0] < errors[1] < 1.5
+
+
+# bytes per pixel and channel of a layer of two convolutions, in fp32: what BatchNorm keeps, and what ReLU and the next
+# convolution keep, together in stock and exact
+PER_LAYER = {
+    "stock": 2 * (4 + 4),
+    "exact": 2 * (4 + 4),
+    "pool2x2": 2 * (4 + 1 / 8 + 4 / 4),
+    "pool4x4": 2 * (4 + 1 / 8 + 4 / 16),
+}
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_bytes_per_layer(name: str) -> None:
+    kept = []
+    for depth in (2, 3):
+        model = resnet(depth=depth)
+        if name != "stock":
+            patch_model(model, POOLED.get(name, name))
+        kept.append(kept_bytes(lambda model=model: model(**batch()), "cpu"))
+    # the first stage sees a quarter of the image's height and width; mean and 1 / deviation of two BatchNorms
+    pixels, statistics = 4 * 16 * 16, 2 * 2 * 8 * 4
+    assert kept[1] - kept[0] == PER_LAYER[name] * pixels * 8 + statistics
+
+
+def test_the_pixels_are_kept_as_they_are() -> None:
+    """They need no gradient and are the caller's: a pooled copy would come on top."""
+    stock, ours = resnet(), patch_model(resnet(), POOLED["pool4x4"])
+    (loss, expected), (ours_loss, found) = (
+        (
+            loss,
+            dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True)),
+        )
+        for model in (stock, ours)
+        for loss in [model(**batch()).loss]
+    )
+    assert torch.equal(ours_loss, loss)
+    first = "resnet.embedder.embedder.convolution.weight"
+    assert set(differing(found, expected)) == convolutions(stock) - {first}
+
+
+@pytest.mark.parametrize("codec", [Pooled(2, "image"), Pooled(4, "image"), CODECS["int8"]], ids=str)
+@pytest.mark.parametrize("geometry", [((1, 1), (1, 1), (1, 1), 1), ((2, 2), (0, 1), (1, 2), 2)], ids=str)
+def test_the_weights_gradient_is_that_of_what_was_stored(codec: Any, geometry: Any) -> None:
+    x = torch.randn(2, 4, 9, 7, requires_grad=True)
+    weight, bias = torch.randn(6, 4 // geometry[3], 3, 3, requires_grad=True), torch.randn(6, requires_grad=True)
+
+    def stock(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.conv2d(x, weight, bias, *geometry)
+
+    ours = gradients(lambda *inputs: ops.conv2d(*inputs, geometry, codec=codec), [x, weight, bias])
+    y, dx, _, dbias = gradients(stock, [x, weight, bias])
+    stored = codec.unpack(*codec.pack(x.detach())).requires_grad_()
+    assert_equal_bits(ours, [y, dx, gradients(stock, [stored, weight, bias])[2], dbias])
+
+
+def test_what_is_left_alone_or_otherwise_than_asked() -> None:
+    class Own(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(4, 4, 2, padding="same"),
+        Own(4, 4, 1),
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Flatten(2),
+        nn.Linear(64, 2),
+    )
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    by_name = {row.name: row for row in patch_report(patch_model(model, POOLED["pool2x2"])).rows}
+    assert ["zeros" in by_name["0"].reason, "unevenly" in by_name["1"].reason, "Own" in by_name["2"].reason] == [
+        True
+    ] * 3
+    assert by_name["3"].codec == "pool2x2"
+    # squares of tokens and features make no sense
+    assert by_name["5"].codec == "identity" and "feature maps" in by_name["5"].note
+    assert torch.equal(model(x), expected)
+    # and neither do tokens of a feature map
+    tokens = {row.name: row for row in patch_report(patch_model(model, "pooled")).rows}
+    assert tokens["3"].codec == "identity" and "tokens" in tokens["3"].note
+    assert tokens["5"].codec == "pool2"
