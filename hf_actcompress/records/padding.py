@@ -76,8 +76,8 @@ def _raise_if_any(found: dict[tuple[str, torch.device], Tensor]) -> None:
         reasons = "; ".join(what.format(size) for what, size in sizes.items())
         raise PaddingError(
             f"drop_padding=True does not keep padding rows for backward, and {reasons}. The gradients of this backward "
-            "are wrong: zero them. Set labels to -100 where attention_mask is 0 (with padding on the left also that of the "
-            "first real token, which padding predicts) and pool with the mask, or patch with drop_padding=False"
+            "are wrong: zero them. Set labels to -100 where attention_mask is 0 (with padding on the left also that of "
+            "the first real token, which padding predicts) and pool with the mask, or patch with drop_padding=False"
         )
 
 
