@@ -123,11 +123,11 @@ def draw_batch_sizes(lines: Mapping[str, PeakLine], target: Target, cards: Itera
     for name, line in lines.items():
         axes.plot(line.batch_sizes, [peak / 2**30 for peak in line.peak_bytes], "o-", markersize=3, label=name)
     highest = max((max(line.peak_bytes) / 2**30 for line in lines.values()), default=0.0)
-    right = max((max(line.batch_sizes) for line in lines.values()), default=1)
+    left = min((min(line.batch_sizes) for line in lines.values()), default=0)
     sizes = sorted(cards)
     for card in [card for card in sizes if card <= highest] + [card for card in sizes if card > highest][:1]:
         axes.axhline(card, color="gray", linestyle="--", linewidth=0.8)
-        axes.annotate(f"{card} GiB", (right, card), textcoords="offset points", xytext=(0, 3), ha="right", fontsize=8)
+        axes.annotate(f"{card} GiB", (left, card), textcoords="offset points", xytext=(0, 3), fontsize=8)
     axes.set(xlabel="batch size", ylabel="peak in GiB")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)

@@ -1,0 +1,185 @@
+"""Memory of the training steps in the Trainer's own logs, where every tracker finds it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..errors import MeasurementError
+from ..memory.report import readable_size
+from ..memory.restored import resident_bytes
+from ..memory.timeline import memory_profiler, timeline_of
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+    from transformers import Trainer
+
+    from ..memory.estimating.result import Estimate
+
+logger = logging.getLogger(__name__)
+
+KEPT, PEAK, RATIO = "memory_kept_bytes", "memory_peak_bytes", "memory_peak_of_estimate"
+
+
+class MemoryCallback(TrainerCallback):  # type: ignore[misc]
+    """Logs what the steps keep for backward and their peak. Use `log_memory(trainer)`, so that trackers see it.
+
+    Each log entry with a loss gets ``memory_peak_bytes``, the highest of the steps that were sampled since the last:
+    all that is on the device, weights and optimizer states included; ``memory_kept_bytes``, what a forward leaves for
+    its backward, outputs included; and with an estimate ``memory_peak_of_estimate``, their ratio. A warning is logged
+    once if the peak leaves the estimate; the first step, which has no optimizer states yet, is not compared.
+
+    Args:
+        every: Sample every so many steps. By default every step on a CUDA device, where it costs two reads of the
+            allocator's statistics (their peak is reset), and the second step alone on a CPU, where allocations have to
+            be traced, which makes that step slow.
+        estimate: What `estimate(...)` said for this model, batch, and optimizer.
+        tolerance: How far the peak may be from it, as a share.
+
+    Raises:
+        ValueError: ``every`` below 1, or a tolerance that is not positive.
+    """
+
+    def __init__(self, *, every: int | None = None, estimate: Estimate | None = None, tolerance: float = 0.1) -> None:
+        if every is not None and every < 1:
+            raise ValueError(f"every has to be 1 or more, got {every}")
+        if tolerance <= 0:
+            raise ValueError(f"tolerance has to be positive, got {tolerance}")
+        self.every, self.estimate, self.tolerance = every, estimate, tolerance
+        self._reset()
+
+    def _reset(self) -> None:
+        self._first_step = 0
+        self._sampling = self._warned = False
+        self._hooks: list[RemovableHandle] = []
+        self._profiler: Any = None
+        self._before_step = self._before_forward = self._kept = 0
+        self._pending: dict[str, float] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Raises MeasurementError on a device whose memory cannot be measured."""
+        self._end()
+        self._reset()
+        if args.device.type not in ("cpu", "cuda"):
+            raise MeasurementError(f"the Trainer is on {args.device}; memory can be logged on a CPU or a CUDA device")
+        self._first_step = state.global_step
+        # inside of torch.compile a hook would break the graph
+        if model is not None and args.device.type == "cuda" and not args.torch_compile:
+            self._hooks = [
+                model.register_forward_pre_hook(lambda *_: self._forward_begins(args.device)),
+                model.register_forward_hook(lambda *_: self._forward_ends(args.device)),
+            ]
+
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Before the first forward of a step."""
+        self._sampling = self._is_sampled(state.global_step - self._first_step, args.device.type)
+        if not self._sampling:
+            return
+        self._kept = 0
+        if args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(args.device)
+        else:
+            self._before_step = resident_bytes(model, optimizer)
+            self._profiler = memory_profiler()
+            self._profiler.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the optimizer's step."""
+        if not self._sampling:
+            return
+        self._sampling = False
+        if args.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(args.device)
+        else:
+            self._profiler.stop()
+            seen = timeline_of(self._profiler, "cpu")
+            self._profiler = None
+            peak, self._kept = self._before_step + seen.peak_bytes, seen.kept_bytes
+        self._note(PEAK, peak)
+        # not seen under torch.compile
+        if self._kept:
+            self._note(KEPT, self._kept)
+        # the Trainer has counted this step already
+        if self.estimate is not None and state.global_step - self._first_step > 1:
+            self._compare(peak, self.estimate)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Adds to the entry of the training loss, and not to those of evaluations."""
+        if logs is None or "loss" not in logs or not self._pending:
+            return
+        logs.update(self._pending)
+        # which has a copy of the entry
+        state.log_history[-1].update(self._pending)
+        self._pending = {}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Removes the hooks."""
+        self._end()
+
+    def _is_sampled(self, step: int, device: str) -> bool:
+        if self.every is None:
+            return device == "cuda" or step == 1
+        return step % self.every == 0
+
+    def _forward_begins(self, device: torch.device) -> None:
+        if self._sampling:
+            self._before_forward = torch.cuda.memory_allocated(device)
+
+    def _forward_ends(self, device: torch.device) -> None:
+        if self._sampling:
+            self._kept = max(self._kept, torch.cuda.memory_allocated(device) - self._before_forward)
+
+    def _note(self, key: str, value: float) -> None:
+        self._pending[key] = max(self._pending.get(key, value), value)
+
+    def _compare(self, peak: int, estimate: Estimate) -> None:
+        ratio = peak / estimate.total_peak_bytes
+        self._note(RATIO, ratio)
+        if abs(ratio - 1) <= self.tolerance or self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "the peak of a step is %s, %.0f%% of the %s that were estimated for batch size %d and length %d",
+            readable_size(peak),
+            100 * ratio,
+            readable_size(estimate.total_peak_bytes),
+            estimate.batch_size,
+            estimate.seq_len,
+        )
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        # a run that was interrupted in a sampled step
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+
+def log_memory(
+    trainer: Trainer, *, every: int | None = None, estimate: Estimate | None = None, tolerance: float = 0.1
+) -> MemoryCallback:
+    """Put a `MemoryCallback` before the trainer's other callbacks, so that what it adds to the logs reaches them.
+
+    In ``Trainer(callbacks=[...])`` it comes after those of ``report_to``: then the figures are in
+    ``trainer.state.log_history`` and on the console, and no tracker has them.
+
+    Args:
+        trainer: Not training yet.
+        every, estimate, tolerance: As of `MemoryCallback`.
+
+    Returns:
+        The callback.
+
+    Raises:
+        ValueError: As `MemoryCallback`.
+    """
+    callback = MemoryCallback(every=every, estimate=estimate, tolerance=tolerance)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
