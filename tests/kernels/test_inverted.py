@@ -1,0 +1,62 @@
+"""The kernels of the activations that keep their output: the bits are the reference's, the gradients within the law."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_actcompress.reference import INVERTED
+from hf_actcompress.reference.bits import unpack_mask
+from tests.kernels.harness import DEVICE, DTYPES, check, run, samples, specified
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 700)], ids=str)
+def test_bits_are_the_references(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    for args in samples("activation_output_bits", dtype, *shape):
+        check("activation_output_bits", args, bitwise=True)
+
+
+@every_dtype
+def test_gradient_from_the_output(dtype: torch.dtype) -> None:
+    kinds = set()
+    # more than one tile; the last byte is not full
+    for args in samples("activation_output_bwd", dtype, 3, 1367):
+        check("activation_output_bwd", args)
+        kinds.add(args[-1])
+    assert kinds == set(INVERTED)
+
+
+def ends(kind: str) -> tuple[Tensor, Tensor]:
+    """Outputs at and beyond the ends of the fits, all on the right and then all on the left."""
+    fit = INVERTED[kind]
+    right = [fit.y_min - 1e-3, fit.y_min, 0.0, fit.split**2 + fit.y_min, fit.end**2 + fit.y_min, 1e4, torch.inf]
+    left = [fit.y_min - 1e-3, fit.y_min, fit.y_min * 0.5, -1e-9, -1e-20, -0.0, 0.0]
+    y = torch.tensor([*right, 50.0, *left, -1e-4], device=DEVICE)
+    return y, torch.tensor([0, 255], dtype=torch.uint8, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", INVERTED)
+def test_ends_of_the_branches(kind: str) -> None:
+    y, bits = ends(kind)
+    args = (torch.ones_like(y), y, bits, kind)
+    (ours,), (stock,) = run("activation_output_bwd", args), specified("activation_output_bwd", args)
+    assert ours is not None and stock is not None
+    assert bool((ours[4:8] == 1).all())
+    # where two pieces meet, either may be taken: each is off by 2e-5 at most
+    torch.testing.assert_close(ours, stock, rtol=0, atol=4e-5)
+
+
+def test_zero_size_and_mixed_dtypes() -> None:
+    dy = torch.randn(5, device=DEVICE, dtype=torch.float32)
+    y = torch.rand(5, device=DEVICE).to(torch.bfloat16)
+    bits = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
+    assert not unpack_mask(bits, y.shape).any()
+    for size in (0, 5):
+        args = (dy[:size], y[:size], bits[: -(-size // 8)], "silu")
+        (ours,), (stock,) = run("activation_output_bwd", args), specified("activation_output_bwd", args)
+        assert ours is not None and stock is not None and ours.dtype == stock.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, stock, rtol=2**-8, atol=0)
