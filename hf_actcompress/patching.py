@@ -18,6 +18,7 @@ from .config import PRESETS, CompressionConfig, Configured, resolve
 from .errors import NothingPatchedError, NotPatchedError, UnsupportedModelError
 from .models import Declined, Site, find_site
 from .models.heads import find_head, output_layers
+from .models.padding import why_not
 from .models.root import install_root, is_root, restore_root, root_module, root_of
 from .modules.base import PatchedModule, patch_instance, unpatch_instance
 from .reference import seed_codecs
@@ -84,7 +85,11 @@ class PatchReport:
 
 
 def patch_model(
-    model: _Model, config: CompressionConfig | Configured | str = "exact", *, strict: bool = True, seed: int | None = None
+    model: _Model,
+    config: CompressionConfig | Configured | str = "exact",
+    *,
+    strict: bool = True,
+    seed: int | None = None,
 ) -> _Model:
     """Make a model keep fewer bytes between forward and backward. In place; call it before Trainer or `prepare`.
 
@@ -175,6 +180,8 @@ def _check(model: nn.Module) -> None:
 
 
 def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
+    if config.drop_padding and (reason := why_not(root_module(model))):
+        yield PatchRow("", type(root_module(model)).__name__, "padding", reason=reason)
     heads = output_layers(root_module(model))
     root = root_of(model)
     # a declined head is a linear layer all the same: it has two rows, and the first is known from the first time
@@ -220,7 +227,9 @@ def unpatch_model(model: _Model) -> _Model:
 
 
 @contextmanager
-def patched(model: _Model, config: CompressionConfig | Configured | str = "exact", *, strict: bool = True) -> Iterator[_Model]:
+def patched(
+    model: _Model, config: CompressionConfig | Configured | str = "exact", *, strict: bool = True
+) -> Iterator[_Model]:
     """`with patched(model): ...`: patched inside, and afterwards as it was before (stock, or under its old config)."""
     before = _config_of(model)
     try:

@@ -34,5 +34,5 @@ def padding_of_call(
 def why_not(model: nn.Module) -> str:
     """Why padding is never dropped from a model; "" if it is."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return "drop_padding: an encoder-decoder has two sequences, each with padding of its own; nothing is dropped"
+        return "kept under drop_padding: an encoder-decoder has two sequences, each with padding of its own"
     return ""

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import load, raw, save
+from ..records import Stored, dropping, is_dropped, load, raw, save
 from ..reference import ConvGeometry
 from .autocast import autocast_dtype
 from .linear import input_record
@@ -26,7 +26,11 @@ class Conv2dFunction(torch.autograd.Function):
         autocast = autocast_dtype(x)
         dtype = autocast or x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        record = input_record(x, dtype, codec, derive) if needs_weight else None
+        # channels are no rows of a batch, whatever their number
+        with dropping(None):
+            record = input_record(x, dtype, codec, derive) if needs_weight else None
+        if record is not None and is_dropped(record):
+            record = Stored(codec, *codec.pack(x.detach().to(dtype)))
         save(ctx, record, raw(weight) if needs_x else None)
         ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry

@@ -7,7 +7,7 @@ of its own. This package is the only code that touches storage on `ctx`.
 
 from __future__ import annotations
 
-from .padding import Padding, dropping, keep, padding_in, padding_of
+from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of
 from .record import Derived, Recipe, Record, Stored, is_lossless, raw
 from .registry import (
     clear,
@@ -38,6 +38,7 @@ __all__ = [
     "dropping",
     "encoded",
     "frame",
+    "is_dropped",
     "is_lossless",
     "keep",
     "known_record",

@@ -11,7 +11,7 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress import CompressionConfig, patch_model, patch_report
 from hf_actcompress.config import PRESETS
 from hf_actcompress.errors import PaddingError
 from hf_actcompress.memory.allocator import kept_bytes
@@ -167,7 +167,6 @@ CODED = {
     "fp8": PRESETS["fp8"],
     "offload": PRESETS["offload"],
     "dropit": PRESETS["dropit"],
-    "pooled": PRESETS["pooled"],
     "inverted": PRESETS["inverted"],
     "fewbit": PRESETS["fewbit"],
     "derivative": CompressionConfig(activation_variant="derivative"),
@@ -259,6 +258,8 @@ def test_encoder_decoders_are_left_alone():
         if patch_model(model, CompressionConfig(drop_padding=drop))
     ]
     assert kept[0] == kept[1]
+    reasons = [row.reason for row in patch_report(model).left_alone if row.role == "padding"]
+    assert len(reasons) == 1 and "encoder-decoder" in reasons[0]
 
 
 @pytest.mark.parametrize("padding", ["none", "ones", "4-d"])
