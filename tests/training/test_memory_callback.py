@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+from hf_actcompress import patch_model
 from hf_actcompress.errors import MeasurementError
+from hf_actcompress.memory.estimate import estimate
 from hf_actcompress.memory.restored import resident_bytes
 from hf_actcompress.training import MemoryCallback, log_memory
 from hf_actcompress.training.memory_callback import KEPT, PEAK, RATIO
@@ -107,8 +109,8 @@ def test_the_peak_is_that_of_the_allocator(tmp_path):
     assert 0 <= logged[PEAK] - by_hand <= 256
 
 
-def estimated(nbytes):
-    return SimpleNamespace(total_peak_bytes=nbytes, batch_size=BATCH, seq_len=LENGTH)
+def estimated(nbytes, gradients=0):
+    return SimpleNamespace(total_peak_bytes=nbytes, gradients_bytes=gradients, batch_size=BATCH, seq_len=LENGTH)
 
 
 @pytest.mark.parametrize("factor, warns", [(1.0, False), (1.05, False), (0.8, True), (1.3, True)])
@@ -126,6 +128,32 @@ def test_warns_once_when_the_peak_leaves_the_estimate(tmp_path, caplog, factor, 
     assert [RATIO in entry for entry in logged] == [False, True, True, True]
     assert logged[-1][RATIO] == pytest.approx(1 / factor, rel=0.01)
     assert len([r for r in caplog.records if "estimated" in r.getMessage()]) == int(warns)
+
+
+def test_gradients_that_a_trainer_drops_are_no_reason_to_warn(tmp_path, caplog):
+    trainer = trainer_for(tmp_path, steps=2)
+    callback = log_memory(trainer, every=1)
+    trainer.train()
+    peak = losses(trainer.state.log_history)[-1][PEAK]
+    with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
+        callback._compare(peak, estimated(int(1.3 * peak), gradients=int(0.3 * peak)))
+        assert not caplog.records
+        callback._compare(peak, estimated(int(1.3 * peak), gradients=int(0.1 * peak)))
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("config", (None, "exact"))
+def test_holds_the_estimate(tmp_path, caplog, config):
+    trainer = trainer_for(tmp_path, per_device_train_batch_size=8)
+    if config is not None:
+        patch_model(trainer.model, config)
+    expected = estimate(trainer.model, batch_size=8, seq_len=LENGTH, config=config, device="cpu")
+    log_memory(trainer, estimate=expected)
+    with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
+        trainer.train()
+    assert not [r for r in caplog.records if "estimated" in r.getMessage()]
+    logged = losses(trainer.state.log_history)[1]
+    assert logged[KEPT] == pytest.approx(expected.kept_bytes, rel=0.01)
 
 
 def test_in_the_list_of_callbacks_the_history_has_it(tmp_path):
