@@ -69,7 +69,7 @@ def _options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**options, **changes)
 
 
-def _minilm(batch_size: int = 8, seq_len: int = 48) -> Job:
+def _minilm(batch_size: int = 4, seq_len: int = 32) -> Job:
     """Which package of the standard library a function comes from; word embeddings frozen."""
     task = load_task(_options())
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
