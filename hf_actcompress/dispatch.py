@@ -1,7 +1,8 @@
 """Which implementation of a function runs: a Triton kernel or the torch reference.
 
 `implementation(name, x)` picks by x's device and by what is installed; `use("reference")` and `use("triton")` are
-explicit choices for a block of code. An explicit choice never falls back. `auto` takes a kernel on a CUDA device after
+explicit choices for a block of code. An explicit choice never falls back: under "triton" a kernel that cannot run
+raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device after
 it has agreed there with the reference, once per process, and the reference everywhere else.
 """
 
@@ -29,6 +30,7 @@ CHOICES = ("auto", "reference", "triton")
 OLDEST = (8, 0)
 
 _log = logging.getLogger(__name__)
+_kernels: dict[str, Callable[..., Any]] = {}
 _probing = threading.RLock()
 
 # of the process, not of a thread or context: backward runs in autograd's own threads, and torch.compile reads it
@@ -41,6 +43,10 @@ def use(choice: str) -> Iterator[None]:
     if choice not in CHOICES:
         raise UnknownOptionError("implementation", choice, CHOICES)
     global _choice
+    if choice == "triton" and importlib.util.find_spec("triton") is not None:
+        # now, because nothing can be imported while a graph is traced
+        for name in KERNELS:
+            _kernel(name)
     before, _choice = _choice, choice
     try:
         yield
@@ -53,7 +59,7 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
 
     `row` is the kind of an activation, which torch may have as one kernel: then `auto` keeps to the reference.
     """
-    if _choice == "triton":
+    if _choice == "triton" and name in KERNELS:
         _require(name, x)
         return _kernel(name)
     # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
@@ -73,10 +79,8 @@ def kernel_status(device: torch.device | str) -> dict[str, str]:
 
 def _require(name: str, x: Tensor) -> None:
     """Raise unless the kernel can run on x."""
-    if name not in KERNELS:
-        raise KernelUnavailableError(
-            f'asked for the Triton kernel of {name!r}; there is none; use "auto" or "reference" for this op'
-        )
+    if torch.compiler.is_compiling():
+        return
     reason = "no kernel computes in fp64" if x.dtype == torch.float64 else _unusable(x.device)
     if reason:
         raise KernelUnavailableError(f'asked for the Triton kernel of {name!r}: {reason}; use "auto" or "reference"')
@@ -87,7 +91,8 @@ def _why_not(name: str, device: torch.device) -> str | None:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+    known = device.index is not None or device.type != "cuda"
+    return device if known else torch.device("cuda", torch.cuda.current_device())
 
 
 @cache
@@ -125,12 +130,11 @@ def _probe(name: str, device: torch.device) -> str | None:
     return reason
 
 
-@cache
 def _kernel(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(_module(name), name)
-    return function
+    if name not in _kernels:
+        _kernels[name] = getattr(_module(name), name)
+    return _kernels[name]
 
 
-@cache
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f".kernels.{KERNELS[name]}", __package__)

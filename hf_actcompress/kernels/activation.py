@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from .common import POINTWISE_TILE, POINTWISE_WARPS, cast, divide, exp, log1p, on, sigmoid, tanh, traced
+from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, exp, log1p, on, sigmoid, tanh, traced
 
 _LAPLACE = (0.707107, 0.282095)
 
@@ -169,7 +169,7 @@ def _activation(x: Tensor, dy: Tensor | None, want: str, kind: str, options: lis
     with on(x):
         _activation_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
             x, dy, out, x.numel(), WANT=want, KIND=kind, A=low, B=high, FAST=is_fast(out),
-            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
         )  # fmt: skip
     return out
 

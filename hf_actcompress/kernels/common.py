@@ -30,6 +30,10 @@ _WAVES = 4
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
+# given to every launch: without fused multiply-adds a kernel rounds as the reference and the interpreter do, and what
+# was tested there is what runs
+STRICT = {"enable_fp_fusion": False}
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import OPTIONS, STOCKS, constants, derivative, inputs, is_fast, value
-from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, cast, on, pointwise_layout, traced
+from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, pointwise_layout, traced
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _gated_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dt
         _product_kernel[(rows * tiles,)](
             gate, up, h, gate.stride(0), up.stride(0), width, tiles,
             KIND=kind, A=low, B=high, ACTIVATED=activated, FAST=is_fast(h),
-            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
         )  # fmt: skip
     return h
 
@@ -100,7 +100,8 @@ def _gated_product_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options:
     with on(gate):
         _bwd_kernel[(rows * tiles,)](
             dh, gate, up, dgate, dup, dh.stride(0), gate.stride(0), up.stride(0), width, tiles,
-            KIND=kind, A=low, B=high, FAST=is_fast(dgate, dup), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+            KIND=kind, A=low, B=high, FAST=is_fast(dgate, dup),
+            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
         )  # fmt: skip
     return dgate, dup
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, cast, on, row_tile, traced
+from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, row_tile, traced
 from .layer_norm import norm_bwd, present
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -74,7 +74,7 @@ def _rms_norm_square(x: Tensor) -> Tensor:
     if x.numel():
         with on(x):
             grid = (triton.cdiv(x.numel(), POINTWISE_TILE),)
-            _square_kernel[grid](x, square, x.numel(), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS)
+            _square_kernel[grid](x, square, x.numel(), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT)
     return square
 
 
@@ -101,7 +101,7 @@ def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: s
         _rebuild_kernel[(triton.cdiv(rows, R),)](
             x, rstd, x if weight is None else weight.contiguous(), y, rows, width,
             HAS_WEIGHT=weight is not None, ONE_PLUS=variant == "one_plus_weight",
-            NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R, C=C, num_warps=warps,
+            NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R, C=C, num_warps=warps, **STRICT,
         )  # fmt: skip
     return y
 

@@ -1,0 +1,98 @@
+"""What holds for every row of the kernels' table: signatures, empty tensors, and what torch.compile needs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_actcompress import ops, reference
+from hf_actcompress.dispatch import use
+from hf_actcompress.kernels import KERNELS
+from tests.kernels.harness import present, run, samples, specified
+from tests.oracle import assert_equal_bits, gradients
+
+every_kernel = pytest.mark.parametrize("name", KERNELS)
+
+
+@every_kernel
+def test_signature_is_the_references(name: str) -> None:
+    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    assert inspect.signature(getattr(module, name)) == inspect.signature(getattr(reference, name))
+
+
+@every_kernel
+def test_nothing_in_nothing_out(name: str) -> None:
+    for args in samples(name, torch.bfloat16, 0, 64):
+        ours, stock = run(name, args), specified(name, args)
+        assert [x is None for x in ours] == [x is None for x in stock]
+        assert_equal_bits(present(ours), present(stock))
+
+
+class _Calls(TorchDispatchMode):
+    """The operators of this package that were called, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "hf_actcompress":
+            self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def opcheck(func: Any, args: tuple[Any, ...]) -> None:
+    # the schema check compares by a function that torch lacks for fp8
+    narrow = any(isinstance(x, Tensor) and x.is_floating_point() and x.itemsize == 1 for x in args)
+    torch.library.opcheck(func, args, test_utils=("test_faketensor",) if narrow else ("test_schema", "test_faketensor"))
+
+
+@every_kernel
+def test_is_an_operator_while_a_graph_is_traced(name: str) -> None:
+    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    for args in list(samples(name, torch.bfloat16, 3, 64))[:2]:
+        with _Calls() as calls, mock.patch("torch.compiler.is_compiling", return_value=True):
+            getattr(module, name)(*args)
+        assert calls.seen
+        for func, inputs in calls.seen:
+            opcheck(func, inputs)
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3))))
+
+
+TRACED = {
+    "rms_norm": lambda x, weight: ops.rms_norm(x, weight, 1e-6),
+    "layer_norm_output": lambda x, weight: ops.layer_norm_output(x, (24,), weight),
+    "activation": lambda x, weight: ops.activation(x, gelu_new, "gelu_new") * weight,
+    "gated_product": lambda x, weight: ops.gated_product(x, x * weight, torch.nn.functional.silu, "silu"),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_fullgraph(name: str) -> None:
+    """With an explicit choice, which a compiled function keeps: no break, and the operators in the graphs."""
+    operators: list[str] = []
+
+    def collect(graph: torch.fx.GraphModule, _: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
+    inputs = [torch.randn(6, 24, requires_grad=True), torch.randn(24, requires_grad=True)]
+    with use("triton"):
+        eager = gradients(TRACED[name], inputs)
+        compiled = gradients(torch.compile(TRACED[name], fullgraph=True, backend=backend), inputs)
+    assert_equal_bits(compiled, eager)
+    assert any(operator.startswith("hf_actcompress.") for operator in operators), operators
