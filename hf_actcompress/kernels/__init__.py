@@ -16,6 +16,8 @@ KERNELS: dict[str, str] = {
     "activation_output_bits": "inverted",
     "activation_output_bwd": "inverted",
     "activation_value": "activation",
+    "fewbit_bwd": "fewbit",
+    "fewbit_codes": "fewbit",
     "float8_pack": "float8",
     "float8_unpack": "float8",
     "gated_product": "gated_mlp",

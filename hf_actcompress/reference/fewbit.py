@@ -26,11 +26,11 @@ _Options = tuple[float, ...]
 # f' takes two values and one bit is exact, whatever was asked
 TWO_VALUED = ("relu", "relu6", "leaky_relu")
 # f' outside the bounds is 0
-_CLIPPED = ("gelu_clipped",)
+CLIPPED = ("gelu_clipped",)
 # the row whose table is used
-_TABLE = {"gelu_clipped": "gelu", **SAME_FUNCTION}
+TABLE = {"gelu_clipped": "gelu", **SAME_FUNCTION}
 # f' has no bound: the grid is scaled per row
-_UNBOUNDED = ("relu_squared",)
+UNBOUNDED = ("relu_squared",)
 
 
 def fewbit_stored_bits(kind: str, bits: int, method: str) -> int:
@@ -52,7 +52,7 @@ def fewbit_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str
     scale = None
     if kind in TWO_VALUED:
         codes = activation_bwd(torch.ones_like(x), x, kind, options) == 1
-    elif kind in _UNBOUNDED:
+    elif kind in UNBOUNDED:
         slope = activation_bwd(torch.ones_like(x), x, kind, options)
         scale = _row_maximum(slope).div_(2**bits - 1)
         # a row of zeros: any divisor will do
@@ -69,7 +69,7 @@ def fewbit_bwd(
 ) -> Tensor:
     """dx = dy * q in dy's dtype, rounded once: q is the level of each code. dy has x's shape."""
     wide = torch.promote_types(dy.dtype, torch.float32)
-    levels = torch.tensor(_levels(kind, options, bits, method), dtype=wide, device=dy.device)
+    levels = torch.tensor(fewbit_levels(kind, options, bits, method), dtype=wide, device=dy.device)
     stored = fewbit_stored_bits(kind, bits, method)
     factor = levels[unpack_codes(codes, stored, dy.numel()).int()].view(dy.shape)
     if scale is not None:
@@ -84,40 +84,49 @@ def _row_maximum(slope: Tensor) -> Tensor:
 
 
 def _value_codes(slope: Tensor, kind: str, bits: int) -> Tensor:
-    base = _TABLE.get(kind, kind)
     if bits == 8:
-        zero, step = GRIDS[base]
+        zero, step = GRIDS[TABLE.get(kind, kind)]
         return slope.div_(step).round_().add_(zero).clamp_(0, 255)
-    borders = [(low + high) / 2 for low, high in pairwise(LEVELS[base][bits])]
+    borders = fewbit_borders(kind, bits, "values")
     return torch.bucketize(slope, torch.tensor(borders, dtype=slope.dtype, device=slope.device), out_int32=True)
 
 
 def _step_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str) -> Tensor:
-    base = _TABLE.get(kind, kind)
-    borders, levels = _steps(base, bits, method)
+    base = TABLE.get(kind, kind)
     at = (x - CENTRES[base]).abs() if base in CENTRES and method == "steps" else x
+    borders = fewbit_borders(kind, bits, method)
     codes = torch.bucketize(at, torch.tensor(borders, dtype=x.dtype, device=x.device), out_int32=True)
-    if kind in _CLIPPED:
+    if kind in CLIPPED:
         low, high = options
-        dead = min(range(len(levels)), key=lambda i: abs(levels[i]))
         # these activations are increasing where they reach a bound
-        codes = torch.where((x < low) | (x > high), dead, codes)
+        codes = torch.where((x < low) | (x > high), flat_code(kind, options, bits, method), codes)
     return codes
 
 
-def _steps(kind: str, bits: int, method: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    return PRIMITIVE_STEPS[kind] if method == "relus" else STEPS[kind][bits]
+def flat_code(kind: str, options: _Options, bits: int, method: str) -> int:
+    """The code that is nearest to f' = 0."""
+    levels = fewbit_levels(kind, options, bits, method)
+    return min(range(len(levels)), key=lambda i: abs(levels[i]))
 
 
-def _levels(kind: str, options: _Options, bits: int, method: str) -> tuple[float, ...]:
+def fewbit_borders(kind: str, bits: int, method: str) -> tuple[float, ...]:
+    """Between the cells of x, or of f' for "values" (where 8 bits have a grid instead)."""
+    base = TABLE.get(kind, kind)
+    if method == "values":
+        return tuple((low + high) / 2 for low, high in pairwise(LEVELS[base][bits]))
+    return PRIMITIVE_STEPS[base][0] if method == "relus" else STEPS[base][bits][0]
+
+
+def fewbit_levels(kind: str, options: _Options, bits: int, method: str) -> tuple[float, ...]:
+    """What each code stands for; times its row's scale where f' has no bound."""
     if kind in TWO_VALUED:
         return (options[0] if kind == "leaky_relu" else 0.0, 1.0)
-    if kind in _UNBOUNDED:
+    if kind in UNBOUNDED:
         return tuple(float(code) for code in range(2**bits))
-    base = _TABLE.get(kind, kind)
+    base = TABLE.get(kind, kind)
     if method == "values":
         if bits != 8:
             return LEVELS[base][bits]
         zero, step = GRIDS[base]
         return tuple((code - zero) * step for code in range(256))
-    return _steps(base, bits, method)[1]
+    return PRIMITIVE_STEPS[base][1] if method == "relus" else STEPS[base][bits][1]
