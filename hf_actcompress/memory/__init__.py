@@ -7,6 +7,7 @@ from .attribution import memory_report
 from .batch_size import find_batch_size
 from .batch_size_report import BatchSizeReport, BatchSizeTrial
 from .calibration import Calibration, CalibrationRow, calibrate
+from .estimate import Estimate, estimate
 from .fidelity import FidelityComparison, FidelityReport, ParameterFidelity, compare_presets, fidelity_report
 from .report import Advice, MemoryReport, MemoryRow
 from .timeline import MemoryTimeline, memory_timeline
@@ -18,6 +19,7 @@ __all__ = [
     "BatchSizeTrial",
     "Calibration",
     "CalibrationRow",
+    "Estimate",
     "FidelityComparison",
     "FidelityReport",
     "MemoryReport",
@@ -27,6 +29,7 @@ __all__ = [
     "StepMemory",
     "calibrate",
     "compare_presets",
+    "estimate",
     "fidelity_report",
     "find_batch_size",
     "kept_bytes",

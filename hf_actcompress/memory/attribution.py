@@ -60,7 +60,7 @@ def memory_report(
         assert seen is not None
         patched = seen
         unpatch_model(model)
-        roles = _roles(model, asked)
+        roles = module_roles(model, asked)
         stock = run()
     # the advice is for the model as it came: the context above has restored it
     with patch_restored(model), training_forward(model):
@@ -77,7 +77,7 @@ def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
     return [value for value in inputs.values() if isinstance(value, Tensor)]
 
 
-def _roles(model: nn.Module, config: CompressionConfig) -> dict[str, str]:
+def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, str]:
     """The role of every module of a stock model, by name."""
     roles = {}
     for name, module in model.named_modules():
@@ -121,7 +121,7 @@ def _rows(
     kept: dict[tuple[str, str], tuple[list[SavedTensor], list[SavedTensor]]] = defaultdict(lambda: ([], []))
     for side, seen in enumerate((stock, patched)):
         for tensor in seen.tensors:
-            kept[tensor.module, _role(tensor, roles, checkpointed)][side].append(tensor)
+            kept[tensor.module, role_of(tensor, roles, checkpointed)][side].append(tensor)
     order = {name: position for position, name in enumerate(roles)}
     return tuple(
         MemoryRow(module, role, _bytes(a), _bytes(b), tuple(map(str, a)), tuple(map(str, b)))
@@ -133,7 +133,7 @@ def _bytes(tensors: list[SavedTensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _role(tensor: SavedTensor, roles: dict[str, str], checkpointed: bool) -> str:
+def role_of(tensor: SavedTensor, roles: dict[str, str], checkpointed: bool) -> str:
     role = roles[tensor.module]
     if tensor.call == "dropout" and role != "attention":
         return "dropout"

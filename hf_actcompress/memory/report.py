@@ -104,10 +104,12 @@ class MemoryReport:
         return json.dumps({**totals, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
-        lines = [f"kept for backward: {_size(self.stock_bytes)} stock, {_size(self.patched_bytes)} patched"]
+        lines = [
+            f"kept for backward: {readable_size(self.stock_bytes)} stock, {readable_size(self.patched_bytes)} patched"
+        ]
         if self.layer_tokens:
             lines.append(f"per token and layer: {self._per_layer()}")
-        lines += [f"still to turn off, {_size(row.bytes)}: {row.what}; {row.how}" for row in self.advice]
+        lines += [f"still to turn off, {readable_size(row.bytes)}: {row.what}; {row.how}" for row in self.advice]
         return "\n".join([*lines, *self.notes])
 
     def _per_layer(self) -> str:
@@ -138,9 +140,9 @@ class MemoryReport:
             table.add_column(column, justify="right")
         totals = _totals(((re.sub(r"\.\d+(?=\.|$)", ".*", row.module), row.role), row) for row in self.rows)
         for (module, role), (stock, patched) in totals.items():
-            table.add_row(module or "(model)", role, _size(stock), _size(patched))
+            table.add_row(module or "(model)", role, readable_size(stock), readable_size(patched))
         table.add_section()
-        table.add_row("total", "", _size(self.stock_bytes), _size(self.patched_bytes))
+        table.add_row("total", "", readable_size(self.stock_bytes), readable_size(self.patched_bytes))
         return table
 
     def plot(self, path: str | PathLike[str]) -> None:
@@ -181,7 +183,7 @@ def _totals(keyed: Iterable[tuple[Any, MemoryRow]]) -> dict[Any, tuple[int, int]
     return {key: (stock, patched) for key, (stock, patched) in ordered}
 
 
-def _size(nbytes: int) -> str:
+def readable_size(nbytes: int) -> str:
     """Bytes for people."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB"):

@@ -76,7 +76,8 @@ class _Packed:
 class _Collector:
     """Saved-tensor hooks, and hooks on the modules that tell where the forward is."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, size_of: Callable[[torch.UntypedStorage], int]) -> None:
+        self.size_of = size_of
         self.stack = [""]
         self.packed: list[weakref.ref[_Packed]] = []
         self.seen = SavedTensors()
@@ -124,11 +125,11 @@ class _Collector:
             if packed is None:
                 continue
             storage = packed.tensor.untyped_storage()
-            if storage.data_ptr() in not_counted or storage.nbytes() == 0:
+            if storage._cdata in not_counted or self.size_of(storage) == 0:
                 continue
-            not_counted.add(storage.data_ptr())
-            x = packed.tensor
-            self.seen.tensors.append(SavedTensor(packed.module, tuple(x.shape), x.dtype, storage.nbytes(), packed.call))
+            not_counted.add(storage._cdata)
+            x, size = packed.tensor, self.size_of(storage)
+            self.seen.tensors.append(SavedTensor(packed.module, tuple(x.shape), x.dtype, size, packed.call))
         return self.seen
 
 
@@ -157,12 +158,16 @@ def _module_hooks(collector: _Collector) -> Iterator[None]:
 
 
 def storages(tensors: Iterable[Any]) -> set[int]:
-    """The addresses of the tensors' data."""
-    return {x.untyped_storage().data_ptr() for x in tensors if isinstance(x, Tensor) and x.layout is torch.strided}
+    """Which storages these tensors have: by the storage itself, because fake tensors have no address."""
+    return {x.untyped_storage()._cdata for x in tensors if isinstance(x, Tensor) and x.layout is torch.strided}
 
 
 def saved_tensors(
-    model: nn.Module, forward: Callable[[], Any], loss_of: Callable[[Any], Tensor], before: set[int]
+    model: nn.Module,
+    forward: Callable[[], Any],
+    loss_of: Callable[[Any], Tensor],
+    before: set[int],
+    size_of: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes,
 ) -> SavedTensors:
     """Run `forward` once and list what backward would need, with nothing but the loss held.
 
@@ -170,12 +175,13 @@ def saved_tensors(
         model: The modules to attribute to; their hooks are taken off again, however the forward ends.
         forward: Returns an output from which `loss_of` takes the loss.
         loss_of: Raises if there is none.
-        before: Addresses of what was there before (the batch), which is not counted.
+        before: The `storages` of what was there before (the batch), which are not counted.
+        size_of: Bytes that a storage counts for.
 
     Returns:
         Each storage once, without parameters and buffers.
     """
-    collector = _Collector(model)
+    collector = _Collector(model, size_of)
     with _module_hooks(collector), saved_tensors_hooks(collector.pack, collector.unpack):
         output = forward()
     loss = loss_of(output)
@@ -191,7 +197,7 @@ def saved_tensors(
 def _size(logits: Any) -> tuple[int, int, tuple[int, ...]] | None:
     if not isinstance(logits, Tensor):
         return None
-    return logits.untyped_storage().data_ptr(), logits.nbytes, tuple(logits.shape)
+    return logits.untyped_storage()._cdata, logits.nbytes, tuple(logits.shape)
 
 
 def _addresses(collector: _Collector) -> set[int]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 
 from ..config import CompressionConfig
+from ..errors import MissingExtraError
 from ..modules.adapter import AdapterMixin
 from ..modules.base import Settings
 from .sites import Declined, Site
@@ -18,3 +20,23 @@ def find_adapter(module: nn.Module, config: CompressionConfig) -> Site | Decline
     if peft is None or not isinstance(module, peft.BaseTunerLayer) or not hasattr(module, "_cast_input_dtype"):
         return None
     return Site(AdapterMixin, Settings("adapter"))
+
+
+def with_lora(model: nn.Module, lora: Any) -> nn.Module:
+    """The model with LoRA adapters.
+
+    Args:
+        lora: True (peft's defaults on all linear layers), a rank, or a peft LoraConfig.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError("LoRA needs peft, which is not installed: pip install peft") from error
+    if not isinstance(lora, peft.LoraConfig):
+        rank = {} if lora is True else {"r": int(lora)}
+        lora = peft.LoraConfig(target_modules="all-linear", **rank)
+    adapted: nn.Module = peft.get_peft_model(model, lora)
+    return adapted

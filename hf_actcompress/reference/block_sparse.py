@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .groups import chunk_rows, work_dtype
+from .groups import chunk_rows, chunk_starts, work_dtype
 
 
 def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def _by_tile(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tens
     outputs, (count, _, bc) = blocks.size(2), values.shape
     out = blocks.new_zeros(across, outputs, bc, dtype=work_dtype(blocks.dtype))
     step = min(chunk_rows(outputs * bc, blocks.device), max(count, 1))
-    for start in range(0, count, step):
+    for start in chunk_starts(count, step):
         part = index[start : start + step]
         products = blocks[part // across].transpose(1, 2).bmm(values[start : start + step])  # [n, O, bc]
         # index_put sums in a fixed order on every device, index_add does not

@@ -1,0 +1,110 @@
+"""`estimate`: what training will need, before there are weights or a GPU."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import CompressionConfig, Configured, resolve
+from ..errors import UnknownOptionError
+from .estimating.extrapolation import whole_step
+from .estimating.optimizers import optimizer_rule
+from .estimating.result import Estimate
+from .estimating.source import dtype_of, skeleton
+from .estimating.step import FakeStep, Setting, run_step
+from .saved import layer_names
+
+__all__ = ["Estimate", "estimate"]
+
+DEVICES = ("cuda", "cpu")
+
+# an allowance and no measurement: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
+CONTEXT_BYTES = 640 * 2**20
+
+
+def estimate(
+    model: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    config: CompressionConfig | Configured | str | None = "exact",
+    dtype: torch.dtype | str | None = None,
+    optimizer: str = "adamw",
+    lora: Any = None,
+    gradient_checkpointing: bool = False,
+    device: str = "cuda",
+    autocast: torch.dtype | str | None = None,
+) -> Estimate:
+    """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
+
+    The model runs one forward and backward on fake tensors, which have shapes and no data, with two to four of its
+    layers; where its layers are of one kind each further one adds the same bytes, which is checked, and where they are
+    not all are run. The batch has no padding and all its labels count.
+
+    Args:
+        model: A module (stock or patched; it is not touched), a transformers config, or a name: a folder with a
+            config.json, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
+        batch_size, seq_len: Of the batch; for images seq_len is ignored.
+        config: What the model is patched with: a preset's name, a config or what carries one. None or "stock": it
+            is not patched.
+        dtype: Of the weights, a torch dtype or its name; by default the module's own, or what the config says.
+        optimizer: "adamw", "adamw_8bit", "adafactor", "sgd_momentum" or "sgd".
+        lora: True (peft's defaults on all linear layers), a rank, or a peft LoraConfig; the rest is frozen.
+        gradient_checkpointing: Switch it on; False leaves a module as it is.
+        device: "cuda": by the table of rules in estimating/cuda_rules.py. "cpu": what the CPU's allocator would show.
+        autocast: Dtype of mixed precision (with weights in fp32), by the CPU's list of ops. None: none.
+
+    Returns:
+        The estimate: `.print()`, `.to_json()`, bytes by part and role.
+
+    Raises:
+        ModelConfigError: No config can be had under that name, or the model computes no loss from labels.
+        UnknownOptionError: Unknown preset, optimizer, dtype or device.
+        MissingExtraError: LoRA without peft.
+    """
+    if device not in DEVICES:
+        raise UnknownOptionError("device", device, DEVICES)
+    rule = optimizer_rule(optimizer)
+    resolved = None if config is None or config == "stock" else resolve(config)
+    setting = Setting(batch_size, seq_len, resolved, device == "cuda", dtype_of(autocast))
+    whole = skeleton(model, dtype_of(dtype), lora, gradient_checkpointing)
+    found = whole_step(whole, lambda part, roles: run_step(part, setting, roles=roles))
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    return Estimate(
+        model=type(whole).__name__,
+        device=device,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        config=_named(config),
+        weights_bytes=sum(setting.rounded(x.untyped_storage().nbytes()) for x in _once(whole)),
+        gradients_bytes=sum(setting.rounded(p.nbytes) for p in trained),
+        optimizer_bytes=sum(setting.rounded(size) for p in trained for size in rule.states(p)),
+        kept_bytes=found.step.kept,
+        kept_by_role=_complete(found.step),
+        kept_per_layer=found.per_layer,
+        layers=len(list(layer_names(whole))),
+        step_peak_bytes=found.step.peak,
+        context_bytes=CONTEXT_BYTES if device == "cuda" else 0,
+    )
+
+
+def _once(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, one for each storage."""
+    by_storage = {x.untyped_storage()._cdata: x for x in chain(model.parameters(), model.buffers())}
+    return list(by_storage.values())
+
+
+def _complete(step: FakeStep) -> dict[str, int]:
+    """By role, with what no module saved (the loss, copies that are alive and not saved) as "other"."""
+    rest = step.kept - sum(step.by_role.values())
+    roles = {**step.by_role, "other": step.by_role.get("other", 0) + rest}
+    return {role: size for role, size in roles.items() if size}
+
+
+def _named(config: Any) -> str:
+    if config is None:
+        return "stock"
+    return config if isinstance(config, str) else str(resolve(config))

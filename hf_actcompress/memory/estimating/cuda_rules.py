@@ -1,0 +1,90 @@
+"""What a CUDA device keeps where a CPU keeps something else, as a table of rules, so that neither it nor a build of
+torch for it is needed.
+
+| call | a CPU keeps | a CUDA device keeps | rule |
+|---|---|---|---|
+| dropout | the scaled mask, in x's dtype | a mask of 1 byte per element | the fused `native_dropout` |
+| attention in fp16 or bf16, no mask | with dropout the probabilities | q, k, v, out, logsumexp | flash |
+| the same with a mask, or in fp32 | likewise | likewise, and the mask in q's dtype, per call | memory-efficient |
+| the same in fp32 with fewer heads of k and v | q, k, v, out, logsumexp | the probabilities | math |
+| layer_norm | mean and rstd in x's dtype | both in fp32 | counted so |
+| any allocation | its size | a multiple of 512 bytes | `BLOCK` |
+
+Attention is `scaled_dot_product_attention`. Grouped heads, causality and dropout of a flash call cost nothing. Head
+sizes above 256 go to the memory-efficient kernel.
+cuDNN's attention, which torch prefers on no device by default, keeps what flash keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+aten = torch.ops.aten
+
+# bytes: the smallest block of CUDA's caching allocator
+BLOCK = 512
+# a mask is padded to a multiple of this many keys
+_MASK_ALIGNMENT = 16
+_FLASH_HEAD = 256
+
+
+class CudaRules(TorchFunctionMode):
+    """Runs fused CUDA ops of fake tensors in place of what a CPU composes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.dropout:
+            return _dropout(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    grouped = query.size(-3) != key.size(-3)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and query.size(-1) <= _FLASH_HEAD:
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    if grouped:
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+    bias = _bias(attn_mask, query, key)
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The additive mask that torch makes in each call, its rows padded in memory; [B, H, S, K] as a view."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    keys = mask.size(-1)
+    padded = -(-keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+    if padded != keys:
+        mask = functional.pad(mask, (0, padded - keys))[..., :keys]
+    return mask.expand(query.size(0), query.size(-3), query.size(-2), key.size(-2))

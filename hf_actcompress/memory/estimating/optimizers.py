@@ -1,0 +1,64 @@
+"""Bytes of an optimizer's states, by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...errors import UnknownOptionError
+
+# of bitsandbytes' blockwise 8-bit states: one fp32 scale per block, and small tensors in fp32
+_BLOCK, _SMALLEST = 256, 4096
+
+
+@dataclass(frozen=True)
+class OptimizerRule:
+    """What an optimizer keeps of one trainable parameter from its first step on.
+
+    Args:
+        states: The sizes in bytes of its states for a parameter.
+        what: In words.
+    """
+
+    states: Callable[[Tensor], Iterable[int]]
+    what: str
+
+
+def _copies(count: int) -> Callable[[Tensor], Iterable[int]]:
+    return lambda p: [p.nbytes] * count
+
+
+def _fused_adamw(p: Tensor) -> Iterable[int]:
+    # and a step count in fp32
+    return [p.nbytes, p.nbytes, 4]
+
+
+def _adamw_8bit(p: Tensor) -> Iterable[int]:
+    n = p.numel()
+    if n < _SMALLEST:
+        return [4 * n, 4 * n]
+    return [n, n, 4 * -(-n // _BLOCK), 4 * -(-n // _BLOCK)]
+
+
+def _adafactor(p: Tensor) -> Iterable[int]:
+    if p.dim() < 2:
+        return [p.nbytes]
+    return [p.nbytes // max(1, p.size(-1)), p.nbytes // max(1, p.size(-2))]
+
+
+OPTIMIZERS: dict[str, OptimizerRule] = {
+    "adamw": OptimizerRule(_fused_adamw, "two moments in the parameter's dtype, as torch's fused AdamW keeps them"),
+    "adamw_8bit": OptimizerRule(_adamw_8bit, "two moments in 8 bits, as bitsandbytes keeps them"),
+    "adafactor": OptimizerRule(_adafactor, "row and column sums in the gradient's dtype, no momentum"),
+    "sgd_momentum": OptimizerRule(_copies(1), "one moment in the parameter's dtype"),
+    "sgd": OptimizerRule(_copies(0), "nothing"),
+}
+
+
+def optimizer_rule(name: str) -> OptimizerRule:
+    """The row of that name. Raises UnknownOptionError."""
+    if name not in OPTIMIZERS:
+        raise UnknownOptionError("optimizer", name, OPTIMIZERS)
+    return OPTIMIZERS[name]

@@ -1,0 +1,109 @@
+"""What an estimate holds, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from ..report import readable_size as readable
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory of training, by part. Prints with rich, serialises.
+
+    Args:
+        model: Class of the model.
+        device: By whose rules.
+        batch_size, seq_len: Of the batch.
+        config: The preset's name or the config, "stock" for the unpatched model.
+        weights_bytes: Parameters and buffers, shared ones once.
+        gradients_bytes: One per trainable parameter.
+        optimizer_bytes: The optimizer's states after its first step.
+        kept_bytes: What is alive between forward and backward above these: kept activations and the loss.
+        kept_by_role: The same by role (linear, norm, mlp, attention, loss, checkpoint, ...); adds up to `kept_bytes`.
+        kept_per_layer: Of it in one layer, on average.
+        layers: How many layers the model has.
+        step_peak_bytes: The highest allocation during forward and backward above the state before the step, with the
+            gradients already allocated.
+        context_bytes: An allowance for what the device takes beside tensors (CUDA context, library workspaces).
+        notes: What limits the figures.
+    """
+
+    model: str
+    device: str
+    batch_size: int
+    seq_len: int
+    config: str
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    kept_bytes: int
+    kept_by_role: dict[str, int]
+    kept_per_layer: int
+    layers: int
+    step_peak_bytes: int
+    context_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def state_bytes(self) -> int:
+        """What is there between the steps: weights, gradients and optimizer states."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def transient_bytes(self) -> int:
+        """What the peak of a step has above what is kept: the workspace of one layer's or the loss's backward."""
+        return self.step_peak_bytes - self.kept_bytes
+
+    @property
+    def total_peak_bytes(self) -> int:
+        """All tensors at the peak of a step: what `torch.cuda.max_memory_allocated` shows."""
+        return self.state_bytes + self.step_peak_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """What the card has to have: the tensors and the allowance."""
+        return self.total_peak_bytes + self.context_bytes
+
+    def rows(self) -> tuple[tuple[str, int], ...]:
+        """The parts of the peak in order, their names and bytes; they add up to `device_bytes`."""
+        kept = sorted(self.kept_by_role.items(), key=lambda item: -item[1])
+        return (
+            ("weights", self.weights_bytes),
+            ("gradients", self.gradients_bytes),
+            ("optimizer states", self.optimizer_bytes),
+            *((f"kept: {role}", size) for role, size in kept),
+            ("transient", self.transient_bytes),
+            *((("device context (allowance)", self.context_bytes),) if self.context_bytes else ()),
+        )
+
+    def to_json(self) -> str:
+        """All fields and the derived figures."""
+        names = ("state_bytes", "transient_bytes", "total_peak_bytes", "device_bytes")
+        derived = {name: getattr(self, name) for name in names}
+        return json.dumps({**asdict(self), **derived}, indent=2)
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.model}, {self.config}, batch {self.batch_size} x {self.seq_len} on {self.device}: "
+            f"peak {readable(self.total_peak_bytes)}, kept for backward {readable(self.kept_bytes)}"
+        )
+        return "\n".join([head, *self.notes])
+
+    def print(self) -> None:
+        """A table of the parts on the console; plain text where the output is no terminal."""
+        from rich.box import ASCII2, ROUNDED
+        from rich.console import Console
+        from rich.table import Table
+
+        terminal = Console().is_terminal
+        console = Console() if terminal else Console(width=120)
+        table = Table("part", box=ROUNDED if terminal else ASCII2, title="peak of training")
+        table.add_column("bytes", justify="right")
+        for name, size in self.rows():
+            table.add_row(name, readable(size))
+        table.add_section()
+        table.add_row("total", readable(self.device_bytes))
+        console.print(table)
+        console.print(str(self), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,141 @@
+"""From whatever names a model to the model itself on the meta device: modules and shapes, no weights."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+from ...errors import ModelConfigError, UnknownOptionError
+from ...models.adapters import with_lora
+
+# a config without usable `architectures` becomes the first of these that knows it
+_TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype from a dtype or its name ("bfloat16"). Raises UnknownOptionError."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    name = dtype.removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnknownOptionError("dtype", dtype, DTYPES)
+    return DTYPES[name]
+
+
+def skeleton(source: Any, dtype: torch.dtype | None, lora: Any, gradient_checkpointing: bool) -> nn.Module:
+    """The model that `source` stands for, on the meta device, in train mode.
+
+    Args:
+        source: A module (it is copied, its weights are not), a transformers config, or the name of one: a folder with
+            a config.json, that file or another JSON, or a model of the Hugging Face hub.
+        dtype: Of the parameters. None: as they are; of a config, what it says or fp32.
+        lora: None, True, a rank, or a peft LoraConfig.
+        gradient_checkpointing: Switch it on. False leaves a module as it is.
+
+    Raises:
+        ModelConfigError: No config can be had under that name, or transformers has no model with a loss for it.
+    """
+    if isinstance(source, nn.Module):
+        model = _on_meta(source, dtype)
+    else:
+        config = source if isinstance(source, PretrainedConfig) else _config(source)
+        model = _from_config(config, dtype or dtype_of(getattr(config, "dtype", None)) or torch.float32)
+    if lora is not None and lora is not False:
+        model = with_lora(model, lora)
+    if gradient_checkpointing:
+        _checkpoint(model)
+    return model.train()
+
+
+def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for x in chain(module.parameters(), module.buffers()):
+        wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
+        memo[id(x)] = _empty_like(x, wanted, "meta")
+    return copy.deepcopy(module, memo)
+
+
+def empty_like(x: Tensor, device: str) -> Tensor:
+    """x without its data, a parameter if it is one."""
+    return _empty_like(x, x.dtype, device)
+
+
+def _empty_like(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
+    cls = _class_of(config)
+    config = copy.deepcopy(config)
+    # as the Trainer has it
+    config.use_cache = False
+    with torch.device("meta"):
+        model: nn.Module = cls._from_config(config, dtype=dtype)
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def _class_of(config: Any) -> Any:
+    for name in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, name, None)
+        if cls is not None and "labels" in inspect.signature(cls.forward).parameters:
+            return cls
+    for task in _TASKS:
+        known = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING", {})
+        if type(config) in known:
+            return known[type(config)]
+    raise ModelConfigError(
+        f"transformers {transformers.__version__} has no model with a loss for a {type(config).__name__} "
+        f"(architectures: {getattr(config, 'architectures', None)}); pass the model itself"
+    )
+
+
+def _config(name: Any) -> Any:
+    path = Path(name)
+    looks_local = path.suffix == ".json" or path.is_absolute() or str(name).startswith((".", "~"))
+    if looks_local and not path.expanduser().exists():
+        raise ModelConfigError(f"no such file or folder: {name}; it should be a config.json or a folder that has one")
+    try:
+        return AutoConfig.from_pretrained(str(path.expanduser() if looks_local else name))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelConfigError(_help(str(name), error)) from error
+
+
+def _help(name: str, error: Exception) -> str:
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Path(name).exists():
+        return (
+            f"{name} holds no config that transformers {transformers.__version__} can read: {said} "
+            '(it needs a "model_type" that this version knows)'
+        )
+    if "gated" in str(error).lower() or "401" in str(error) or "403" in str(error):
+        return (
+            f"{name} is gated or private: {said} Accept its terms on its page and run `hf auth login`, or download "
+            "its config.json by hand and pass the path to that file"
+        )
+    return (
+        f"the config of {name!r} cannot be had: {said} Check the spelling and the connection; without one, pass the "
+        "path to a config.json (no weights are needed) or to a folder that has it"
+    )
+
+
+def _checkpoint(model: Any) -> None:
+    # the name of transformers 5.23, and of before
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is None:
+        raise ModelConfigError(f"{type(model).__name__} offers no gradient checkpointing")
+    enable()

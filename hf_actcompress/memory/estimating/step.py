@@ -1,0 +1,181 @@
+"""One forward and backward on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...config import CompressionConfig
+from ...errors import ModelConfigError
+from ...patching import patch_model, unpatch_model
+from ..allocator import loss_of
+from ..attribution import module_roles, role_of
+from ..saved import saved_tensors, storages
+from .cuda_rules import BLOCK, CudaRules
+from .source import empty_like
+from .stand_ins import stand_ins
+from .tracker import FakeAllocator
+from .workspaces import CPU_WORKSPACES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the step is run.
+
+    Args:
+        batch_size, seq_len: Of the batch.
+        config: What the model is patched with; None: not at all.
+        cuda: By the rules of a CUDA device, otherwise those of a CPU.
+        autocast: Dtype of an autocast context around the forward, or None.
+    """
+
+    batch_size: int
+    seq_len: int
+    config: CompressionConfig | None
+    cuda: bool
+    autocast: torch.dtype | None = None
+
+    @property
+    def block(self) -> int:
+        """The allocator's smallest block in bytes."""
+        return BLOCK if self.cuda else 1
+
+    def rounded(self, nbytes: int) -> int:
+        """A size as the allocator sees it."""
+        return -(-nbytes // self.block) * self.block
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """Bytes of one step.
+
+    Args:
+        kept: Alive between forward and backward.
+        peak: The most that was alive at once above weights, gradients and the batch.
+        by_role: What is kept, by role.
+    """
+
+    kept: int
+    peak: int
+    by_role: dict[str, int]
+
+
+def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
+    """Forward and backward of a model on the meta device, as if it were on a real one.
+
+    Args:
+        model: Is copied.
+        setting: How.
+        roles: Attribute what is kept, at the price of another forward.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
+    fake = copy.deepcopy(model, fakes)
+    unpatch_model(fake)
+    batch = fake_batch(fake, setting, mode)
+    # probes run on real tensors; what they ask of the weights is answered as for those of a new model
+    with FakeAllocator():
+        names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
+        if setting.config is not None:
+            patch_model(fake, setting.config, strict=False)
+    kept, peak = _measure(fake, batch, setting, mode)
+    by_role = _by_role(fake, batch, setting, mode, names) if roles else {}
+    return FakeStep(kept, peak, by_role)
+
+
+@contextmanager
+def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> Iterator[None]:
+    """What the step runs in, garbage collected before and no collection on the way."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(stand_ins(allocator, cuda=setting.cuda))
+            stack.enter_context(torch.enable_grad())
+            for context in (mode, allocator):
+                stack.enter_context(context)
+            if setting.cuda:
+                stack.enter_context(CudaRules())
+            yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
+    allocator = FakeAllocator(setting.block, {} if setting.cuda else CPU_WORKSPACES)
+    allocator.leave_out(chain(model.parameters(), model.buffers(), batch.values()))
+    return allocator
+
+
+def _measure(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode) -> tuple[int, int]:
+    allocator = _allocator(model, batch, setting)
+    with mode:
+        for p in model.parameters():
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+    allocator.leave_out(p.grad for p in model.parameters() if p.grad is not None)
+    with _world(setting, mode, allocator):
+        loss = _loss(model, batch, setting)
+        gc.collect()
+        kept = allocator.live_bytes
+        loss.backward()  # type: ignore[no-untyped-call]
+    return kept, allocator.peak_bytes
+
+
+def _loss(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Tensor:
+    with torch.autocast("cpu", dtype=setting.autocast or torch.bfloat16, enabled=setting.autocast is not None):
+        return loss_of(model(**batch))
+
+
+def _by_role(
+    model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, str]
+) -> dict[str, int]:
+    allocator = _allocator(model, batch, setting)
+    before = storages(batch.values())
+    with _world(setting, mode, allocator):
+        seen = saved_tensors(model, lambda: _loss(model, batch, setting), loss_of, before, allocator.size_of)
+        sizes: Counter[str] = Counter()
+        for tensor in seen.tensors:
+            sizes[role_of(tensor, roles, seen.hidden_from_view)] += tensor.nbytes
+    return dict(sizes)
+
+
+def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode) -> dict[str, Any]:
+    """A batch without padding whose labels all count.
+
+    Raises:
+        ModelConfigError: The model's forward takes no labels, or an input that is not known here.
+    """
+    b, s = setting.batch_size, setting.seq_len
+    outer = model.get_base_model() if hasattr(model, "get_base_model") else model
+    known = inspect.signature(type(outer).forward).parameters
+    name = type(outer).__name__
+    main = getattr(outer, "main_input_name", "input_ids")
+    if "labels" not in known or main not in ("input_ids", "pixel_values"):
+        raise ModelConfigError(
+            f"{name} takes {main} and {'labels' if 'labels' in known else 'no labels'}; an estimate is made for models "
+            "of input_ids or pixel_values that compute their loss from labels (the ...For... classes)"
+        )
+    with mode:
+        one_per_row = "ForSequenceClassification" in name or "ForImageClassification" in name
+        labels = torch.empty((b,) if one_per_row else (b, s), dtype=torch.int64)
+        if main == "input_ids":
+            return {main: torch.empty(b, s, dtype=torch.int64), "labels": labels}
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        size = outer.config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(outer.config, "num_channels", 3)
+        return {main: torch.empty(b, channels, height, width, dtype=dtype), "labels": labels}

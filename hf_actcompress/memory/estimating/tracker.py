@@ -1,0 +1,146 @@
+"""A stand-in for the allocator: which storages a step would hold, without any of its data.
+
+torch's own trackers (`torch.distributed._tools`) sort storages into parameters, gradients and the rest by hooks on the
+modules, and know neither what backward keeps nor data-dependent ops; so this counts for itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .workspaces import CPU_WORKSPACES, Workspace
+
+aten = torch.ops.aten
+
+IGNORE_INDEX = -100
+# of a CPU's fused attention, as `torch._fused_sdp_choice` counts
+_MATH, _FUSED = 0, 1
+
+
+class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the fake storages that are made while it is on. Enter it inside the FakeTensorMode.
+
+    It also answers what programs ask of values that are not there, as for a batch without padding whose labels all
+    count but for those that the model itself appends (the last position of a causal model).
+
+    Args:
+        block: Sizes are rounded up to a multiple of this (512 bytes in CUDA's caching allocator).
+        workspaces: Bytes that kernels take while they run, by op.
+
+    Attributes:
+        live_bytes: Of the storages that are alive now.
+        peak_bytes: The highest `live_bytes` so far.
+    """
+
+    def __init__(self, block: int = 1, workspaces: Mapping[Any, Workspace] = CPU_WORKSPACES) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.block, self.workspaces = block, workspaces
+        self.live_bytes = self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        # results of `all`: nothing is padded
+        self._true: list[weakref.ref[Tensor]] = []
+        self._appended_labels = 0
+        self._muted = self._elsewhere = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        answer = self._answer(func, args)
+        if answer is not None:
+            return answer()
+        result = func(*args, **kwargs)
+        self._learn(func, args, result)
+        for x in tree_leaves(result):
+            if isinstance(x, FakeTensor):
+                self.count(x)
+        workspace = self.workspaces.get(func)
+        if workspace is not None:
+            self._note_peak(self.live_bytes + self.rounded(workspace(args, kwargs)))
+        return result
+
+    def rounded(self, nbytes: int) -> int:
+        """A size as the allocator sees it."""
+        return -(-nbytes // self.block) * self.block
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """What a storage counts for."""
+        return self._sizes.get(storage._cdata, 0)
+
+    def count(self, x: Tensor, nbytes: int | None = None) -> None:
+        """Add x's storage if it is not known yet, with its own size or another."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = 0 if self._elsewhere else self.rounded(storage.nbytes() if nbytes is None else nbytes)
+        self._sizes[key] = size
+        self._references[key] = weakref.ref(storage, lambda _: self._drop(key))
+        self.live_bytes += size
+        self._note_peak(self.live_bytes)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """What was there before, or is not on the device."""
+        for x in tensors:
+            self.count(x, 0)
+
+    @contextmanager
+    def results_only(self) -> Iterator[None]:
+        """A call that becomes one kernel: what it makes on the way is not counted, what it leaves behind is."""
+        muted, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = muted
+            self._note_peak(self.live_bytes)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is made inside lies in host memory."""
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            self._elsewhere = False
+
+    def _note_peak(self, nbytes: int) -> None:
+        if not self._muted:
+            self.peak_bytes = max(self.peak_bytes, nbytes)
+
+    def _drop(self, key: int) -> None:
+        self._references.pop(key, None)
+        self.live_bytes -= self._sizes.pop(key, 0)
+
+    def _learn(self, func: Any, args: Any, result: Any) -> None:
+        if func in (aten.all.default, aten.all.dim):
+            self._true.append(weakref.ref(result))
+        if func is aten.constant_pad_nd.default and args[2:3] == (IGNORE_INDEX,):
+            self._appended_labels = result.numel() - args[0].numel()
+
+    def _answer(self, func: Any, args: Any) -> Callable[[], Any] | None:
+        if func is aten._fused_sdp_choice.default:
+            dropout = args[4] if len(args) > 4 else 0.0
+            return lambda: _FUSED if dropout == 0 else _MATH
+        x = args[0] if args else None
+        if not isinstance(x, FakeTensor):
+            return None
+        if func is aten._local_scalar_dense.default:
+            # "are all of them ...": yes; "is any ...", "how many ...": none
+            return lambda: any(known() is x for known in self._true) if x.dtype == torch.bool else 0
+        if func is aten.equal.default:
+            return lambda: True
+        if func is aten.nonzero.default:
+            return lambda: self._counted(x.new_empty(x.numel() - self._appended_labels, x.dim(), dtype=torch.int64))
+        return None
+
+    def _counted(self, x: Tensor) -> Tensor:
+        self.count(x)
+        return x
