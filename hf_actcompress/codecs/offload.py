@@ -11,14 +11,16 @@ from torch import Tensor
 
 from .codec import Codec
 from .identity import Identity
+from .prefetch import Lane, Tensors, Ticket
 
 
 @dataclass(frozen=True)
 class OffloadedMeta:
-    """The static half: the inner codec's, and where its tensors come from."""
+    """The static half: the inner codec's, where its tensors come from, and their place in the order of leaving."""
 
     inner: object
     device: torch.device
+    ticket: Ticket | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,12 @@ class Offload(Codec):
     """Pack with another codec, then keep the bytes in host memory.
 
     From a CUDA device the copy goes to pinned memory on a side stream while the forward runs on, and comes back on the
-    same stream; the backward waits for it there and not on the host. Elsewhere it is a plain copy. With the
-    identity inside, x must not be written in place before the copy is through, which nothing checks; other codecs
-    have made their own tensors.
+    same stream: when backward asks for one activation, the copies of those that left before it are begun too
+    (prefetch.py), and the backward waits for its own on the device and not on the host. Elsewhere it is a plain copy.
+    With the identity inside, x must not be written in place before the copy is through, which nothing checks; other
+    codecs have made their own tensors.
 
-    Bytes: none on the device; in host memory those of the inner codec.
+    Bytes: none on the device, but for up to eight activations in backward; in host memory those of the inner codec.
     Bias: the inner codec's.
 
     Args:
@@ -53,18 +56,36 @@ class Offload(Codec):
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         tensors, meta = self.inner.pack(x)
-        return tuple(_to_host(t.detach()) for t in tensors), OffloadedMeta(meta, x.device)
+        host = tuple(_to_host(t.detach()) for t in tensors)
+        lane = None if torch.compiler.is_compiling() else lane_of(x.device)
+        return host, OffloadedMeta(meta, x.device, lane.leave(host) if lane is not None else None)
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
         assert isinstance(meta, OffloadedMeta)
-        return self.inner.unpack(_to_device(tensors, meta.device), meta.inner)
+        return self.inner.unpack(_to_device(tensors, meta), meta.inner)
 
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         assert isinstance(meta, OffloadedMeta)
-        return self.inner.grad_weight(dy, _to_device(tensors, meta.device), meta.inner)
+        if type(self.inner).grad_weight is Codec.grad_weight:
+            # not for nothing: unpacking would bring them once more
+            return None
+        return self.inner.grad_weight(dy, _to_device(tensors, meta), meta.inner)
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return self.inner.nbytes(shape, dtype)
+
+
+def _to_device(tensors: Tensors, meta: OffloadedMeta) -> Tensors:
+    lane = lane_of(meta.device) if meta.ticket is not None else None
+    if lane is None or meta.ticket is None:
+        return tuple(x.to(meta.device) for x in tensors)
+    return lane.back(meta.ticket, tensors)
+
+
+@cache
+def lane_of(device: torch.device) -> Lane | None:
+    """The activations of that device that are away; None where copies do not run beside the computation."""
+    return Lane(_SideStream(device)) if device.type == "cuda" else None
 
 
 @cache
@@ -86,14 +107,24 @@ def _to_host(x: Tensor) -> Tensor:
     return host
 
 
-def _to_device(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    if device.type != "cuda":
-        return tuple(x.to(device) for x in tensors)
-    side, current = _side_stream(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(side):
-        # on the stream that brought them to the host, so behind that copy
-        back = tuple(x.to(device, non_blocking=True) for x in tensors)
-    current.wait_stream(side)
-    for x in back:
-        x.record_stream(current)
-    return back
+class _SideStream:
+    """The way back to a CUDA device, on the stream that brought the bytes to the host, so behind those copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def start(self, tensors: Tensors) -> tuple[Tensors, Any]:
+        """The copies, and the event after which they are complete."""
+        side = _side_stream(self.device)
+        with torch.cuda.stream(side):
+            copies = tuple(x.to(self.device, non_blocking=True) for x in tensors)
+        return copies, side.record_event()
+
+    def finish(self, arrival: tuple[Tensors, Any]) -> Tensors:
+        copies, complete = arrival
+        current = torch.cuda.current_stream(self.device)
+        # for these copies alone, not for the one that is ahead
+        current.wait_event(complete)
+        for x in copies:
+            x.record_stream(current)
+        return copies

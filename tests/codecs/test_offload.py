@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hf_actcompress.codecs import CODECS, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
+from hf_actcompress.codecs.offload import lane_of
+from hf_actcompress.ops import linear
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import DTYPES
 
@@ -66,3 +68,23 @@ def test_on_a_device(inner: Codec) -> None:
     assert y.is_cuda and torch.equal(y, expected)
     del noise, y
     assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
+@inner_codecs
+def test_a_backward_on_a_device(inner: Codec) -> None:
+    """Copies that are under way beside the products: the gradients of the inner codec, and nothing stays."""
+    inputs = [torch.randn(shape, device="cuda").requires_grad_() for shape in [(4, 512, 256)] + [(256, 256)] * 12]
+
+    def gradients(codec: Codec) -> tuple[torch.Tensor, ...]:
+        seed_codecs(0)
+        x, *weights = inputs
+        for weight in weights:
+            x = linear(x, weight, codec=codec).sin()
+        return torch.autograd.grad(x.sum(), inputs)
+
+    expected = gradients(inner)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(Offload(inner)), expected, strict=True))
+    lane = lane_of(inputs[0].device)
+    assert lane is not None and not lane._ahead and not lane._latest

@@ -1,0 +1,135 @@
+"""What was moved off a device comes back in the reverse order, a few copies ahead of what backward asks for.
+
+Order, freeing and repeated backwards are tested on a CPU, with a stand-in for the stream; on a CUDA device the tests
+marked `gpu` are to be run, which nobody has done yet.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+
+class Link(Protocol):
+    """The way back to a device: copies that run beside the computation."""
+
+    def start(self, tensors: Tensors) -> Any:
+        """Begin to copy host tensors; returns what `finish` takes. The copies live as long as that."""
+        ...
+
+    def finish(self, arrival: Any) -> Tensors:
+        """The tensors on the device, for the computation to wait for and use."""
+        ...
+
+
+class Ticket:
+    """One activation that is away. It lives on an autograd ctx and so holds no tensor, but for a copy under way."""
+
+    __slots__ = ("__weakref__", "_away", "arrival", "place", "task")
+
+    def __init__(self, tensors: Tensors, place: int) -> None:
+        self._away = tuple(map(weakref.ref, tensors))
+        # among the tickets of its lane
+        self.place = place
+        self.arrival: Any = None
+        # the last backward that asked for it
+        self.task = -1
+
+    def away(self) -> Tensors | None:
+        """The host tensors, if autograd still holds them."""
+        alive = tuple(tensor for reference in self._away if (tensor := reference()) is not None)
+        return alive if len(alive) == len(self._away) else None
+
+    def stands_for(self, tensors: Tensors) -> bool:
+        """Whether these are the tensors that left: hooks on saved tensors may have put others in their place."""
+        away = self.away()
+        return away is not None and all(a is b for a, b in zip(away, tensors, strict=True))
+
+
+# q, k, v and the output of one attention: an op asks for its own in the order in which they left. And between the first
+# asking (a linear that rebuilds the norm's output) and the last (the norm) there are as many
+WINDOW = 4
+
+
+class Lane:
+    """The activations of one device that are away, in the order in which they left.
+
+    When backward asks for one, copies of those that left before it are begun, so that they travel while gradients are
+    computed: at most `WINDOW` are ahead. As many of those that were asked for last stay a while, for their other
+    consumers. What is left at the end of a backward is dropped.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        # weak: a ticket ends with its graph
+        self._tickets: list[weakref.ref[Ticket]] = []
+        self._ahead: list[Ticket] = []
+        self._latest: deque[tuple[Ticket, Any]] = deque(maxlen=WINDOW)
+        # of the backward in progress, and where it looks for the next one to begin
+        self._task, self._place = -1, -1
+        # forward and backward run in different threads
+        self._lock = threading.RLock()
+
+    def leave(self, tensors: Tensors) -> Ticket:
+        """Note that these host tensors stand for an activation from now on."""
+        with self._lock:
+            while self._tickets and self._tickets[-1]() is None:
+                self._tickets.pop()
+            ticket = Ticket(tensors, len(self._tickets))
+            self._tickets.append(weakref.ref(ticket))
+            return ticket
+
+    def back(self, ticket: Ticket, tensors: Tensors) -> Tensors:
+        """The activation on the device: copied already, or now; and the next ones are begun."""
+        task = torch._C._current_graph_task_id()
+        with self._lock:
+            if task not in (-1, self._task):
+                self._begin_backward(task)
+            arrival = self._arrival(ticket, tensors)
+            if task != -1:
+                ticket.task = task
+                self._latest.append((ticket, arrival))
+                self._begin_next(task)
+        return self.link.finish(arrival)
+
+    def _begin_backward(self, task: int) -> None:
+        # what is left over is from one that raised, or from the one around this
+        self._drop()
+        self._task, self._place = task, -1
+        torch.autograd.Variable._execution_engine.queue_callback(self._drop)  # type: ignore[no-untyped-call]
+
+    def _arrival(self, ticket: Ticket, tensors: Tensors) -> Any:
+        arrival, ticket.arrival = ticket.arrival, None
+        if arrival is not None:
+            self._ahead.remove(ticket)
+        else:
+            arrival = next((known for other, known in self._latest if other is ticket), None)
+        if arrival is not None and ticket.stands_for(tensors):
+            return arrival
+        # not foreseen, such as the first one, or what a checkpoint has packed since
+        self._place = max(self._place, ticket.place)
+        return self.link.start(tensors)
+
+    def _begin_next(self, task: int) -> None:
+        while len(self._ahead) < WINDOW and self._place > 0:
+            self._place -= 1
+            candidate = self._tickets[self._place]() if self._place < len(self._tickets) else None
+            away = candidate.away() if candidate is not None and candidate.task != task else None
+            if candidate is not None and candidate.arrival is None and away is not None:
+                candidate.arrival = self.link.start(away)
+                self._ahead.append(candidate)
+
+    def _drop(self) -> None:
+        with self._lock:
+            for ticket in self._ahead:
+                ticket.arrival = None
+            self._ahead.clear()
+            self._latest.clear()
+            self._task = -1
