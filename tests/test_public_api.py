@@ -17,6 +17,14 @@ from hf_actcompress.ops import OPS
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 NAMES = {
+    "log_memory",
+    "MemoryCallback",
+    "memory_timeline",
+    "estimate",
+    "MemoryTimeline",
+    "Estimate",
+    "BatchSizeReport",
+    "find_batch_size",
     "Calibration",
     "calibrate",
     "PRESETS",

@@ -1,0 +1,27 @@
+"""The console script `hf-actcompress`. Imports of torch and transformers wait until a command needs them."""
+
+from __future__ import annotations
+
+import typer
+
+from .bench import bench
+from .common import EXIT_CODES
+from .env import env
+from .estimate import estimate
+from .report import report
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(epilog=EXIT_CODES)
+def main() -> None:
+    """Fine-tune transformers with less activation memory: know what a training needs before it runs."""
+
+
+# a command's arguments for another program start where it knows no more of them
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app.command(epilog=EXIT_CODES)(estimate)
+app.command(epilog=EXIT_CODES)(report)
+app.command(epilog=EXIT_CODES, context_settings=_PASSED_ON)(bench)
+app.command(epilog=EXIT_CODES)(env)

@@ -1,0 +1,61 @@
+"""`hf-actcompress bench`: runs the benchmark of the recipes, which are not in the wheel."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import Exit, Json, echo_json, fail
+
+Recipe = Annotated[Path | None, typer.Option(help="recipes/benchmark.py, where it is not found by itself.")]
+
+
+def bench(context: typer.Context, recipe: Recipe = None, as_json: Json = False) -> None:
+    """Kept bytes, peak, step time and gradient error on this machine, by recipes/benchmark.py.
+
+    The recipes are files to read and change, and so part of the source and not of the wheel: it is looked for in the
+    working directory and beside the package in a checkout. Its own options go on from here, such as --quick,
+    --device cuda or --models llama; its exit code is this command's.
+    """
+    found = recipe if recipe is not None else find_recipe()
+    if found is None or not found.is_file():
+        fail(
+            f"{found or 'recipes/benchmark.py'} was not found: run this in a checkout of the source, or name it with "
+            "--recipe",
+            Exit.MISSING,
+        )
+        return
+    command = [sys.executable, str(found), *context.args]
+    if not as_json:
+        raise typer.Exit(subprocess.run(command).returncode)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(_value(context.args, "--out") or folder)
+        if out == Path(folder):
+            command += ["--out", folder]
+        # stdout is for the records
+        code = subprocess.run(command, stdout=sys.stderr.fileno()).returncode
+        records = out / "benchmark.jsonl"
+        echo_json([json.loads(line) for line in records.read_text().splitlines()] if records.exists() else [])
+    raise typer.Exit(code)
+
+
+def find_recipe() -> Path | None:
+    """recipes/benchmark.py of the working directory, or of the checkout that this package is in."""
+    places = (Path.cwd(), Path(__file__).resolve().parents[2])
+    return next((path for place in places if (path := place / "recipes" / "benchmark.py").is_file()), None)
+
+
+def _value(arguments: list[str], option: str) -> str | None:
+    """Of an option that is passed on."""
+    for index, argument in enumerate(arguments):
+        if argument == option and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if argument.startswith(f"{option}="):
+            return argument.partition("=")[2]
+    return None

@@ -1,0 +1,144 @@
+"""What the commands share: exit codes, options, and how they print."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+class Exit(IntEnum):
+    """Exit codes of every command."""
+
+    OK = 0
+    DOES_NOT_FIT = 1
+    USAGE = 2
+    NO_MODEL = 3
+    MISSING = 4
+
+
+EXIT_CODES = (
+    "Exit codes: 0 all is well, 1 it does not fit, 2 the command was called wrongly, 3 the model or its config cannot "
+    "be had or used, 4 something optional is not installed."
+)
+
+Model = Annotated[
+    str, typer.Argument(help="A model of the Hugging Face hub, a folder with a config.json, or a bare config JSON.")
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Sequences in a batch on one device.")]
+SeqLen = Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the weights (bfloat16, float32); by default what the config says.")]
+Optimizer = Annotated[str, typer.Option(help="adamw, adamw_8bit, adafactor, sgd_momentum or sgd.")]
+Lora = Annotated[bool, typer.Option("--lora", help="LoRA on all linear layers; the rest is frozen. Needs peft.")]
+LoraRank = Annotated[int | None, typer.Option(min=1, help="Rank of LoRA; implies --lora.")]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        help="What the card has: 24GB (10^9 bytes each), 22GiB (2^30). One sold as 24 GB shows about 23.6 GiB."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page with pictures. Needs matplotlib.")]
+
+
+def lora_of(lora: bool, rank: int | None) -> bool | int | None:
+    """What `estimate` takes."""
+    return rank if rank is not None else lora or None
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Errors that are known become a message and an exit code. For everything that imports the package."""
+    # what is lossy stands in the tables; transformers reads its level when it is imported
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("hf_actcompress").setLevel(logging.ERROR)
+    from ..errors import (
+        ActCompressError,
+        MeasurementError,
+        MissingExtraError,
+        ModelConfigError,
+        NothingPatchedError,
+        UnsupportedModelError,
+    )
+
+    of_model = (ModelConfigError, MeasurementError, NothingPatchedError, UnsupportedModelError)
+    try:
+        yield
+    except ActCompressError as error:
+        code = Exit.MISSING if isinstance(error, MissingExtraError) else Exit.USAGE
+        fail(str(error), Exit.NO_MODEL if isinstance(error, of_model) else code)
+
+
+def fail(message: str, code: Exit) -> None:
+    """A message on stderr, and the end of the program."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def size_option(name: str, text: str | None) -> int | None:
+    """Bytes of an option such as "24GB"."""
+    if text is None:
+        return None
+    from ..memory.sizes import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=name) from error
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Says what takes time, where someone is watching."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+def echo_json(data: Any) -> None:
+    """On stdout, and nothing else there."""
+    typer.echo(json.dumps(data, indent=2))
+
+
+def echo_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """A table: with rich on a terminal, otherwise aligned plain text of any width.
+
+    Args:
+        columns: Their names.
+        rows: Texts.
+        right: Names of the columns that stand to the right.
+    """
+    if sys.stdout.isatty():
+        _echo_rich(columns, rows, right)
+        return
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    for row in (columns, *rows):
+        cells = (
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, text, width in zip(columns, row, widths, strict=True)
+        )
+        typer.echo("  ".join(cells).rstrip())
+
+
+def _echo_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, markup=False, highlight=False)

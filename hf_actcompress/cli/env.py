@@ -1,0 +1,99 @@
+"""`hf-actcompress env`: what is installed, what will run, and what is known not to go together."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import typer
+
+from .common import Json, echo_json, exit_codes
+
+_NAME = "hf-actcompress"
+_PACKAGES = (
+    "torch", "transformers", "accelerate", "peft", "datasets", "trl", "triton", "liger-kernel", "deepspeed",
+    "bitsandbytes", "matplotlib",
+)  # fmt: skip
+# package -> what is known of it
+_KNOWN = {
+    "liger-kernel": "rebinds the forward of the modules that it patches: patch_model leaves those alone and says so",
+}
+
+
+def env(as_json: Json = False) -> None:
+    """Versions, GPU, which kernels are usable, and known conflicts."""
+    with exit_codes():
+        found = _environment()
+    if as_json:
+        echo_json(found)
+        return
+    lines = {
+        **{name: value for name, value in found.items() if isinstance(value, str)},
+        **{name: version or "not installed" for name, version in found["packages"].items()},
+        **{f"kernel {name}": status for name, status in _folded(found["kernels"]).items()},
+        **{f"conflict {number}": text for number, text in enumerate(found["conflicts"], 1)},
+    }
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def _environment() -> dict[str, Any]:
+    import torch
+
+    from ..dispatch import kernel_status
+
+    cuda = torch.cuda.is_available()
+    return {
+        _NAME: metadata.version(_NAME),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gpu": _gpu() if cuda else "none",
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "kernels": kernel_status("cuda" if cuda else "cpu"),
+        "conflicts": [*_too_old_or_new(), *_known()],
+    }
+
+
+def _gpu() -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    gib = properties.total_memory / 2**30
+    return f"{properties.name}, {gib:.1f} GiB, compute capability {properties.major}.{properties.minor}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _too_old_or_new() -> Iterator[str]:
+    """Of the packages that this one can use, those whose version is not of the range that it was made for."""
+    from packaging.requirements import Requirement
+
+    ranges = {}
+    for text in metadata.requires(_NAME) or ():
+        requirement = Requirement(text)
+        if requirement.name != _NAME and requirement.specifier:
+            ranges[f"{requirement.name}{requirement.specifier}"] = requirement
+    for requirement in ranges.values():
+        version = _version(requirement.name)
+        if version is not None and not requirement.specifier.contains(version, prereleases=True):
+            yield f"{requirement.name} {version} is installed, and {requirement.specifier} is what works with {_NAME}"
+
+
+def _known() -> Iterator[str]:
+    for name, text in _KNOWN.items():
+        if _version(name) is not None:
+            yield f"{name}: {text}"
+
+
+def _folded(kernels: dict[str, str]) -> dict[str, str]:
+    """One line where all kernels have the same status."""
+    statuses = set(kernels.values())
+    return {"(all)": statuses.pop()} if len(statuses) == 1 else kernels

@@ -1,0 +1,125 @@
+"""`hf-actcompress report`: what a model keeps for backward now, module by module, measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import (
+    BatchSize,
+    Dtype,
+    Html,
+    Json,
+    Lora,
+    LoraRank,
+    Model,
+    SeqLen,
+    busy,
+    exit_codes,
+    lora_of,
+)
+
+if TYPE_CHECKING:
+    from ..memory.report import MemoryReport
+    from ..memory.timeline import MemoryTimeline
+
+Preset = Annotated[str, typer.Option(help="What stands beside stock.")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Measure a model with so many layers: for large ones.")]
+Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With gradient checkpointing on.")]
+
+
+def report(
+    model: Model,
+    batch_size: BatchSize = 2,
+    seq_len: SeqLen = 128,
+    preset: Preset = "exact",
+    dtype: Dtype = None,
+    lora: Lora = False,
+    lora_rank: LoraRank = None,
+    gradient_checkpointing: Checkpointing = False,
+    layers: Layers = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """What a model keeps for backward, per module and role, stock beside patched: measured, on the CPU.
+
+    The model is built from its config with random weights, on which what is kept does not depend, and runs on random
+    tokens. It needs memory for its weights: --layers makes a large one smaller.
+    """
+    with exit_codes():
+        with busy(f"measuring {model}"):
+            from ..memory.local import local_model, random_batch
+
+            built = local_model(
+                model,
+                dtype,
+                lora=lora_of(lora, lora_rank),
+                gradient_checkpointing=gradient_checkpointing,
+                layers=layers,
+                most_bytes=_host_bytes(),
+            )
+            batch = random_batch(built, batch_size, seq_len)
+            found = _measure(built, batch, preset)
+            if html is not None:
+                _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, _timelines(built, batch, preset))
+        if as_json:
+            typer.echo(found.to_json())
+        else:
+            found.print()
+
+
+def _measure(model: Any, batch: dict[str, Any], preset: str) -> MemoryReport:
+    from ..memory.attribution import memory_report
+
+    return memory_report(model, batch, preset)
+
+
+def _host_bytes() -> int | None:
+    """Of the machine, where it says so."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _timelines(model: Any, batch: dict[str, Any], preset: str) -> dict[str, MemoryTimeline]:
+    from ..memory.timeline import memory_timeline
+    from ..patching import patched
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    model.train()
+    # so that the gradients exist
+    step()
+    stock = memory_timeline(step, "cpu")
+    with patched(model, preset, strict=False):
+        step()
+        return {"stock": stock, preset: memory_timeline(step, "cpu")}
+
+
+def _write_page(path: Path, title: str, found: MemoryReport, timelines: dict[str, MemoryTimeline]) -> None:
+    from ..memory.html import HtmlSection, HtmlTable, write_html
+    from ..memory.pictures import draw_roles, draw_timelines
+    from ..memory.report import readable_size
+
+    names = list(timelines)
+    bars = {name: {role: sizes[i] for role, sizes in found.by_role().items()} for i, name in enumerate(names)}
+    cells = [
+        (row.module or "(model)", row.role, readable_size(row.stock_bytes), readable_size(row.patched_bytes))
+        for row in found.rows
+    ]
+    table = HtmlTable(("module", "role", *names), cells, names)
+    sections = [
+        HtmlSection("Kept for backward", str(found), pictures=[("by role", lambda to: draw_roles(bars, to))]),
+        HtmlSection(
+            "One step",
+            "\n".join(f"{name}: {timeline}" for name, timeline in timelines.items()),
+            pictures=[("memory over time", lambda to: draw_timelines(timelines, to))],
+        ),
+        HtmlSection("By module", tables=[table]),
+    ]
+    write_html(path, title, sections)

@@ -1,0 +1,166 @@
+"""What a training can be run with: the rows of the table of `hf-actcompress estimate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..config import CompressionConfig
+    from ..memory.estimate import Estimate
+
+TIME_CLASSES = {
+    "none": "as stock",
+    "low": "rebuilds what is cheap to rebuild, in backward",
+    "medium": "rebuilds what is cheap, and packs and unpacks what is kept",
+    "transfer": "as fast as the link to host memory lets it be",
+    "forward": "one more forward: a third more arithmetic",
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train.
+
+    Args:
+        name: As shown.
+        config: A preset, or None for the stock model.
+        checkpointing: With gradient checkpointing.
+    """
+
+    name: str
+    config: str | None
+    checkpointing: bool = False
+
+    @property
+    def _resolved(self) -> CompressionConfig | None:
+        from ..config import resolve
+
+        return resolve(self.config) if self.config is not None else None
+
+    @property
+    def time(self) -> str:
+        """One of TIME_CLASSES."""
+        if self.checkpointing:
+            return "forward"
+        config = self._resolved
+        if config is None:
+            return "none"
+        codecs = _codecs(config)
+        if any(name.startswith("offload") for name in codecs):
+            return "transfer"
+        return "low" if codecs == {"identity"} else "medium"
+
+    @property
+    def gradients(self) -> str:
+        """ "exact", or what is lost."""
+        config = self._resolved
+        if config is None or config.lossless:
+            return "exact"
+        bits = [bits for name in _codecs(config) if (bits := _bits(name)) is not None]
+        return f"lossy: {min(bits)} bits" if bits else "lossy"
+
+
+DEFAULT = (
+    Strategy("stock", None),
+    Strategy("checkpointing", None, checkpointing=True),
+    Strategy("exact", "exact"),
+    Strategy("exact + checkpointing", "exact", checkpointing=True),
+    Strategy("int8", "int8"),
+    Strategy("int4", "int4"),
+    Strategy("offload", "offload"),
+)
+
+
+def chosen(presets: list[str]) -> tuple[Strategy, ...]:
+    """All that are of general use, or stock and the presets that were asked for. Raises UnknownOptionError."""
+    if not presets:
+        return DEFAULT
+    from ..config import resolve
+
+    for preset in presets:
+        resolve(preset)
+    return (DEFAULT[0], *(Strategy(preset, preset) for preset in presets))
+
+
+def _codecs(config: CompressionConfig) -> set[str]:
+    roles = (config.linear, config.norm, config.mlp, config.attention)
+    return {*roles, *(codec for _, _, codec in config.overrides)}
+
+
+def _bits(codec: str) -> int | None:
+    """Of an element, where the codec rounds all of them."""
+    from ..codecs import CODECS, Float8, IntGroup, Offload
+
+    found = CODECS[codec]
+    inner = found.inner if isinstance(found, Offload) else found
+    if isinstance(inner, IntGroup):
+        return inner.bits
+    return 8 if isinstance(inner, Float8) else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A strategy's estimate.
+
+    Args:
+        strategy: What was estimated.
+        estimate: None if it cannot be used with this model.
+        line: Bytes at batch size 0 and per sequence, where two batch sizes were estimated.
+        why_not: Why it cannot be used.
+    """
+
+    strategy: Strategy
+    estimate: Estimate | None
+    line: tuple[float, float] | None = None
+    why_not: str = ""
+
+    def fits(self, gpu: int) -> bool:
+        """On a card of so many bytes."""
+        return self.estimate is not None and self.estimate.device_bytes <= gpu
+
+    def largest(self, gpu: int) -> int | None:
+        """The largest batch size for a card, 0 if none fits; None if it is not known."""
+        if self.line is None or self.line[1] <= 0:
+            return None
+        at_zero, slope = self.line
+        return max(0, int((gpu - at_zero) // slope))
+
+    def at(self, batch_size: int) -> int:
+        """Bytes at a batch size."""
+        assert self.line is not None
+        return int(self.line[0] + self.line[1] * batch_size)
+
+
+def rows(model: Any, strategies: tuple[Strategy, ...], lines: bool, **options: Any) -> Iterator[Row]:
+    """The estimates, one after the other: each takes seconds.
+
+    Args:
+        model: What `estimate` takes.
+        strategies: The first one has to be possible; another that is not gets a row that says why.
+        lines: Estimate two batch sizes, for the largest one that fits and for pictures.
+        options: Of `estimate`.
+    """
+    from ..errors import ActCompressError
+
+    for index, strategy in enumerate(strategies):
+        try:
+            yield _row(model, strategy, lines, options)
+        except ActCompressError as error:
+            if index == 0:
+                raise
+            yield Row(strategy, None, why_not=str(error))
+
+
+def _row(model: Any, strategy: Strategy, lines: bool, options: dict[str, Any]) -> Row:
+    from ..memory.estimate import estimate
+
+    options = {**options, "config": strategy.config, "gradient_checkpointing": strategy.checkpointing}
+    found = estimate(model, **options)
+    if not lines:
+        return Row(strategy, found)
+    # every tensor of a step grows with the batch by the same bytes per sequence, or not at all
+    twice = estimate(model, **{**options, "batch_size": 2 * found.batch_size})
+    slope = (twice.device_bytes - found.device_bytes) / found.batch_size
+    return Row(strategy, found, (found.device_bytes - slope * found.batch_size, slope))
