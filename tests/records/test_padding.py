@@ -27,7 +27,7 @@ from hf_actcompress.records import (
     shared_copy,
     whole_record_of,
 )
-from tests.oracle import kept_bytes, nbytes
+from tests.oracle import kept_bytes, nbytes, tensors_in
 
 B, S, D = 3, 8, 16
 # on the right, on the left and in the middle
@@ -186,6 +186,18 @@ def test_every_backward_is_looked_at():
             torch.autograd.grad(y, (x, w), torch.ones_like(y), retain_graph=True)
     torch.autograd.grad(y, (x, w), good)
     gradients(good)
+
+
+def test_no_tensor_stays_outside_of_what_is_saved():
+    """Neither on ctx nor in the guard, before, between and after backwards."""
+    x, w = inputs()
+    with frame(), dropping_rows():
+        y = _Linear.apply(x, w)
+    for _ in range(2):
+        assert not list(tensors_in((y.grad_fn.slots, y.grad_fn.dropped)))
+        torch.autograd.grad(y, (x, w), torch.zeros(B, S, D), retain_graph=True)
+    assert not list(tensors_in((y.grad_fn.slots, y.grad_fn.dropped)))
+    assert list(tensors_in(y.grad_fn.saved_tensors))
 
 
 def test_bad_rows_in_the_first_of_many_layers_are_enough():
