@@ -13,8 +13,8 @@ def _same(y: Tensor) -> Tensor:
     return y
 
 
-def keep_output(y: Tensor) -> Record:
-    """The record of y, to be saved by the op that returns y.
+def keep_output(y: Tensor, *, rows: bool = True) -> Record:
+    """The record of y, to be saved by the op that returns y; `rows`: its backward needs no row but for its own.
 
     y is declared as what is kept, so that consumers keep these bytes and no other: through no codec of theirs, and a
     cast of y is derived instead of kept beside it.
@@ -22,6 +22,6 @@ def keep_output(y: Tensor) -> Record:
     if torch.compiler.is_compiling():
         return raw(y)
     # an alias: the entry must not hold the tensor that it describes
-    record = keep(y, IDENTITY)
+    record = keep(y, IDENTITY) if rows else raw(y.detach())
     declare(y, _same, record)
     return record

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import declare, load, raw, record_of, save
+from ..records import declare, load, raw, record_of, save, whole_record_of
 from .autocast import autocast_widens, in_fp32
 
 _Shape = tuple[int, ...]
@@ -43,7 +43,8 @@ class LayerNormFunction(torch.autograd.Function):
         wide = autocast_widens(x)
         inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
         y, mean, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
-        x_record = record_of(x, codec)
+        # a norm over tokens needs them all
+        x_record = record_of(x, codec) if x.dim() > len(shape) + 1 else whole_record_of(x, codec)
         affine = tuple(raw(t) for t in (weight, bias) if t is not None)
         save(ctx, x_record, raw(mean), raw(rstd), *affine)
         rebuild = partial(_rebuild, shape=shape, eps=eps, wide=wide, has_weight=weight is not None)

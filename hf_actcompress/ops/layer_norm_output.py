@@ -25,7 +25,7 @@ class LayerNormOutputFunction(torch.autograd.Function):
         inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
         y, _, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
         affine = [raw(t) if t is not None else None for t in (weight, bias)]
-        save(ctx, keep_output(y), raw(rstd), *affine)
+        save(ctx, keep_output(y, rows=x.dim() > len(shape) + 1), raw(rstd), *affine)
         ctx.shape, ctx.x_dtype = shape, x.dtype
         return y  # type: ignore[no-any-return]
 

@@ -183,6 +183,23 @@ def test_returned_probabilities_of_padding_queries():
         torch.autograd.grad(probs.square().sum(), qkv)
 
 
+@pytest.mark.parametrize("norm", [ops.layer_norm, ops.layer_norm_output])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_norms_over_tokens_keep_them_all(norm, dims):
+    """x [B, S, D] normalised over D, over S and D, or as a whole; the next layer rebuilds the output."""
+    x, weight = torch.randn(B, S, D, requires_grad=True), torch.randn(3, D, requires_grad=True)
+    shape = tuple(x.shape[-dims:])
+    gain = torch.ones(shape, requires_grad=True)
+
+    def run(drop: bool) -> Tensor:
+        with frame(), dropping(padding_of(RIGHT) if drop else None):
+            return ops.linear(norm(x + 0.0, shape, gain), weight)
+
+    dy = torch.randn(B, S, 3).masked_fill((RIGHT == 0)[..., None], 0.0)
+    ours, whole = (torch.autograd.grad(run(drop), (x, weight, gain), dy) for drop in (True, False))
+    assert_equal_bits(ours, whole)
+
+
 def head_loss(h: Tensor, weight: Tensor, target: Tensor, drop: bool, per_row: Tensor | None = None) -> Tensor:
     with frame(), dropping(padding_of(RIGHT) if drop else None):
         # as a layer below the head keeps it
