@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..dispatch import implementation
 from ..errors import UnknownOptionError
 from .codec import Codec, TensorMeta, check_fraction, kept, meta_of
+from .gradient_norms import SiteNorms, samples_now
 
 DRAWS = ("independent", "stratified")
 
@@ -21,8 +22,10 @@ class RowSample(Codec):
     Winner-take-all: the tokens of largest norm are kept for certain, as many as lower the variance, the rest is drawn.
     The weights are folded into the kept rows. The best probabilities would have the norm of dy as a factor, which the
     forward does not know; that of x alone costs variance, never bias. One tensor has one sample, whoever uses it.
+    With `norms`, as the paper has it, the factor is what dy was when the same sample came last: see
+    ``training.GradientNorms``, which is for several epochs over a data set of samples that stay what they are.
 
-    Bytes: ``f (b + 4 / D)`` per element of b bytes, f the kept fraction.
+    Bytes: ``f (b + 4 / D)`` per element of b bytes, f the kept fraction; with `norms` 8 per sequence.
     Bias: none in dW (of any number of tokens). The rounding of the scaled rows to x's dtype is to nearest. A row that
         is drawn has the mean norm over f: in fp16 that can overflow, which shows as inf.
     Source: WTA-CRS (arXiv 2305.15265); column-row sampling, Drineas et al. (2006).
@@ -32,6 +35,7 @@ class RowSample(Codec):
         winner_take_all: Keep the largest for certain; False: plain column-row sampling.
         draws: "independent" (the paper's), or "stratified": one from each of equal parts of the distribution, which is
             as unbiased and draws the same token twice less often.
+        norms: Norms of earlier gradients at the place where this codec is used; no part of the format.
 
     Raises:
         UnknownOptionError: Other draws.
@@ -41,6 +45,7 @@ class RowSample(Codec):
     fraction: float = 0.3
     winner_take_all: bool = True
     draws: str = "independent"
+    norms: SiteNorms | None = field(default=None, compare=False, repr=False)
 
     @property
     def linear_only(self) -> bool:
@@ -54,15 +59,23 @@ class RowSample(Codec):
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         meta = TensorMeta.of(x)
         rows, k = x.reshape(meta.rows, meta.features), kept(self.fraction, meta.rows)
-        return implementation("row_sample_pack", x)(rows, k, self.winner_take_all, self.draws == "stratified"), meta
+        pack, stratified = implementation("row_sample_pack", x), self.draws == "stratified"
+        samples = samples_now() if self.norms is not None and not torch.compiler.is_compiling() else None
+        if self.norms is None or samples is None or not self.norms.fits(meta.rows, samples):
+            return pack(rows, k, self.winner_take_all, stratified), meta
+        factor = self.norms.expect(meta.rows, samples).to(x.device)
+        return (*pack(rows, k, self.winner_take_all, stratified, factor), samples), meta
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
         known = meta_of(meta)
-        rows: Tensor = implementation("row_sample_unpack", tensors[0])(*tensors, known.rows)
+        rows: Tensor = implementation("row_sample_unpack", tensors[0])(*tensors[:2], known.rows)
         return rows.view(known.shape)
 
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
-        out: Tensor = implementation("row_sample_grad_weight", dy)(dy.reshape(-1, dy.size(-1)), *tensors)
+        rows = dy.reshape(-1, dy.size(-1))
+        if self.norms is not None and len(tensors) > 2:
+            self.norms.note(rows, tensors[2])
+        out: Tensor = implementation("row_sample_grad_weight", dy)(rows, *tensors[:2])
         return out
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:

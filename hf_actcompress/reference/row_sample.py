@@ -12,8 +12,10 @@ from .rng import uniform
 _MASS = 1 << 48
 
 
-def row_sample_pack(x: Tensor, k: int, winner_take_all: bool, stratified: bool) -> tuple[Tensor, Tensor]:
-    """Choose k rows of x [R, D], k <= R, with probabilities p proportional to their norms.
+def row_sample_pack(
+    x: Tensor, k: int, winner_take_all: bool, stratified: bool, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose k rows of x [R, D], k <= R, with probabilities p proportional to their norms, times `factor` [R] >= 0.
 
     The c rows of largest norm are kept for certain, c the minimiser of (1 - P_c) / (k - c) with P_c their probability
     (none without `winner_take_all`), and k - c are drawn with replacement among the others by the codecs'
@@ -24,7 +26,7 @@ def row_sample_pack(x: Tensor, k: int, winner_take_all: bool, stratified: bool) 
     """
     if k == x.size(0):
         return x.clone(), torch.arange(k, dtype=torch.int32, device=x.device)
-    mass, total = _masses(x)
+    mass, total = _masses(x, factor)
     largest = mass.topk(k)  # descending
     slot = torch.arange(k, device=x.device)
     certain = _certain(largest.values, mass.sum()) if winner_take_all else slot[0]
@@ -40,7 +42,7 @@ def row_sample_pack(x: Tensor, k: int, winner_take_all: bool, stratified: bool) 
     return rows.mul_(weight.unsqueeze(1)).to(x.dtype), index.to(torch.int32)
 
 
-def _masses(x: Tensor) -> tuple[Tensor, Tensor]:
+def _masses(x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """The probability of each row as an integer, int64 [R]; the sum of the norms.
 
     Integers, because their sums are exact and the same in any order: a float prefix sum on a device is not, and a
@@ -49,6 +51,8 @@ def _masses(x: Tensor) -> tuple[Tensor, Tensor]:
     norms = torch.linalg.vector_norm(x, dim=1, dtype=work_dtype(x.dtype))
     # as wide as the device has it
     norms = norms if x.device.type == "mps" else norms.double()
+    if factor is not None:
+        norms = norms * factor.to(norms.dtype)
     total = norms.sum()
     p = torch.where(total > 0, norms / total, 1 / x.size(0))
     return (p * _MASS).nan_to_num(0, 0, 0).round().to(torch.int64), total
