@@ -100,10 +100,16 @@ def test_libraries_are_confined(library):
     assert not wrong, "\n".join(wrong)
 
 
+# what works on the kernels themselves, which are not public
+ON_KERNELS = {"compile_kernels.py"}
+
+
 def test_recipes_use_public_names_alone():
     public = set(hf_actcompress.__all__)
     wrong = []
     for path in sorted((ROOT / "recipes").rglob("*.py")):
+        if path.name in ON_KERNELS:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == NAME and not node.level:
                 names = {alias.name for alias in node.names}

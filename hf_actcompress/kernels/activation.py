@@ -81,13 +81,16 @@ def value(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.cons
 
 
 @triton.jit
-def derivative(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr):
-    """f'(x) of fp32 x; at a kink the value that torch takes."""
+def derivative(
+    x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr, DTYPE: tl.constexpr = tl.float32
+):
+    """f'(x) of fp32 x; at a kink the value that torch takes. DTYPE: in which a value is that is clipped."""
     if KIND == "gelu" or KIND == "gelu_erf" or KIND == "gelu_clipped":
         cdf = _cdf(x)
         slope = cdf + x * exp(-0.5 * x * x, FAST) * 0.3989422804014327
         if KIND == "gelu_clipped":
-            slope = tl.where((x * cdf >= A) & (x * cdf <= B), slope, 0.0)
+            y = cast(x * cdf, DTYPE).to(tl.float32)
+            slope = tl.where((y >= A) & (y <= B), slope, 0.0)
         return slope
     elif KIND == "gelu_tanh" or KIND == "gelu_new":
         t = _tanh_inner(x, FAST)
@@ -137,10 +140,11 @@ def _activation_kernel(
     x = tl.load(x_ptr + at, mask=at < count).to(tl.float32)
     if WANT == "value":
         out = value(x, KIND, A, B, FAST)
-    else:
+    elif WANT == "derivative":
         out = derivative(x, KIND, A, B, FAST)
-        if WANT == "dx":
-            out = tl.load(dy_ptr + at, mask=at < count).to(tl.float32) * out
+    else:
+        dy = tl.load(dy_ptr + at, mask=at < count).to(tl.float32)
+        out = dy * derivative(x, KIND, A, B, FAST, x_ptr.dtype.element_ty)
     tl.store(out_ptr + at, cast(out, out_ptr.dtype.element_ty), mask=at < count)
 
 
@@ -194,8 +198,8 @@ def activation_derivative(x: Tensor, kind: str, options: tuple[float, ...] = ())
     return slope
 
 
-# of the kinds that have options
-OPTIONS = {"gelu_clipped": (-0.1, 2.0), "leaky_relu": (0.01,)}
+# of the kinds that have options; bounds that every dtype holds, because torch compares in the tensor's
+OPTIONS = {"gelu_clipped": (-0.125, 2.0), "leaky_relu": (0.01,)}
 # a stock forward of every kind: of torch where it has one, else as transformers composes it
 STOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,

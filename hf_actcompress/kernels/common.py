@@ -21,12 +21,14 @@ from triton.language.extra import libdevice
 # one row of a norm lies in registers; wider than this nothing has been compiled
 WIDEST_ROW = 65536
 
-# elements of a tile and warps that share it, by the width of a row: 8 to 32 elements of each tensor per thread
-_TILES = ((4096, 2048, 4), (8192, 8192, 8), (16384, 16384, 16), (WIDEST_ROW, WIDEST_ROW, 32))
+# elements of a tile and warps that share it, by the width of a row: 16 elements of each tensor per thread, which are 32
+# bytes in flight of each in 16 bits and leave room for what a backward holds beside them
+_TILES = ((2048, 2048, 4), (4096, 4096, 8), (8192, 8192, 16), (WIDEST_ROW, 0, 32))
 POINTWISE_TILE, POINTWISE_WARPS = 2048, 4
 
-# programs per multiprocessor that walk over the rows; each has a row of its own in the buffer of partial sums
-_WAVES = 4
+# of programs that walk over the rows, each with a row of its own in the buffer of partial sums: what a multiprocessor
+# holds at once at 128 registers per thread
+_WARPS_PER_PROCESSOR = 16
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -46,10 +48,11 @@ def row_tile(width: int) -> tuple[int, int, int]:
     raise ValueError(f"a row of {width} elements; the widest that a kernel takes is {WIDEST_ROW}")
 
 
-def programs(x: Tensor, tiles: int) -> int:
+def programs(x: Tensor, tiles: int, warps: int) -> int:
     """How many programs share `tiles` tiles where each keeps a partial sum; fixed for a device, so deterministic."""
     if x.is_cuda:
-        return max(min(tiles, _WAVES * torch.cuda.get_device_properties(x.device).multi_processor_count), 1)
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        return max(min(tiles, processors * max(_WARPS_PER_PROCESSOR // warps, 1)), 1)
     # few, so that the interpreter walks the loop
     return max(min(tiles, 3), 1)
 
@@ -79,14 +82,19 @@ def on(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
 
 
-def traced(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def traced(
+    fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a launcher an operator of torch's library while a graph is traced, and leave it a plain call in eager mode.
 
-    `fake` gives shapes and dtypes of the results. The operator is the attribute `operator`.
+    `fake` gives shapes and dtypes of the results; `mutates` names the arguments that are written. The operator is the
+    attribute `operator`.
     """
 
     def wrap(launch: Callable[..., Any]) -> Callable[..., Any]:
-        operator = torch.library.custom_op(f"hf_actcompress::{launch.__name__.strip('_')}", launch, mutates_args=())
+        operator = torch.library.custom_op(
+            f"hf_actcompress::{launch.__name__.strip('_')}", launch, mutates_args=mutates
+        )
         operator.register_fake(fake)
 
         @functools.wraps(launch)

@@ -43,7 +43,7 @@ def _bwd_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + at, mask=mask).to(tl.float32)
     dup = dh * value(gate, KIND, A, B, FAST)
-    dgate = dh * up * derivative(gate, KIND, A, B, FAST)
+    dgate = dh * up * derivative(gate, KIND, A, B, FAST, gate_ptr.dtype.element_ty)
     tl.store(dup_ptr + row * width + at, cast(dup, dup_ptr.dtype.element_ty), mask=mask)
     tl.store(dgate_ptr + row * width + at, cast(dgate, dgate_ptr.dtype.element_ty), mask=mask)
 

@@ -99,7 +99,7 @@ def norm_bwd(
     rows = kept.numel() // width
     dy, kept = dy.contiguous(), kept.contiguous()
     R, C, warps = row_tile(width)
-    count = programs(kept, triton.cdiv(rows, R))
+    count = programs(kept, triton.cdiv(rows, R), warps)
     partial = [kept.new_empty((count, width) if wanted else 0, dtype=torch.float32) for wanted in want[1:]]
     affine = [kept if x is None else x.contiguous() for x in (weight, bias)]
     with on(kept):

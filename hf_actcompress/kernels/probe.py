@@ -15,8 +15,8 @@ from ..reference.rng import codecs_undisturbed
 
 # a tile and a bit, neither a power of two
 ROWS, WIDTH = 19, 200
-# roundings of the result's dtype, relative to its largest element: a wrong kernel is off by more, a right one by less
-TOLERANCE = 32
+# relative to a result's largest element: four roundings of bf16, in which the probe runs; a wrong kernel is off by more
+DTYPE, TOLERANCE = torch.bfloat16, 4 * torch.finfo(torch.bfloat16).eps
 
 # what a kernel that cannot be compiled or launched raises
 _BROKEN = (
@@ -36,7 +36,7 @@ def disagreement(
         codecs_undisturbed(),
         torch.autocast(device.type, enabled=False),
     ):
-        for args in module.SAMPLES[name](device, torch.bfloat16, ROWS, WIDTH):
+        for args in module.SAMPLES[name](device, DTYPE, ROWS, WIDTH):
             try:
                 ours = list(tensors(getattr(module, name)(*args)))
             except _BROKEN as error:
@@ -63,5 +63,4 @@ def agree(a: Tensor, b: Tensor, bitwise: bool) -> bool:
     if bitwise or not b.is_floating_point() or b.itemsize == 1:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if b.dim() else torch.equal(a, b)
     wide_a, wide_b = a.double(), b.double()
-    bound = TOLERANCE * torch.finfo(b.dtype).eps * wide_b.abs().max()
-    return bool(((wide_a - wide_b).abs() <= bound).all())
+    return bool(((wide_a - wide_b).abs() <= TOLERANCE * wide_b.abs().max()).all())

@@ -1,0 +1,227 @@
+"""Compile every Triton kernel ahead of time, without a GPU, and write down what the compilers made of it.
+
+    python recipes/compile_kernels.py                                  # all architectures: recipes/results/aot/
+    python recipes/compile_kernels.py --capability 90 --dtype bfloat16 --out /tmp/aot
+
+The launchers run on CPU tensors for their own samples; in place of a launch the kernel is compiled for the target. The
+table has registers, shared memory and spills per kernel (from the machine code) and how wide its accesses to global
+memory are (from PTX). Needs triton, which brings its compilers and `cuobjdump`; nothing else of CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import islice, product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+# read when triton is imported
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+from tqdm import tqdm
+
+from hf_actcompress.kernels import KERNELS
+
+CAPABILITIES = (80, 86, 89, 90, 120)
+DTYPES = ("bfloat16", "float32")
+# of a hidden state; divisible as hidden sizes are
+ROWS, WIDTH = 64, 4096
+OUT = Path(__file__).parent / "results" / "aot"
+
+# what a wide access moves
+WIDE_BYTES = 16
+_ACCESS = re.compile(r"\b(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel as compiled for one architecture.
+
+    Attributes:
+        name: The function of the package that launches it.
+        kernel: The kernel's own name.
+        options: Its compile-time options.
+        dtype: Of the tensors it was launched for.
+        capability: Of the target, 10 * major + minor.
+        warps: Per block.
+        registers: Per thread.
+        shared_bytes: Per block.
+        spilled_bytes: Per thread, local memory and stack.
+        loads, stores: Instructions on global memory by the bytes that each moves per thread.
+    """
+
+    name: str
+    kernel: str
+    options: dict[str, Any]
+    dtype: str
+    capability: int
+    warps: int
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+
+    @property
+    def wide_share(self) -> float:
+        """Of the bytes that its instructions move, the share that moves 16 or more at a time."""
+        moved = Counter(self.loads) + Counter(self.stores)
+        total = sum(size * count for size, count in moved.items())
+        return sum(size * count for size, count in moved.items() if size >= WIDE_BYTES) / max(total, 1)
+
+
+class _Target:
+    """A GPU that is compiled for and never launched on."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def _compiling(capability: int) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    """Launches inside compile for that target; yields (compiled kernel, launch options), each kernel once."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: list[tuple[Any, dict[str, Any]]] = []
+    seen: set[str] = set()
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        made = run(kernel, *args, grid=grid, warmup=True, **options)
+        if made.hash not in seen:
+            seen.add(made.hash)
+            compiled.append((made, options))
+        return made
+
+    driver.set_active(_Target(capability))
+    JITFunction.run = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def usage(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, shared bytes and spilled bytes of a kernel's machine code."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = _USAGE.search(text)
+    assert found, text
+    registers, stack, shared, local = map(int, found.groups())
+    return registers, shared, stack + local
+
+
+def accesses(ptx: str) -> tuple[dict[int, int], dict[int, int]]:
+    """Loads and stores of global memory in PTX: bytes per thread and instruction -> how many instructions."""
+    loads, stores = Counter[int](), Counter[int]()
+    for kind, lanes, bits in _ACCESS.findall(ptx):
+        (loads if kind == "ld" else stores)[int(lanes or 1) * int(bits) // 8] += 1
+    return dict(sorted(loads.items())), dict(sorted(stores.items()))
+
+
+def compile_kernel(name: str, dtype: str, capability: int, samples: int | None) -> list[Row]:
+    """Every variant of a kernel that its first `samples` samples reach, all of them for None."""
+    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    torch.manual_seed(0)
+    with _compiling(capability) as compiled:
+        arguments = module.SAMPLES[name](torch.device("cpu"), getattr(torch, dtype), ROWS, WIDTH)
+        for args in islice(arguments, samples):
+            getattr(module, name)(*args)
+    rows = []
+    for made, launch in compiled:
+        registers, shared, spilled = usage(made.asm["cubin"])
+        options = {key: str(value) for key, value in launch.items() if key.isupper()}
+        warps = made.metadata.num_warps
+        loads, stores = accesses(made.asm["ptx"])
+        shared = max(shared, made.metadata.shared)
+        rows.append(Row(name, made.name, options, dtype, capability, warps, registers, shared, spilled, loads, stores))
+    return rows
+
+
+def _job(job: tuple[str, str, int, int | None]) -> list[Row]:
+    return compile_kernel(*job)
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown: per function and dtype, the worst of its variants on each architecture."""
+    capabilities = sorted({row.capability for row in rows})
+    lines = [
+        f"Compiled ahead of time by triton {metadata.version('triton')} with `python recipes/compile_kernels.py`; per",
+        "architecture: registers per thread / shared bytes per block / spilled bytes per thread, the largest of a",
+        "function's variants; wide: of the bytes that its loads and stores move, the share in instructions of 16 bytes",
+        "or more per thread, the smallest of its variants on any architecture.",
+        "",
+        "| function | dtype | variants | " + " | ".join(f"sm_{c}" for c in capabilities) + " | wide |",
+        "|---|---|---|" + "---|" * len(capabilities) + "---|",
+    ]
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.name, row.dtype].append(row)
+    for (name, dtype), group in sorted(groups.items()):
+        cells = []
+        for capability in capabilities:
+            own = [row for row in group if row.capability == capability]
+            worst = (max(getattr(row, k) for row in own) for k in ("registers", "shared_bytes", "spilled_bytes"))
+            cells.append(" / ".join(map(str, worst)))
+        variants = len(group) // len(capabilities)
+        wide = min(row.wide_share for row in group)
+        lines.append(f"| {name} | {dtype} | {variants} | {' | '.join(cells)} | {wide:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, help="10 * major + minor")
+    parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--name", nargs="+", default=sorted(KERNELS), choices=sorted(KERNELS))
+    parser.add_argument("--samples", type=int, help="of each function, instead of all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--out", type=Path, default=OUT, help="where kernels.json and kernels.md go")
+    args = parser.parse_args()
+    jobs = [(*job, args.samples) for job in product(args.name, args.dtype, args.capability)]
+    rows: list[Row] = []
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        done = pool.map(_job, jobs) if args.jobs > 1 else map(_job, jobs)
+        for found in tqdm(done, total=len(jobs), desc="compiled", disable=None):
+            rows += found
+    args.out.mkdir(parents=True, exist_ok=True)
+    result = {"triton": metadata.version("triton"), "kernels": [{**asdict(r), "wide": r.wide_share} for r in rows]}
+    (args.out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / "kernels.md").write_text(table(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Every kernel compiled ahead of time for every generation of GPU, by the recipe that writes the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_actcompress.kernels import KERNELS
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "recipes" / "results" / "aot"
+CAPABILITIES = {80, 86, 89, 90, 120}
+# what moves whole tensors and little else: an access of 16 bytes per thread for all but statistics and partial sums
+STREAMING = [
+    name for name, module in KERNELS.items() if module in {"activation", "gated_mlp", "rms_norm", "layer_norm"}
+]
+
+
+def compiled(out: Path, *options: str) -> list[dict[str, Any]]:
+    # in a process of its own: this one has triton as an interpreter
+    command = [sys.executable, str(ROOT / "recipes" / "compile_kernels.py"), "--out", str(out), "--jobs", "1", *options]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "kernels.json").read_text())["kernels"]
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["spilled_bytes"] == 0, row
+        if row["name"] in STREAMING:
+            assert row["wide"] > 0.9, row
+
+
+def test_every_kernel_for_one_generation(tmp_path: Path) -> None:
+    rows = compiled(tmp_path, "--capability", "90", "--dtype", "bfloat16", "--samples", "2")
+    assert {row["name"] for row in rows} == set(KERNELS)
+    check(rows)
+
+
+def test_some_kernels_for_the_others(tmp_path: Path) -> None:
+    others = [str(c) for c in CAPABILITIES - {90}]
+    names = ["layer_norm_bwd", "gated_product_bwd", "int_group_pack"]
+    rows = compiled(tmp_path, "--capability", *others, "--dtype", "float32", "--samples", "1", "--name", *names)
+    assert {(row["name"], row["capability"]) for row in rows} == set(product(names, map(int, others)))
+    check(rows)
+
+
+def test_committed_table_is_of_these_kernels() -> None:
+    rows = json.loads((RESULTS / "kernels.json").read_text())["kernels"]
+    assert {(row["name"], row["capability"]) for row in rows} == set(product(KERNELS, CAPABILITIES))
+    check(rows)

@@ -1,0 +1,42 @@
+"""Whole patched models on the kernels: the loss is stock's, the gradients are within the law."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_actcompress import patch_model
+from hf_actcompress.dispatch import use
+from tests.families import BODY, BY_NAME, build, oracle_step, relative_error, step
+from tests.oracle import EXACT
+
+pytest.importorskip("triton")
+
+# LayerNorm, a composed activation, RMSNorm and gates
+NAMES = ("bert", "gpt2-gelu-new", "llama", "gemma")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_loss_and_gradients(name: str, mode: str) -> None:
+    family = BY_NAME[name]
+    own = error = 0.0
+    # the ratio of one run scatters by more than the law allows
+    for seed in range(3):
+        model, batch = build(family, mode, seed=seed), family.make_batch("right", seed)
+        oracle = oracle_step(model, batch)
+        stock_loss, stock = step(model, batch, mode)
+        with use("triton"):
+            loss, ours = step(patch_model(model, BODY), batch, mode)
+        assert torch.equal(loss, stock_loss)
+        own += relative_error(stock, oracle) ** 2
+        error += relative_error(ours, oracle) ** 2
+    assert error**0.5 <= EXACT * own**0.5
+
+
+def test_twice_the_same() -> None:
+    model, batch = build(BY_NAME["llama"], "bf16"), BY_NAME["llama"].make_batch("right")
+    patch_model(model)
+    with use("triton"):
+        first, second = (step(model, batch, "bf16")[1] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
