@@ -26,6 +26,8 @@ KERNELS: dict[str, str] = {
     "int_group_unpack": "int_group",
     "layer_norm_bwd": "layer_norm",
     "layer_norm_output_bwd": "norm_output",
+    "linear_cross_entropy_bwd": "linear_cross_entropy",
+    "linear_cross_entropy_fwd": "linear_cross_entropy",
     "rms_norm_bwd": "rms_norm",
     "rms_norm_fwd": "rms_norm",
     "rms_norm_output_bwd": "norm_output",

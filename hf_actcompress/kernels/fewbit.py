@@ -29,7 +29,7 @@ from ..reference.fewbit import (
 )
 from ..reference.tables.fewbit import CENTRES, GRIDS, PRIMITIVE_STEPS
 from .activation import OPTIONS, STOCKS, constants, derivative
-from .common import POINTWISE_TILE, POINTWISE_WARPS, cast, on, traced
+from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, traced
 from .groups import as_code, join_bits, nearest_integer, split_bits
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -159,7 +159,7 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
             _codes_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
                 x.contiguous(), scale, codes, x.numel(), x.size(-1) if x.dim() else 1,
                 MODE=mode, TABLE=table, COUNT=count, KIND=kind, A=low, B=high, FLAT=flat,
-                BITS=fewbit_stored_bits(kind, bits, method), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+                BITS=fewbit_stored_bits(kind, bits, method), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return codes, scale
 
@@ -194,7 +194,7 @@ def _fewbit_bwd(
             _bwd_kernel[(triton.cdiv(dy.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), codes.contiguous(), levels if scale is None else scale.contiguous(), levels, dx,
                 dy.numel(), dy.size(-1) if dy.dim() else 1, SCALED=scale is not None,
-                BITS=fewbit_stored_bits(kind, bits, method), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+                BITS=fewbit_stored_bits(kind, bits, method), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return dx
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.groups import group_count, rows_features
-from .common import cast, on, traced
+from .common import STRICT, cast, on, traced
 from .groups import (
     DTYPES,
     SMALLEST_SCALE,
@@ -129,7 +129,7 @@ def _float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor
             *rows.sizes, *rows.strides,
             LARGEST=torch.finfo(dtype).max, E4M3=dtype == torch.float8_e4m3fn,
             DENSE=rows.dense and features % group == 0, WHOLE=tile.whole, INDEX=index_dtype(scale.numel()),
-            G=tile.groups, C=tile.columns, num_warps=tile.warps,
+            G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     return codes, scale
 
@@ -158,7 +158,7 @@ def _float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size:
             scale.numel(), scale.size(1), features, group,
             E4M3=codes.dtype == torch.float8_e4m3fn, DENSE=features % group == 0, INDEX=index_dtype(scale.numel()),
             WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
-            G=tile.groups, C=tile.columns, num_warps=tile.warps,
+            G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     return out
 

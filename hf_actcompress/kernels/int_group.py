@@ -20,7 +20,7 @@ from ..reference.bits import pack_codes, unpack_codes
 from ..reference.groups import group_count, rows_features
 from ..reference.int_group import row_bytes
 from ..reference.rng import kernel_seed
-from .common import cast, on, traced
+from .common import STRICT, cast, on, traced
 from .groups import (
     DTYPES,
     SMALLEST_SCALE,
@@ -181,7 +181,7 @@ def _int_group_pack(
             *rows.sizes, *rows.strides,
             BITS=width, LEVELS=2.0**bits - 1, STOCHASTIC=seed is not None, SKIP=skip is not None,
             DENSE=rows.dense and features % group == 0 and group * width % 8 == 0, WHOLE=tile.whole,
-            INDEX=index_dtype(scale.numel()), G=tile.groups, C=tile.columns, num_warps=tile.warps,
+            INDEX=index_dtype(scale.numel()), G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     if width != bits:
         codes = pack_codes(target, bits).view(codes.shape)
@@ -223,7 +223,7 @@ def _int_group_unpack(
             scale.numel(), scale.size(1), features, group, packed.size(1), triton.cdiv(group * width, 8),
             BITS=width, DENSE=features % group == 0 and group * width % 8 == 0, INDEX=index_dtype(scale.numel()),
             WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
-            G=tile.groups, C=tile.columns, num_warps=tile.warps,
+            G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 
 from ..reference.bits import packed_bytes
 from ..reference.inverted import INVERTED
-from .common import INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, cast, divide, on, traced
+from .common import INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, on, traced
 from .groups import join_bits, split_bits
 
 
@@ -95,7 +95,7 @@ def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
         limit = torch.tensor(INVERTED[kind].x_min, dtype=x.dtype).item()
         with on(x):
             _bits_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
-                x, bits, x.numel(), LIMIT=limit, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS
+                x, bits, x.numel(), LIMIT=limit, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT
             )
     return bits
 
@@ -119,7 +119,7 @@ def _activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Te
             _bwd_kernel[(triton.cdiv(y.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), y.contiguous(), bits.contiguous(), dx, y.numel(),
                 FIT=_constants(kind), LEFT=left, INNER=inner, OUTER=outer, FAST=dx.dtype.itemsize < 4,
-                TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+                TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return dx
 

@@ -21,8 +21,6 @@ from .tables.fewbit import CENTRES, GRIDS, LEVELS, PRIMITIVE_STEPS, STEPS
 
 FEWBIT_METHODS: dict[str, tuple[int, ...]] = {"steps": (1, 2, 3, 4), "values": (2, 3, 4, 8), "relus": (2,)}
 
-_Options = tuple[float, ...]
-
 # f' takes two values and one bit is exact, whatever was asked
 TWO_VALUED = ("relu", "relu6", "leaky_relu")
 # f' outside the bounds is 0
@@ -45,7 +43,9 @@ def fewbit_stored_bits(kind: str, bits: int, method: str) -> int:
     return 1 if kind in TWO_VALUED else bits
 
 
-def fewbit_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str) -> tuple[Tensor, Tensor | None]:
+def fewbit_codes(
+    x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str
+) -> tuple[Tensor, Tensor | None]:
     """Packed codes of f'(x), and the scale of each row [..., 1] where f' has no bound. `kind` as in `ACTIVATIONS`."""
     stored = fewbit_stored_bits(kind, bits, method)
     x = (x if x.dtype == torch.float64 else x.float()).contiguous()
@@ -65,7 +65,7 @@ def fewbit_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str
 
 
 def fewbit_bwd(
-    dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: _Options, bits: int, method: str
+    dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: tuple[float, ...], bits: int, method: str
 ) -> Tensor:
     """dx = dy * q in dy's dtype, rounded once: q is the level of each code. dy has x's shape."""
     wide = torch.promote_types(dy.dtype, torch.float32)
@@ -91,7 +91,7 @@ def _value_codes(slope: Tensor, kind: str, bits: int) -> Tensor:
     return torch.bucketize(slope, torch.tensor(borders, dtype=slope.dtype, device=slope.device), out_int32=True)
 
 
-def _step_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str) -> Tensor:
+def _step_codes(x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str) -> Tensor:
     base = TABLE.get(kind, kind)
     at = (x - CENTRES[base]).abs() if base in CENTRES and method == "steps" else x
     borders = fewbit_borders(kind, bits, method)
@@ -103,7 +103,7 @@ def _step_codes(x: Tensor, kind: str, options: _Options, bits: int, method: str)
     return codes
 
 
-def flat_code(kind: str, options: _Options, bits: int, method: str) -> int:
+def flat_code(kind: str, options: tuple[float, ...], bits: int, method: str) -> int:
     """The code that is nearest to f' = 0."""
     levels = fewbit_levels(kind, options, bits, method)
     return min(range(len(levels)), key=lambda i: abs(levels[i]))
@@ -117,7 +117,7 @@ def fewbit_borders(kind: str, bits: int, method: str) -> tuple[float, ...]:
     return PRIMITIVE_STEPS[base][0] if method == "relus" else STEPS[base][bits][0]
 
 
-def fewbit_levels(kind: str, options: _Options, bits: int, method: str) -> tuple[float, ...]:
+def fewbit_levels(kind: str, options: tuple[float, ...], bits: int, method: str) -> tuple[float, ...]:
     """What each code stands for; times its row's scale where f' has no bound."""
     if kind in TWO_VALUED:
         return (options[0] if kind == "leaky_relu" else 0.0, 1.0)

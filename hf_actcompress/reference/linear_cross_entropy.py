@@ -89,20 +89,39 @@ def linear_cross_entropy_fwd(
     h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
 ) -> Losses:
     """The same from h [K, D], weight [V, D] and bias [V], in chunks of the vocabulary; the logits are never whole."""
+    return chunked_fwd(_softmax_statistics, h, weight, bias, target, pointwise, dtype)
+
+
+def chunked_fwd(
+    statistics: Callable[..., None],
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pointwise: Pointwise,
+    dtype: torch.dtype,
+) -> Losses:
+    """`linear_cross_entropy_fwd` with what it does to a chunk of logits given: `_softmax_statistics` or a kernel."""
     wide = torch.promote_types(h.dtype, torch.float32)
     maximum = torch.full_like(target, -torch.inf, dtype=wide)
     picked = torch.zeros_like(maximum)
     # one number per row, so fp64 costs nothing and the many chunks do not add up their roundings
     total = torch.zeros_like(maximum, dtype=_sum_dtype(h))
     for part in _chunks(weight.size(0), h.size(0), h.numel()):
-        x = _wide(_applied(pointwise, _logits(h, weight, bias, part)[0]))
-        column, inside = _columns(target, part)
-        picked = torch.where(inside, x.gather(1, column)[:, 0], picked)
-        larger = torch.maximum(maximum, x.amax(1))
-        total.mul_((maximum - larger).exp_()).add_((x - larger[:, None]).exp_().sum(1))
-        maximum = larger
+        x = _applied(pointwise, _logits(h, weight, bias, part)[0])
+        statistics(x, target, part.start, maximum, picked, total)
     log_sum = total.log_().to(wide)
     return (log_sum - (picked - maximum)).to(dtype), maximum, log_sum
+
+
+def _softmax_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, picked: Tensor, total: Tensor) -> None:
+    """Take logits [K, C], those from column `start` on, into the running statistics [K], in place."""
+    x = _wide(x)
+    column, inside = _columns(target, start, x.size(1))
+    picked.copy_(torch.where(inside, x.gather(1, column)[:, 0], picked))
+    larger = torch.maximum(maximum, x.amax(1))
+    total.mul_((maximum - larger).exp_()).add_((x - larger[:, None]).exp_().sum(1))
+    maximum.copy_(larger)
 
 
 def linear_cross_entropy_bwd(
@@ -120,21 +139,38 @@ def linear_cross_entropy_bwd(
 
     In chunks of the vocabulary: a row of dweight is one dot product over all K, rounded once; dh adds up in fp32.
     """
+    return chunked_bwd(_softmax_grad, dlosses, h, weight, bias, target, maximum, log_sum, pointwise, needs)
+
+
+def chunked_bwd(
+    softmax_grad: Callable[..., Tensor],
+    dlosses: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    maximum: Tensor,
+    log_sum: Tensor,
+    pointwise: Pointwise,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`linear_cross_entropy_bwd` with what it does to a chunk of logits given: `_softmax_grad` or a kernel."""
     dh = torch.zeros_like(h, dtype=maximum.dtype) if needs[0] else None
     dweight = torch.empty_like(weight) if needs[1] else None
     dbias = torch.empty_like(bias) if needs[2] and bias is not None else None
-    scale = dlosses.to(maximum.dtype)[:, None]
+    scale = dlosses.to(maximum.dtype)
     for part in _chunks(weight.size(0), h.size(0), h.numel()):
         x, weight_part = _logits(h, weight, bias, part)
-        with torch.enable_grad():
-            x.requires_grad_()
-            y = _applied(pointwise, x)
-        # the softmax by the stock formula: subtracting the two separately is right for large logits as well
-        dy = (y.detach() - maximum[:, None]).sub_(log_sum[:, None]).exp_().mul_(scale)
-        column, inside = _columns(target, part)
-        dy.scatter_add_(1, column, -scale * inside[:, None])
-        dx = torch.autograd.grad(y, x, dy.to(y.dtype))[0] if pointwise else dy.to(x.dtype)
-        del x, y, dy
+        if pointwise:
+            with torch.enable_grad():
+                x.requires_grad_()
+                y = _applied(pointwise, x)
+            dy = softmax_grad(y.detach(), target, part.start, maximum, log_sum, scale, False)
+            dx = torch.autograd.grad(y, x, dy)[0]
+            del y, dy
+        else:
+            dx = softmax_grad(x, target, part.start, maximum, log_sum, scale, True)
+        del x
         if dbias is not None:
             # a row of C numbers: fp64 costs no memory
             dbias[part] = dx.sum(0, dtype=_sum_dtype(dx))
@@ -147,10 +183,21 @@ def linear_cross_entropy_bwd(
     return dh, dweight, dbias
 
 
-def _columns(target: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+def _softmax_grad(
+    y: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor, in_place: bool
+) -> Tensor:
+    """dy like y [K, C], the logits from column `start` on: (softmax - 1 at the target) * scale [K]. y may be lost."""
+    scale = scale[:, None]
+    # the softmax by the stock formula: subtracting the two separately is right for large logits as well
+    dy = (y - maximum[:, None]).sub_(log_sum[:, None]).exp_().mul_(scale)
+    column, inside = _columns(target, start, y.size(1))
+    return dy.scatter_add_(1, column, -scale * inside[:, None]).to(y.dtype)
+
+
+def _columns(target: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
     """Where the targets are in a chunk of the vocabulary: columns [K, 1], clamped into it, and whether inside [K]."""
-    inside = (target >= part.start) & (target < part.stop)
-    return (target - part.start).clamp_(0, part.stop - part.start - 1)[:, None], inside
+    inside = (target >= start) & (target < start + count)
+    return (target - start).clamp_(0, count - 1)[:, None], inside
 
 
 def _accumulate(dh: Tensor, dx: Tensor, weight: Tensor) -> None:

@@ -1,0 +1,170 @@
+"""The loss head's passes over a chunk of logits: the softmax's statistics in one, its gradient in one and in place.
+
+The products are torch's, as in the reference; so is the order of the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.linear_cross_entropy import Losses, Pointwise, chunked_bwd, chunked_fwd
+from .common import STRICT, as_rows, cast, exp, on, traced
+
+_WIDEST_TILE = 4096
+
+
+@triton.jit
+def _statistics_kernel(
+    x_ptr, target_ptr, maximum_ptr, picked_ptr, total_ptr, first, columns, stride, C: tl.constexpr
+):  # fmt: skip
+    """One row of logits, those from column `first` of the vocabulary on, into its running statistics."""
+    row = tl.program_id(0).to(tl.int64)
+    before = tl.load(maximum_ptr + row)
+    larger = before
+    sums = tl.zeros([C], tl.float32)
+    for start in range(0, columns, C):
+        cols = start + tl.arange(0, C)
+        inside = cols < columns
+        x = tl.load(x_ptr + row * stride + cols, mask=inside, other=float("-inf")).to(tl.float32)
+        largest = tl.max(x, axis=0)
+        # a NaN is left to the sum, which keeps it
+        new = tl.maximum(larger, tl.where(largest == largest, largest, larger))
+        # exp(-inf - -inf): nothing was summed yet
+        sums *= tl.where(larger == new, 1.0, exp(larger - new, False))
+        sums += tl.where(inside, exp(x - new, False), 0.0)
+        larger = new
+    total = tl.load(total_ptr + row)
+    total *= tl.where(before == larger, 1.0, exp(before - larger, False)).to(tl.float64)
+    tl.store(total_ptr + row, total + tl.sum(sums, axis=0).to(tl.float64))
+    tl.store(maximum_ptr + row, larger)
+    column = tl.load(target_ptr + row) - first
+    if (column >= 0) & (column < columns):
+        tl.store(picked_ptr + row, tl.load(x_ptr + row * stride + column).to(tl.float32))
+
+
+@triton.jit
+def _grad_kernel(
+    y_ptr, dy_ptr, target_ptr, maximum_ptr, log_sum_ptr, scale_ptr, first, columns, stride, C: tl.constexpr
+):  # fmt: skip
+    """dy may be y: every element is written by who read it."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * C + tl.arange(0, C)
+    inside = cols < columns
+    y = tl.load(y_ptr + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + row)
+    # the two are subtracted one by one, as the reference does
+    dy = exp((y - tl.load(maximum_ptr + row)) - tl.load(log_sum_ptr + row), False) * scale
+    dy = tl.where(cols == tl.load(target_ptr + row) - first, dy - scale, dy)
+    tl.store(dy_ptr + row * columns + cols, cast(dy, dy_ptr.dtype.element_ty), mask=inside)
+
+
+def _fake_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, picked: Tensor, total: Tensor) -> None:
+    return None
+
+
+@traced(_fake_statistics, mutates=("maximum", "picked", "total"))
+def _softmax_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, picked: Tensor, total: Tensor) -> None:
+    if x.numel() == 0:
+        return
+    x = as_rows(x)
+    columns = x.size(1)
+    C = min(triton.next_power_of_2(columns), _WIDEST_TILE)
+    with on(x):
+        _statistics_kernel[(x.size(0),)](
+            x, target, maximum, picked, total, start, columns, x.stride(0), C=C, num_warps=_warps(C), **STRICT
+        )
+
+
+def _fake_grad(
+    y: Tensor, dy: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor
+) -> None:
+    return None
+
+
+@traced(_fake_grad, mutates=("dy",))
+def _softmax_grad_into(
+    y: Tensor, dy: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor
+) -> None:
+    if y.numel() == 0:
+        return
+    y = as_rows(y)
+    columns = y.size(1)
+    C = min(triton.next_power_of_2(columns), _WIDEST_TILE)
+    with on(y):
+        _grad_kernel[(y.size(0), triton.cdiv(columns, C))](
+            y, dy, target, maximum, log_sum, scale, start, columns, y.stride(0), C=C, num_warps=_warps(C), **STRICT
+        )
+
+
+def _warps(columns: int) -> int:
+    return max(min(columns // 512, 8), 1)
+
+
+def _softmax_grad(
+    y: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor, in_place: bool
+) -> Tensor:
+    """Into y itself if that may be lost, and if an operator is not told one tensor twice."""
+    dy = y if in_place and y.is_contiguous() and not torch.compiler.is_compiling() else y.new_empty(y.shape)
+    _softmax_grad_into(y, dy, target, start, maximum, log_sum, scale)
+    return dy
+
+
+def linear_cross_entropy_fwd(
+    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
+) -> Losses:
+    """Losses [K] in `dtype`, maximum and log of the sum of exponentials [K], from h [K, D], weight [V, D], bias [V]."""
+    return chunked_fwd(_softmax_statistics, h, weight, bias, target.contiguous(), pointwise, dtype)
+
+
+def linear_cross_entropy_bwd(
+    dlosses: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    maximum: Tensor,
+    log_sum: Tensor,
+    pointwise: Pointwise,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dh [K, D], dweight [V, D], dbias [V] from dlosses [K], as far as `needs` asks."""
+    statistics = (target.contiguous(), maximum.contiguous(), log_sum.contiguous())
+    return chunked_bwd(_softmax_grad, dlosses.contiguous(), h, weight, bias, *statistics, pointwise, needs)
+
+
+def _softcap(x: Tensor) -> Tensor:
+    """What some models do to their logits."""
+    return torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)) / 5) * 5
+
+
+def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    """h of 16 features, a vocabulary of `width`."""
+    h = torch.randn(rows, 16, device=device).to(dtype)
+    weight, bias = torch.randn(width, 16, device=device).to(dtype), torch.randn(width, device=device).to(dtype)
+    target = torch.randint(width, (rows,), device=device)
+    for pointwise in ((), (_softcap,)):
+        yield h, weight, bias if pointwise else None, target, pointwise
+
+
+def _sample_fwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    yield from ((*args, torch.float32) for args in _samples(*sizes))
+
+
+def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    for h, weight, bias, target, pointwise in _samples(*sizes):
+        x = torch.nn.functional.linear(h, weight, bias)
+        for function in pointwise:
+            x = function(x)
+        maximum = x.float().amax(1)
+        log_sum = (x.float() - maximum[:, None]).exp().sum(1).log()
+        dlosses = torch.rand(h.size(0), device=h.device)
+        yield dlosses, h, weight, bias, target, maximum, log_sum, pointwise, (True, True, True)
+
+
+SAMPLES = {"linear_cross_entropy_bwd": _sample_bwd, "linear_cross_entropy_fwd": _sample_fwd}

@@ -1,0 +1,90 @@
+"""The loss head's kernels: within the law, whatever the chunks, and in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_actcompress.kernels import linear_cross_entropy as kernel
+from hf_actcompress.reference import linear_cross_entropy as reference
+from tests.kernels.harness import DEVICE, DTYPES, assert_law, present, run, samples, specified, wide
+from tests.oracle import assert_equal_bits
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# rows and vocabulary: one chunk, several, wider than a tile
+every_shape = pytest.mark.parametrize("shape", [(1, 1), (13, 7), (24, 300), (3, 5000)], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "MIN_CHUNK", 24 * 64)
+
+
+def assert_lawful(name: str, args: Any, oracle: Any) -> None:
+    ours = run(name, args)
+    assert_law(ours, specified(name, args), specified(name, oracle), [None] * len(ours))
+    assert_equal_bits(present(run(name, args)), present(ours))
+
+
+@every_dtype
+@every_shape
+def test_fwd(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    for args in samples("linear_cross_entropy_fwd", dtype, *shape):
+        assert_lawful("linear_cross_entropy_fwd", args, (*wide(args[:-1]), torch.float64))
+
+
+@every_dtype
+@every_shape
+def test_bwd(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    for args in samples("linear_cross_entropy_bwd", dtype, *shape):
+        assert_lawful("linear_cross_entropy_bwd", args, wide(args))
+
+
+def arguments(rows: int = 6, columns: int = 40) -> tuple[Any, ...]:
+    y = torch.randn(rows, columns, device=DEVICE) * 3
+    # the first targets lie in columns 100 to 139 of the vocabulary
+    target = torch.arange(rows, device=DEVICE) * 37 + 90
+    return y, target, 100, y.amax(1) + 1, torch.rand(rows, device=DEVICE), torch.rand(rows, device=DEVICE)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "part"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_grad_of_a_chunk(layout: str, in_place: bool) -> None:
+    y, *rest = arguments()
+    if layout == "transposed":
+        y = y.t().contiguous().t()
+    if layout == "part":
+        y = torch.cat([y, y], 1)[:, :40]
+    expected = reference._softmax_grad(y.clone(), *rest, False)
+    before = y.clone()
+    dy = kernel._softmax_grad(y, *rest, in_place)
+    assert (dy.data_ptr() == y.data_ptr()) == (in_place and layout == "contiguous")
+    assert dy is y or torch.equal(y, before)
+    # a softmax of a few roundings
+    torch.testing.assert_close(dy, expected, rtol=8 * torch.finfo(torch.float32).eps, atol=2**-24)
+
+
+def statistics(logits: Tensor, target: Tensor, width: int, of: Any) -> list[Tensor]:
+    state = [torch.full((len(target),), -torch.inf, device=DEVICE), torch.zeros(len(target), device=DEVICE)]
+    state.append(torch.zeros(len(target), device=DEVICE, dtype=torch.float64))
+    for start in range(0, logits.size(1), width):
+        of(logits[:, start : start + width], target, start, *state)
+    return state
+
+
+@pytest.mark.parametrize("end", [torch.inf, -torch.inf, torch.nan, 3e38])
+@pytest.mark.parametrize("width", [5, 16])
+def test_numbers_that_are_none(end: float, width: int) -> None:
+    logits = torch.randn(4, 16, device=DEVICE)
+    # in the first chunk and in the last; everywhere
+    logits[0, 0] = logits[1, 15] = end
+    logits[2] = end
+    target = torch.tensor([0, 1, 2, 3], device=DEVICE)
+    (maximum, picked, total), (maximum_, picked_, total_) = (
+        statistics(logits, target, width, of) for of in (kernel._softmax_statistics, reference._softmax_statistics)
+    )
+    torch.testing.assert_close(picked, picked_, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(total.log() + maximum, total_.log() + maximum_, rtol=1e-6, atol=0, equal_nan=True)
