@@ -48,7 +48,7 @@ class CompressionConfig:
         logits: Return ``outputs.logits`` in training as stock does. False: the head never makes them whole in
             training, and ``outputs.logits`` is absent there; ``eval()`` and ``no_grad`` are not affected.
         drop_padding: Keep nothing of the rows where the model's ``attention_mask`` [B, S] is 0, wherever they are: of
-            hidden states, MLP tensors, q, k, v and what attention keeps, through any codec but the pooled ones.
+            hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (pools are of real tokens).
             Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where
             one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what
             gradient checkpointing and unpatched modules keep, and encoder-decoder models.
