@@ -31,6 +31,7 @@ OLDEST = (8, 0)
 
 _log = logging.getLogger(__name__)
 _kernels: dict[str, Callable[..., Any]] = {}
+_trusted: dict[tuple[str, torch.device], bool] = {}
 _probing = threading.RLock()
 
 # of the process, not of a thread or context: backward runs in autograd's own threads, and torch.compile reads it
@@ -65,29 +66,53 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
     # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
     # does with no foreign kernel
     automatic = _choice == "auto" and name in KERNELS and row not in TORCH_HAS.get(name, ())
-    automatic = automatic and x.is_cuda and x.dtype != torch.float64
-    if automatic and not torch.compiler.is_compiling() and _why_not(name, x.device) is None:
+    if automatic and not torch.compiler.is_compiling() and _takes(name, x):
         return _kernel(name)
     function: Callable[..., Any] = getattr(reference, name)
     return function
 
 
-def kernel_status(device: torch.device | str) -> dict[str, str]:
-    """For every kernel: "usable" on that device, or why it is not and the reference runs."""
-    return {name: _why_not(name, torch.device(device)) or "usable" for name in KERNELS}
+def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[str, str]:
+    """For every kernel: "usable" on that device, or why it is not and the reference runs there.
+
+    Args:
+        device: Such as "cuda:0".
+        probe: Compile each kernel and compare it with the reference, as its first use does: for all of them that
+            takes a minute the first time on a machine. Without, only the device and the installation count.
+    """
+    device = _indexed(torch.device(device))
+    reason = _unusable(device)
+    return {name: reason or (probe and _probed(name, device)) or "usable" for name in KERNELS}
+
+
+def _takes(name: str, x: Tensor) -> bool:
+    """Whether `auto` runs the kernel on x."""
+    if not x.is_cuda or _unfit(x):
+        return False
+    known = _trusted.get((name, x.device))
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        known = _unusable(x.device) is None and _probed(name, x.device) is None
+        _trusted[name, x.device] = known
+    return known
+
+
+def _unfit(x: Tensor) -> str | None:
+    """Why no kernel can run on such a tensor."""
+    if x.dtype == torch.float64:
+        return "no kernel computes in fp64"
+    # sharded, fake and wrapped tensors have no memory of their own to point at
+    return None if type(x) in (Tensor, torch.nn.Parameter) else f"the tensor is a {type(x).__name__}"
 
 
 def _require(name: str, x: Tensor) -> None:
     """Raise unless the kernel can run on x."""
     if torch.compiler.is_compiling():
         return
-    reason = "no kernel computes in fp64" if x.dtype == torch.float64 else _unusable(x.device)
+    reason = _unfit(x) or _unusable(x.device)
     if reason:
         raise KernelUnavailableError(f'asked for the Triton kernel of {name!r}: {reason}; use "auto" or "reference"')
-
-
-def _why_not(name: str, device: torch.device) -> str | None:
-    return _unusable(device) or _probed(name, _indexed(device))
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -114,8 +139,6 @@ def _unusable(device: torch.device) -> str | None:
 
 def _probed(name: str, device: torch.device) -> str | None:
     """Why `auto` does not trust the kernel on that device."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured"
     with _probing:
         return _probe(name, device)
 

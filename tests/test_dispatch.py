@@ -23,9 +23,11 @@ def _forget() -> Iterator[None]:
     """What was found out about a device is kept for the process."""
     dispatch._unusable.cache_clear()
     dispatch._probe.cache_clear()
+    dispatch._trusted.clear()
     yield
     dispatch._unusable.cache_clear()
     dispatch._probe.cache_clear()
+    dispatch._trusted.clear()
 
 
 def test_unknown_choice_lists_the_known():
@@ -78,6 +80,46 @@ def test_old_gpus_are_told(monkeypatch):
     }
 
 
+class _Wrapped(Tensor):
+    pass
+
+
+def test_triton_on_a_wrapped_tensor_raises():
+    with use("triton"), pytest.raises(KernelUnavailableError, match="is a _Wrapped"):
+        implementation("rms_norm_bwd", torch.ones(2).as_subclass(_Wrapped))
+
+
+class _OnCuda:
+    """What `auto` looks at in a tensor."""
+
+    is_cuda, device, dtype = True, torch.device("cuda:0"), torch.bfloat16
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_auto_on_a_gpu_is_the_kernel_once_it_is_trusted(trusted, monkeypatch):
+    pytest.importorskip("triton")
+    asked = []
+    monkeypatch.setattr(dispatch, "_unfit", lambda x: None)
+    monkeypatch.setattr(dispatch, "_unusable", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(dispatch, "_probed", lambda *key: asked.append(key) or (None if trusted else "wrong"))
+    kernel, stock = dispatch._kernel("activation_bwd"), reference.activation_bwd
+    for _ in range(2):
+        assert implementation("activation_bwd", _OnCuda, "gelu_new") is (kernel if trusted else stock)
+    assert asked == [("activation_bwd", torch.device("cuda:0"))]
+    # torch has this one, bit-equal and as fast
+    assert implementation("activation_bwd", _OnCuda, "gelu") is stock
+    with use("reference"):
+        assert implementation("activation_bwd", _OnCuda, "gelu_new") is stock
+
+
+def test_auto_while_a_cuda_graph_is_captured_is_the_reference(monkeypatch):
+    monkeypatch.setattr(dispatch, "_unfit", lambda x: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert implementation("rms_norm_bwd", _OnCuda) is reference.rms_norm_bwd
+    assert not dispatch._trusted
+
+
 def test_tables_name_kernels():
     assert set(TORCH_HAS) <= set(KERNELS) and set(BITWISE) <= set(KERNELS)
 
@@ -89,7 +131,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="probes in th
 def test_every_kernel_passes_its_probe():
     pytest.importorskip("triton")
     state = torch.get_rng_state()
-    assert kernel_status("cpu") == dict.fromkeys(KERNELS, "usable")
+    assert kernel_status("cpu", probe=True) == dict.fromkeys(KERNELS, "usable")
     # a probe in the middle of training leaves dropout's masks alone
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -124,9 +166,10 @@ def _does_not_compile(*_: Any) -> Tensor:
 def test_a_wrong_kernel_is_not_used(name, wrong, said, monkeypatch, caplog):
     pytest.importorskip("triton")
     monkeypatch.setattr(dispatch._module(name), name, wrong)
+    monkeypatch.setattr(dispatch, "KERNELS", {name: KERNELS[name]})
     with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
-        assert said in str(dispatch._why_not(name, CPU))
+        assert said in kernel_status(CPU, probe=True)[name]
         # asked again, said once
-        assert said in str(dispatch._why_not(name, CPU))
+        assert said in kernel_status(CPU, probe=True)[name]
     (record,) = caplog.records
     assert name in record.getMessage() and said in record.getMessage()

@@ -69,7 +69,6 @@ def _fake_square(x: Tensor) -> Tensor:
 
 @traced(_fake_square)
 def _rms_norm_square(x: Tensor) -> Tensor:
-    x = x.contiguous()
     square = _fake_square(x)
     if x.numel():
         with on(x):
@@ -81,7 +80,9 @@ def _rms_norm_square(x: Tensor) -> Tensor:
 def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, variant: str) -> tuple[Tensor, Tensor]:
     """y and rstd [..., 1] in fp32; eps None is torch's default."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    rstd = torch.rsqrt(_rms_norm_square(x).mean(-1, keepdim=True) + eps)
+    # torch sums in an order that depends on the layout
+    square = _rms_norm_square(x) if x.is_contiguous() else x.float().pow(2)
+    rstd = torch.rsqrt(square.mean(-1, keepdim=True) + eps)
     return rms_norm_rebuild(x, rstd, weight, variant), rstd
 
 

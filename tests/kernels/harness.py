@@ -84,7 +84,9 @@ def check(name: str, args: Args, terms: Terms | None = None, bitwise: bool = Fal
     else:
         assert_law(ours, stock, specified(name, wide(args)), terms(*wide(args)) if terms else [None] * len(ours))
     assert_equal_bits(present(run(name, args)), present(ours))
-    assert_equal_bits(present(run(name, scattered(args))), present(ours))
+    other = scattered(args)
+    # a forward is the reference's for every layout, which may choose another order of summation
+    assert_equal_bits(present(run(name, other)), present(specified(name, other) if bitwise else ours))
 
 
 def assert_law(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_actcompress import ops, reference
 from hf_actcompress.dispatch import use
 from hf_actcompress.kernels import KERNELS
-from tests.kernels.harness import present, run, samples, specified
+from tests.kernels.harness import DEVICE, present, run, samples, specified
 from tests.oracle import assert_equal_bits, gradients
 
 every_kernel = pytest.mark.parametrize("name", KERNELS)
@@ -90,7 +90,7 @@ def test_fullgraph(name: str) -> None:
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=collect, bw_compiler=collect)
-    inputs = [torch.randn(6, 24, requires_grad=True), torch.randn(24, requires_grad=True)]
+    inputs = [torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((6, 24), (24,))]
     with use("triton"):
         eager = gradients(TRACED[name], inputs)
         compiled = gradients(torch.compile(TRACED[name], fullgraph=True, backend=backend), inputs)

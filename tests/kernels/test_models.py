@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hf_actcompress import patch_model
 from hf_actcompress.dispatch import use
-from tests.families import BODY, BY_NAME, build, oracle_step, relative_error, step
+from tests.families import BODY, BY_NAME, Batch, Family, build, oracle_step, relative_error, step
+from tests.kernels.harness import DEVICE
 from tests.oracle import EXACT
-
-pytest.importorskip("triton")
 
 # LayerNorm, a composed activation, RMSNorm and gates
 NAMES = ("bert", "gpt2-gelu-new", "llama", "gemma")
+
+
+def on_device(family: Family, mode: str, seed: int) -> tuple[Any, Batch]:
+    batch = {name: x.to(DEVICE) for name, x in family.make_batch("right", seed).items()}
+    return build(family, mode, seed=seed).to(DEVICE), batch
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -23,7 +29,7 @@ def test_loss_and_gradients(name: str, mode: str) -> None:
     own = error = 0.0
     # the ratio of one run scatters by more than the law allows
     for seed in range(3):
-        model, batch = build(family, mode, seed=seed), family.make_batch("right", seed)
+        model, batch = on_device(family, mode, seed)
         oracle = oracle_step(model, batch)
         stock_loss, stock = step(model, batch, mode)
         with use("triton"):
@@ -35,7 +41,7 @@ def test_loss_and_gradients(name: str, mode: str) -> None:
 
 
 def test_twice_the_same() -> None:
-    model, batch = build(BY_NAME["llama"], "bf16"), BY_NAME["llama"].make_batch("right")
+    model, batch = on_device(BY_NAME["llama"], "bf16", 0)
     patch_model(model)
     with use("triton"):
         first, second = (step(model, batch, "bf16")[1] for _ in range(2))
