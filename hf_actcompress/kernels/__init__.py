@@ -6,6 +6,11 @@ What may be a kernel. The forward value of a patched module equals stock's bit b
 only where every step has one correctly rounded result (products, sums of two, casts); where the order of a sum or the
 last bit of exp matters, the forward keeps torch's own op. What only backward sees, a gradient or a rebuilt tensor, may
 differ from stock's in the last bit: it is held to stock's own error against fp64, times 1.1.
+
+What is none. LayerNorm's forward, which also rebuilds its output: torch has it as one kernel. Dropout's replay: torch's
+own kernel under the generator's old state draws the stock mask, whose layout over threads is torch's and changes with
+its version. Rotary embeddings: no op here keeps or rebuilds them. Residual sums and dropout fused into a norm: leaf
+modules are patched one by one, and none sees its neighbour.
 """
 
 from __future__ import annotations
