@@ -156,7 +156,11 @@ def _checkpointed() -> bool:
 
 
 def _takes_rows(codec: Codec) -> bool:
-    return _takes_rows(codec.inner) if isinstance(codec, Offload) else isinstance(codec, _OF_ROWS)
+    if isinstance(codec, Offload):
+        return _takes_rows(codec.inner)
+    # a cache of gradient norms goes by the position in a sequence
+    cached = isinstance(codec, RowSample) and codec.norms is not None
+    return isinstance(codec, _OF_ROWS) and not cached
 
 
 def drops(x: Tensor, codec: Codec) -> bool:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_actcompress.codecs import CODECS, IDENTITY, Codec, Pooled
+from hf_actcompress.codecs import CODECS, IDENTITY, Codec, Offload, Pooled, RowSample
+from hf_actcompress.codecs.gradient_norms import SiteNorms
 from hf_actcompress.errors import PaddingError
 from hf_actcompress.records import (
     dropping,
     encoded,
     frame,
+    is_dropped,
     is_lossless,
     keep,
     live_entries,
@@ -90,6 +92,13 @@ def test_codecs_see_the_real_rows_alone(name):
     back = value_of(record)
     assert back.masked_select(PADDED).count_nonzero() == 0
     assert torch.equal(back[MASK == 1], value_of(stored))
+
+
+def test_a_codec_that_goes_by_position_sees_all_rows():
+    x = torch.randn(B, S, 64)
+    with dropping_rows():
+        assert not is_dropped(keep(x, RowSample(0.3, norms=SiteNorms(4, S))))
+        assert is_dropped(keep(x, Offload(RowSample(0.3))))
 
 
 @pytest.mark.parametrize("mask", [torch.ones(B, S), torch.zeros(B, S)], ids=["none", "all"])
