@@ -72,7 +72,7 @@ def _code(x, scale_ptr, row, inside, MODE: tl.constexpr, TABLE: tl.constexpr, CO
 
 @triton.jit
 def _codes_kernel(
-    x_ptr, scale_ptr, codes_ptr, count, width,
+    x_ptr, scale_ptr, codes_ptr, count, width, bytes, high_bytes,
     MODE: tl.constexpr, TABLE: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     FLAT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -84,16 +84,15 @@ def _codes_kernel(
     code = tl.where(inside, code, 0)
     field: tl.constexpr = 2 if BITS == 3 else BITS
     place = start * (TILE * field // 8) + tl.arange(0, TILE * field // 8)[None, :]
-    bytes = (count * field + 7) // 8
     tl.store(codes_ptr + place, join_bits(code & (2**field - 1), field, 1, TILE), mask=place < bytes)
     if BITS == 3:
         place = start * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
-        tl.store(codes_ptr + bytes + place, join_bits(code >> 2, 1, 1, TILE), mask=place < (count + 7) // 8)
+        tl.store(codes_ptr + bytes + place, join_bits(code >> 2, 1, 1, TILE), mask=place < high_bytes)
 
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, codes_ptr, scale_ptr, levels_ptr, dx_ptr, count, width,
+    dy_ptr, codes_ptr, scale_ptr, levels_ptr, dx_ptr, count, width, bytes, high_bytes,
     SCALED: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64)
@@ -101,11 +100,10 @@ def _bwd_kernel(
     inside = at < count
     field: tl.constexpr = 2 if BITS == 3 else BITS
     place = start * (TILE * field // 8) + tl.arange(0, TILE * field // 8)[None, :]
-    bytes = (count * field + 7) // 8
     code = split_bits(tl.load(codes_ptr + place, mask=place < bytes, other=0), field, 1, TILE)
     if BITS == 3:
         place = start * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
-        high = tl.load(codes_ptr + bytes + place, mask=place < (count + 7) // 8, other=0)
+        high = tl.load(codes_ptr + bytes + place, mask=place < high_bytes, other=0)
         code |= split_bits(high, 1, 1, TILE) << 2
     level = tl.load(levels_ptr + code)
     if SCALED:
@@ -132,6 +130,11 @@ def _encoding(kind: str, options: list[float], bits: int, method: str) -> tuple[
     return "steps", borders, len(borders), flat
 
 
+def _field_bytes(x: Tensor, bits: int) -> tuple[int, int]:
+    """Bytes of the lower and of the upper field of codes: 3 bits are 2 and 1."""
+    return (packed_bytes(x.numel(), 2), packed_bytes(x.numel(), 1)) if bits == 3 else (packed_bytes(x.numel(), bits), 0)
+
+
 def _row_scale(x: Tensor, bits: int) -> Tensor:
     """[..., 1]: the largest slope of each row, 2 relu(x), over the largest code."""
     if x.numel() == 0 or x.dim() == 0:
@@ -153,13 +156,16 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
     if kind in UNBOUNDED:
         scale = _row_scale(x, bits)
     if x.numel():
+        stored = fewbit_stored_bits(kind, bits, method)
         mode, table, count, flat = _encoding(kind, options, bits, method)
         low, high = constants(kind, options)
+        # two fields of codes: half as much per thread needs no stack
+        tile = POINTWISE_TILE // 2 if stored == 3 else POINTWISE_TILE
         with on(x):
-            _codes_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
-                x.contiguous(), scale, codes, x.numel(), x.size(-1) if x.dim() else 1,
+            _codes_kernel[(triton.cdiv(x.numel(), tile),)](
+                x.contiguous(), scale, codes, x.numel(), x.size(-1) if x.dim() else 1, *_field_bytes(x, stored),
                 MODE=mode, TABLE=table, COUNT=count, KIND=kind, A=low, B=high, FLAT=flat,
-                BITS=fewbit_stored_bits(kind, bits, method), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+                BITS=stored, TILE=tile, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return codes, scale
 
@@ -189,12 +195,13 @@ def _fewbit_bwd(
 ) -> Tensor:
     dx = _fake_bwd(dy, codes, scale, kind, options, bits, method)
     if dy.numel():
+        stored = fewbit_stored_bits(kind, bits, method)
         levels = _levels(kind, tuple(options), bits, method, dy.device)
         with on(dy):
             _bwd_kernel[(triton.cdiv(dy.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), codes.contiguous(), levels if scale is None else scale.contiguous(), levels, dx,
-                dy.numel(), dy.size(-1) if dy.dim() else 1, SCALED=scale is not None,
-                BITS=fewbit_stored_bits(kind, bits, method), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+                dy.numel(), dy.size(-1) if dy.dim() else 1, *_field_bytes(dy, stored), SCALED=scale is not None,
+                BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return dx
 

@@ -18,14 +18,14 @@ from .groups import join_bits, split_bits
 
 
 @triton.jit
-def _bits_kernel(x_ptr, bits_ptr, count, LIMIT: tl.constexpr, TILE: tl.constexpr):
+def _bits_kernel(x_ptr, bits_ptr, count, bytes, LIMIT: tl.constexpr, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64)
     at = start * TILE + tl.arange(0, TILE)[None, :]
     # an infinite one is on the right
     x = tl.load(x_ptr + at, mask=at < count, other=float("inf")).to(tl.float32)
     packed = join_bits((x < LIMIT).to(tl.int32), 1, 1, TILE)
     place = start * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
-    tl.store(bits_ptr + place, packed, mask=place < (count + 7) // 8)
+    tl.store(bits_ptr + place, packed, mask=place < bytes)
 
 
 @triton.jit
@@ -61,13 +61,13 @@ def _slope(y, left, FIT: tl.constexpr, LEFT: tl.constexpr, INNER: tl.constexpr, 
 
 @triton.jit
 def _bwd_kernel(
-    dy_ptr, y_ptr, bits_ptr, dx_ptr, count,
+    dy_ptr, y_ptr, bits_ptr, dx_ptr, count, bytes,
     FIT: tl.constexpr, LEFT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, FAST: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64)
     place = start * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
-    packed = tl.load(bits_ptr + place, mask=place < (count + 7) // 8, other=0)
+    packed = tl.load(bits_ptr + place, mask=place < bytes, other=0)
     left = split_bits(packed, 1, 1, TILE) != 0
     at = start * TILE + tl.arange(0, TILE)[None, :]
     y = tl.load(y_ptr + at, mask=at < count, other=0.0).to(tl.float32)
@@ -95,7 +95,7 @@ def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
         limit = torch.tensor(INVERTED[kind].x_min, dtype=x.dtype).item()
         with on(x):
             _bits_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
-                x, bits, x.numel(), LIMIT=limit, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT
+                x, bits, x.numel(), bits.numel(), LIMIT=limit, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT
             )
     return bits
 
@@ -117,7 +117,7 @@ def _activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Te
         left, inner, outer = INVERTED[kind].coefficients
         with on(y):
             _bwd_kernel[(triton.cdiv(y.numel(), POINTWISE_TILE),)](
-                dy.contiguous(), y.contiguous(), bits.contiguous(), dx, y.numel(),
+                dy.contiguous(), y.contiguous(), bits.contiguous(), dx, y.numel(), bits.numel(),
                 FIT=_constants(kind), LEFT=left, INNER=inner, OUTER=outer, FAST=dx.dtype.itemsize < 4,
                 TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
