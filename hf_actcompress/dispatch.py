@@ -31,7 +31,7 @@ OLDEST = (8, 0)
 
 _log = logging.getLogger(__name__)
 _kernels: dict[str, Callable[..., Any]] = {}
-_trusted: dict[tuple[str, torch.device], bool] = {}
+_trusted: dict[tuple[str, str | None, torch.device], bool] = {}
 _probing = threading.RLock()
 
 # of the process, not of a thread or context: backward runs in autograd's own threads, and torch.compile reads it
@@ -58,7 +58,8 @@ def use(choice: str) -> Iterator[None]:
 def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any]:
     """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x.
 
-    `row` is the kind of an activation, which torch may have as one kernel: then `auto` keeps to the reference.
+    `row` is the argument by which a kernel has variants: the kind of an activation, the variant of a norm. Each is
+    tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
     if _choice == "triton" and name in KERNELS:
         _require(name, x)
@@ -66,7 +67,7 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
     # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
     # does with no foreign kernel
     automatic = _choice == "auto" and name in KERNELS and row not in TORCH_HAS.get(name, ())
-    if automatic and not torch.compiler.is_compiling() and _takes(name, x):
+    if automatic and not torch.compiler.is_compiling() and _takes(name, x, row):
         return _kernel(name)
     function: Callable[..., Any] = getattr(reference, name)
     return function
@@ -82,19 +83,19 @@ def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[st
     """
     device = _indexed(torch.device(device))
     reason = _unusable(device)
-    return {name: reason or (probe and _probed(name, device)) or "usable" for name in KERNELS}
+    return {name: reason or (probe and _probed(name, None, device)) or "usable" for name in KERNELS}
 
 
-def _takes(name: str, x: Tensor) -> bool:
+def _takes(name: str, x: Tensor, row: str | None) -> bool:
     """Whether `auto` runs the kernel on x."""
     if not x.is_cuda or _unfit(x):
         return False
-    known = _trusted.get((name, x.device))
+    known = _trusted.get((name, row, x.device))
     if known is None:
         if torch.cuda.is_current_stream_capturing():
             return False
-        known = _unusable(x.device) is None and _probed(name, x.device) is None
-        _trusted[name, x.device] = known
+        known = _unusable(x.device) is None and _probed(name, row, x.device) is None
+        _trusted[name, row, x.device] = known
     return known
 
 
@@ -137,19 +138,20 @@ def _unusable(device: torch.device) -> str | None:
     return None
 
 
-def _probed(name: str, device: torch.device) -> str | None:
-    """Why `auto` does not trust the kernel on that device."""
+def _probed(name: str, row: str | None, device: torch.device) -> str | None:
+    """Why `auto` does not trust the kernel on that device; for None in any of its variants."""
     with _probing:
-        return _probe(name, device)
+        return _probe(name, row, device)
 
 
 @cache
-def _probe(name: str, device: torch.device) -> str | None:
+def _probe(name: str, row: str | None, device: torch.device) -> str | None:
     from .kernels.probe import disagreement
 
-    reason = disagreement(name, _module(name), getattr(reference, name), device, name in BITWISE)
+    reason = disagreement(name, row, _module(name), getattr(reference, name), device, name in BITWISE)
     if reason:
-        _log.warning("the Triton kernel of %s is not used on %s: %s; the torch reference runs", name, device, reason)
+        of = f"{name} ({row})" if row else name
+        _log.warning("the Triton kernel of %s is not used on %s: %s; the torch reference runs", of, device, reason)
     return reason
 
 

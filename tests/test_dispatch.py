@@ -106,7 +106,7 @@ def test_auto_on_a_gpu_is_the_kernel_once_it_is_trusted(trusted, monkeypatch):
     kernel, stock = dispatch._kernel("activation_bwd"), reference.activation_bwd
     for _ in range(2):
         assert implementation("activation_bwd", _OnCuda, "gelu_new") is (kernel if trusted else stock)
-    assert asked == [("activation_bwd", torch.device("cuda:0"))]
+    assert asked == [("activation_bwd", "gelu_new", torch.device("cuda:0"))]
     # torch has this one, bit-equal and as fast
     assert implementation("activation_bwd", _OnCuda, "gelu") is stock
     with use("reference"):
@@ -122,6 +122,21 @@ def test_auto_while_a_cuda_graph_is_captured_is_the_reference(monkeypatch):
 
 def test_tables_name_kernels():
     assert set(TORCH_HAS) <= set(KERNELS) and set(BITWISE) <= set(KERNELS)
+
+
+def test_a_probe_of_one_variant_leaves_the_others_alone(monkeypatch):
+    pytest.importorskip("triton")
+    module, seen = dispatch._module("activation_bwd"), []
+
+    def recording(dy, x, kind, options=()):
+        seen.append(kind)
+        return reference.activation_bwd(dy, x, kind, options)
+
+    monkeypatch.setattr(module, "activation_bwd", recording)
+    assert dispatch._probed("activation_bwd", "mish", CPU) is None
+    assert seen == ["mish"]
+    assert dispatch._probed("activation_bwd", None, CPU) is None
+    assert set(seen) == set(reference.ACTIVATIONS)
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="probes in the interpreter")

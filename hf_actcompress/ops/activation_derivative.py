@@ -65,6 +65,6 @@ def activation_derivative(
         if kind is None:
             slope = implementation("forward_derivative", x)(x, stock)
         else:
-            slope = implementation("activation_derivative", x)(x, kind, options)
+            slope = implementation("activation_derivative", x, kind)(x, kind, options)
     y: Tensor = ActivationDerivativeFunction.apply(x, slope, stock, codec)  # type: ignore[no-untyped-call]
     return y

@@ -22,7 +22,7 @@ class ActivationOutputFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stock: Callable[[Tensor], Tensor], kind: str) -> Tensor:
         y = stock(x)
-        bits = implementation("activation_output_bits", x)(x, kind)
+        bits = implementation("activation_output_bits", x, kind)(x, kind)
         save(ctx, keep_output(y), raw(bits))
         ctx.kind, ctx.x_dtype = kind, x.dtype
         return y
@@ -31,7 +31,7 @@ class ActivationOutputFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         y, bits = load(ctx, dy)
-        dx = implementation("activation_output_bwd", dy)(dy, y, bits, ctx.kind)
+        dx = implementation("activation_output_bwd", dy, ctx.kind)(dy, y, bits, ctx.kind)
         return dx.to(ctx.x_dtype), None, None
 
 

@@ -26,7 +26,7 @@ class _Rebuild:
         self.stock, self.kind, self.options, self.dtype = stock, kind, options, dtype
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        product = implementation("gated_product", gate)
+        product = implementation("gated_product", gate, self.kind)
         h: Tensor = product(gate, up, self.stock, self.kind, self.options, self.dtype)
         return h
 
@@ -53,7 +53,8 @@ class GatedProductFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         gate, up = load(ctx, dh)
-        dgate, dup = implementation("gated_product_bwd", dh)(dh, gate, up, ctx.stock, ctx.kind, ctx.options)
+        bwd = implementation("gated_product_bwd", dh, ctx.kind)
+        dgate, dup = bwd(dh, gate, up, ctx.stock, ctx.kind, ctx.options)
         return dgate, dup, None, None, None, None
 
 

@@ -15,7 +15,7 @@ from ..records import declare, load, raw, record_of, save
 
 
 def _rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None = None, *, variant: str) -> Tensor:
-    y: Tensor = implementation("rms_norm_rebuild", x)(x, rstd, weight, variant)
+    y: Tensor = implementation("rms_norm_rebuild", x, variant)(x, rstd, weight, variant)
     return y
 
 
@@ -26,7 +26,7 @@ class RMSNormFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None, variant: str, codec: Codec, copy: bool
     ) -> Tensor:
-        y, rstd = implementation("rms_norm_fwd", x)(x, weight, eps, variant)
+        y, rstd = implementation("rms_norm_fwd", x, variant)(x, weight, eps, variant)
         kept = [record_of(x, codec), raw(rstd)]
         if weight is not None:
             kept.append(raw(weight))
@@ -42,7 +42,8 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, *rest = load(ctx, dy)
         weight = rest[0] if rest else None
-        dx, dweight = implementation("rms_norm_bwd", dy)(dy, x, weight, rstd, ctx.variant, ctx.needs_input_grad[:2])
+        bwd = implementation("rms_norm_bwd", dy, ctx.variant)
+        dx, dweight = bwd(dy, x, weight, rstd, ctx.variant, ctx.needs_input_grad[:2])
         return dx, dweight, None, None, None, None
 
 

@@ -18,7 +18,7 @@ class RMSNormOutputFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str) -> Tensor:
-        y, rstd = implementation("rms_norm_fwd", x)(x, weight, eps, variant)
+        y, rstd = implementation("rms_norm_fwd", x, variant)(x, weight, eps, variant)
         save(ctx, keep_output(y), raw(rstd), raw(weight) if weight is not None else None)
         ctx.variant, ctx.x_dtype = variant, x.dtype
         return y  # type: ignore[no-any-return]
@@ -27,7 +27,7 @@ class RMSNormOutputFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         y, rstd, weight = load(ctx, dy)
-        dx, dweight = implementation("rms_norm_output_bwd", dy)(
+        dx, dweight = implementation("rms_norm_output_bwd", dy, ctx.variant)(
             dy, y, weight, rstd, ctx.variant, ctx.needs_input_grad[:2]
         )
         return dx.to(ctx.x_dtype) if dx is not None else None, dweight, None, None
