@@ -70,7 +70,8 @@ class _Packed:
     __slots__ = ("__weakref__", "call", "module", "tensor")
 
     def __init__(self, x: Tensor, module: str, call: str) -> None:
-        self.tensor, self.module, self.call = x.detach(), module, call
+        # without its graph, which may hold this
+        self.tensor, self.module, self.call = x.detach() if x.requires_grad else x, module, call
 
 
 class _Collector:

@@ -7,7 +7,7 @@ torch for it is needed.
 | attention in fp16 or bf16, no mask | with dropout the probabilities | q, k, v, out, logsumexp | flash |
 | the same with a mask, or in fp32 | likewise | likewise, and the mask in q's dtype, per call | memory-efficient |
 | the same in fp32 with fewer heads of k and v | q, k, v, out, logsumexp | the probabilities | math |
-| layer_norm | mean and rstd in x's dtype | both in fp32 | counted so |
+| layer_norm | mean and rstd in x's dtype | both in fp32 | `IN_FP32` |
 | any allocation | its size | a multiple of 512 bytes | `BLOCK` |
 
 Attention is `scaled_dot_product_attention`. Grouped heads, causality and dropout of a flash call cost nothing. Head
@@ -29,6 +29,8 @@ aten = torch.ops.aten
 
 # bytes: the smallest block of CUDA's caching allocator
 BLOCK = 512
+# mean and rstd
+IN_FP32 = {aten.native_layer_norm.default: (1, 2)}
 # a mask is padded to a multiple of this many keys
 _MASK_ALIGNMENT = 16
 _FLASH_HEAD = 256

@@ -22,7 +22,7 @@ from ...patching import patch_model, unpatch_model
 from ..allocator import loss_of
 from ..attribution import module_roles, role_of
 from ..saved import saved_tensors, storages
-from .cuda_rules import BLOCK, CudaRules
+from .cuda_rules import BLOCK, IN_FP32, CudaRules
 from .source import empty_like
 from .stand_ins import stand_ins
 from .tracker import FakeAllocator
@@ -116,7 +116,7 @@ def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> 
 
 
 def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
-    allocator = FakeAllocator(setting.block, {} if setting.cuda else CPU_WORKSPACES)
+    allocator = FakeAllocator(BLOCK, {}, IN_FP32) if setting.cuda else FakeAllocator(1, CPU_WORKSPACES)
     allocator.leave_out(chain(model.parameters(), model.buffers(), batch.values()))
     return allocator
 
@@ -131,8 +131,17 @@ def _measure(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: Fa
         loss = _loss(model, batch, setting)
         gc.collect()
         kept = allocator.live_bytes
-        loss.backward()  # type: ignore[no-untyped-call]
+        _backward(loss)
     return kept, allocator.peak_bytes
+
+
+def _backward(loss: Tensor) -> None:
+    """`loss.backward()` as far as the engine goes: inside of the method itself the rules of a device would be off, also
+    for layers that are computed again."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _loss(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Tensor:

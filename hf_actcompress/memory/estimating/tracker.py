@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,15 +36,21 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         block: Sizes are rounded up to a multiple of this (512 bytes in CUDA's caching allocator).
         workspaces: Bytes that kernels take while they run, by op.
+        in_fp32: Which results of an op the device has in fp32, whatever a CPU has.
 
     Attributes:
         live_bytes: Of the storages that are alive now.
         peak_bytes: The highest `live_bytes` so far.
     """
 
-    def __init__(self, block: int = 1, workspaces: Mapping[Any, Workspace] = CPU_WORKSPACES) -> None:
+    def __init__(
+        self,
+        block: int = 1,
+        workspaces: Mapping[Any, Workspace] = CPU_WORKSPACES,
+        in_fp32: Mapping[Any, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.block, self.workspaces = block, workspaces
+        self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
         self.live_bytes = self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -59,6 +66,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer()
         result = func(*args, **kwargs)
         self._learn(func, args, result)
+        for position in self.in_fp32.get(func, ()):
+            self.count(result[position], 4 * result[position].numel())
         for x in tree_leaves(result):
             if isinstance(x, FakeTensor):
                 self.count(x)

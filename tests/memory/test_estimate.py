@@ -1,0 +1,126 @@
+"""Estimates beside what the CPU's allocator shows of the real step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
+
+from hf_actcompress import PRESETS, kept_bytes, measure_step, patch_model
+from hf_actcompress.errors import ModelConfigError, UnknownOptionError
+from hf_actcompress.memory import Estimate, estimate
+from tests.slopes import bert, gpt2, llama
+
+BF16, FP32 = torch.bfloat16, torch.float32
+HIDDEN, LAYERS = 128, 6
+BUILDS = {
+    "bert": partial(bert, hidden=HIDDEN),
+    "gpt2": partial(gpt2, hidden=HIDDEN, bos_token_id=0, eos_token_id=0),
+    "llama": partial(llama, hidden=HIDDEN, pad_token_id=0),
+}
+
+
+def lora(dropout: float = 0.0) -> LoraConfig:
+    return LoraConfig(r=8, target_modules="all-linear", lora_dropout=dropout)
+
+
+def real(
+    model: Any, config: str, batch: int, length: int, adapters: LoraConfig | None, checkpointing: bool
+) -> tuple[int, int]:
+    """(kept, peak) of a step with the gradients already there, on the allocator."""
+    model = get_peft_model(model, adapters) if adapters is not None else model
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if config != "stock":
+        patch_model(model, config)
+    ids = torch.randint(3, model.config.vocab_size, (batch, length))
+
+    def forward() -> Any:
+        return model.train()(input_ids=ids, labels=ids)
+
+    def step() -> None:
+        forward().loss.backward()
+
+    kept = kept_bytes(forward, "cpu")
+    step()
+    return kept, measure_step(step, "cpu").peak_bytes
+
+
+def check(
+    family: str,
+    config: str,
+    dtype: torch.dtype = FP32,
+    batch: int = 2,
+    length: int = 128,
+    adapters: LoraConfig | None = None,
+    checkpointing: bool = False,
+    layers: int = LAYERS,
+) -> None:
+    built = BUILDS[family](layers).to(dtype)
+    found = estimate(
+        built,
+        batch_size=batch,
+        seq_len=length,
+        config=config,
+        lora=adapters,
+        gradient_checkpointing=checkpointing,
+        device="cpu",
+    )
+    kept, peak = real(built, config, batch, length, adapters, checkpointing)
+    print(f"kept {found.kept_bytes} for {kept}, peak {found.step_peak_bytes} for {peak}")
+    assert found.kept_bytes == pytest.approx(kept, rel=0.01)
+    assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
+    assert sum(found.kept_by_role.values()) == found.kept_bytes
+
+
+@pytest.mark.parametrize("config", ["stock", *PRESETS])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_every_preset(family, config):
+    check(family, config, BF16 if family == "llama" else FP32)
+
+
+@pytest.mark.parametrize("config", ["stock", "exact", "tempo", "int4"])
+def test_gpt2(config):
+    check("gpt2", config)
+
+
+@pytest.mark.parametrize("config", ["stock", "exact"])
+@pytest.mark.parametrize("family", BUILDS)
+def test_checkpointing(family, config):
+    check(family, config, checkpointing=True)
+
+
+@pytest.mark.parametrize("config", ["stock", "exact", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "checkpointing"), [(BF16, 0.0, False), (BF16, 0.05, False), (BF16, 0.0, True)]
+)
+def test_lora(config, dtype, dropout, checkpointing):
+    check("llama", config, dtype, adapters=lora(dropout), checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 64), (1, 512), (4, 96), (8, 32)])
+@pytest.mark.parametrize(("family", "config"), [("bert", "stock"), ("gpt2", "exact"), ("llama", "exact")])
+def test_batch_and_sequence_sizes(family, config, batch, length):
+    check(family, config, batch=batch, length=length)
+
+
+def test_attention_dropout_takes_the_path_of_a_cpu():
+    # the plain math, which keeps the probabilities
+    build = partial(gpt2, hidden=HIDDEN, bos_token_id=0, eos_token_id=0, attn_pdrop=0.1)
+    model = build(LAYERS)
+    found = estimate(model, batch_size=2, seq_len=128, config="stock", device="cpu")
+    kept, peak = real(model, "stock", 2, 128, None, False)
+    assert found.kept_bytes == pytest.approx(kept, rel=0.01)
+    assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("family", BUILDS)
+def test_sixteen_times_the_layers(family):
+    check(family, "exact", layers=32, batch=1, length=64)
