@@ -27,7 +27,8 @@ class Sensitivity:
 
     def squared_error(self, bits: int) -> float:
         """Expected at another width: the step of a uniform quantiser is range / (2^bits - 1)."""
-        return (self.error * 15 / (2**bits - 1)) ** 2
+        scaled: float = self.error * 15 / (2**bits - 1)
+        return scaled * scaled
 
 
 def allocate(groups: Sequence[Sensitivity], average_bits: float) -> list[int]:

@@ -19,13 +19,50 @@ def _recipes_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_benchmark(tmp_path: Path) -> None:
-    options = ["--quick", "--models", "llama", "--rounds", "1", "--out", str(tmp_path)]
+    pytest.importorskip("matplotlib")
+    modes = ["stock", "checkpointing", "exact", "int8", "liger"]
+    options = ["--quick", "--models", "llama", "--rounds", "1", "--modes", *modes, "--out", str(tmp_path)]
     assert importlib.import_module("benchmark").main(options) == 0
-    rows = [json.loads(line) for line in (tmp_path / "benchmark.jsonl").read_text().splitlines()]
-    kept = {row["variant"]: row["kept_h"] for row in rows}
-    assert kept["exact"] < 0.6 * kept["stock"] and kept["checkpointing"] < kept["exact"]
-    assert all(row["correct"] and row["step_ms"] > 0 for row in rows)
+    rows = {row["mode"]: row for row in map(json.loads, (tmp_path / "benchmark.jsonl").read_text().splitlines())}
+    assert list(rows) == modes
+    # on a CPU, a peer that needs a GPU says so and has no figures
+    assert rows["liger"]["note"] and rows["liger"]["step_ms"] is None
+    kept = {mode: row["kept_h"] for mode, row in rows.items() if not row["note"]}
+    assert kept["int8"] < 0.4 * kept["exact"] and kept["exact"] < 0.6 * kept["stock"]
+    assert kept["checkpointing"] < kept["exact"]
+    assert all(rows[mode]["correct"] and rows[mode]["step_ms"] > 0 for mode in kept)
+    assert rows["exact"]["gradient_error"] < 1e-5 < rows["int8"]["gradient_error"]
     assert f"{kept['exact']:.2f}" in (tmp_path / "benchmark.md").read_text()
+
+
+def test_benchmark_finds_the_largest_batch(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    modes = ["stock", "exact"]
+    options = ["--quick", "--suite", "largest", "--models", "gpt2", "--rounds", "1", "--modes", *modes]
+    assert importlib.import_module("benchmark").main([*options, "--out", str(tmp_path)]) == 0
+    rows = map(json.loads, (tmp_path / "benchmark.jsonl").read_text().splitlines())
+    batch = {row["mode"]: row["batch"] for row in rows}
+    # what is kept is a part of the peak alone, the head's logits another
+    assert 0 < batch["stock"] < batch["exact"]
+
+
+def test_evaluate_presets(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    recipe = importlib.import_module("evaluate_presets")
+    options = ["--jobs", "llama", "--presets", "exact", "int8", "--seeds", "1", "--steps", "2", "--rounds", "1"]
+    assert recipe.main([*options, "--output-dir", str(tmp_path)]) == 0
+    path = tmp_path / "evaluation-llama.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert rows["int8"]["kept_h"] < rows["exact"]["kept_h"] < rows["stock"]["kept_h"]
+    assert rows["exact"]["losses"] == pytest.approx(rows["stock"]["losses"], rel=1e-5)
+    assert rows["exact"]["gradient_error"] < 1e-4 < rows["int8"]["gradient_error"] < 0.05
+    assert (tmp_path / "evaluation.png").stat().st_size > 1000 and "| int8 |" in (
+        tmp_path / "evaluation.md"
+    ).read_text()
+    # a second run has nothing left to measure
+    before = path.stat().st_mtime_ns
+    recipe.main([*options, "--output-dir", str(tmp_path)])
+    assert path.stat().st_mtime_ns == before
 
 
 def test_compare_presets(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""What the benchmark sets side by side: stock transformers, its memory savers, the peers, and every preset."""
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_actcompress import PRESETS, patch_model
+
+Forward = Callable[..., Any]
+EXACT = ("exact", "offload")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One column of the comparison.
+
+    Args:
+        prepare: From a stock model, whose weights it may share with others, what is called in its place.
+        exact: Whether its gradients have to be stock's but for rounding.
+        same_masks: Whether its dropout draws what stock draws from the same seed.
+        needs: A package that has to be installed, or "".
+    """
+
+    prepare: Callable[[Any], Forward]
+    exact: bool = True
+    same_masks: bool = True
+    needs: str = ""
+
+    def reason_missing(self, device: str) -> str:
+        """Why it cannot run here, or ""."""
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            return f"{self.needs} is not installed"
+        if self.needs == "liger_kernel" and device != "cuda":
+            return "its kernels need a GPU"
+        return ""
+
+
+def _checkpointed(model: Any) -> Any:
+    # transformers 5.23 renamed it
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    return model
+
+
+def _liger(model: Any) -> Any:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(
+        model=getattr(model, "base_model", model) if hasattr(model, "peft_config") else model
+    )
+    return model
+
+
+def _compiled(model: Any, memory_budget: float = 1.0) -> Forward:
+    compiled = torch.compile(model)
+
+    def forward(**batch: Any) -> Any:
+        # read when the graph is partitioned, at the first call
+        with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+            return compiled(**batch)
+
+    return forward
+
+
+MODES: dict[str, Mode] = {
+    "stock": Mode(lambda model: model),
+    "checkpointing": Mode(_checkpointed),
+    "compile": Mode(_compiled, same_masks=False),
+    "compile, budget 0.5": Mode(partial(_compiled, memory_budget=0.5), same_masks=False),
+    "liger": Mode(_liger, needs="liger_kernel"),
+    "liger+checkpointing": Mode(lambda model: _checkpointed(_liger(model)), needs="liger_kernel"),
+    **{name: Mode(partial(patch_model, config=name), exact=name in EXACT) for name in PRESETS},
+    "exact+checkpointing": Mode(lambda model: _checkpointed(patch_model(model))),
+    "exact+compile": Mode(lambda model: _compiled(patch_model(model)), same_masks=False),
+}
+DEFAULT_MODES = ("stock", "checkpointing", "exact", "exact+checkpointing")
+
+
+def sharing_weights(model: Any) -> Any:
+    """A copy of the modules over the same parameters and gradients: modes side by side need the weights once."""
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    return copy.deepcopy(model, memo=dict(parameters))

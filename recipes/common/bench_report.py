@@ -1,0 +1,121 @@
+"""How the benchmark's results are written: JSON lines, a table in markdown, a picture per suite."""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .bench_suites import Result
+
+PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "peft", "hf-actcompress")
+
+# column -> how a result fills it
+_EQUAL = {
+    "kept, h per token, layer": lambda r: _number(r.kept_h, ".2f"),
+    "peak MiB": lambda r: _number(r.peak_mib, ".1f"),
+    "step ms": lambda r: _number(r.step_ms, ".1f"),
+    "x stock": lambda r: _number(r.step_ratio, ".3f"),
+    "tokens/s": lambda r: _number(r.tokens_per_second, ",.0f"),
+    "gradient error": lambda r: _number(r.gradient_error, ".1e") + ("" if r.correct else ", wrong"),
+}
+_LARGEST = {
+    "card": lambda r: r.cap,
+    "sequence": lambda r: str(r.seq_len),
+    "largest batch": lambda r: str(r.batch) if r.batch else "-",
+    "total MiB": lambda r: _number(r.total_mib, ",.0f"),
+    "step ms": lambda r: _number(r.step_ms, ".1f"),
+    "tokens/s": lambda r: _number(r.tokens_per_second, ",.0f"),
+}
+COLUMNS = {"equal": _EQUAL, "largest": _LARGEST}
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def environment(device: str, command: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a figure needs to be worth something."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "command": command,
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **versions,
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
+    }
+
+
+def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
+    """The command, the machine, and a table per suite."""
+    options = about["options"]
+    lines = [
+        f"`{about['command']}`",
+        "",
+        f"{about['device']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}, "
+        f"triton {about['triton']}, liger-kernel {about['liger-kernel']}",
+        f"{options['grain']}{', LoRA' if options['lora'] else ''}, h = {options['hidden']}, {options['layers']} layers "
+        f"and a vocabulary of {options['vocab']} where the name is no shape, dropout {options['dropout']}, batch "
+        f"{options['batch']}, sequence {options['seq_len']}; medians of {options['rounds']} rounds, interleaved, "
+        "after one warm-up step each.",
+        "",
+    ]
+    for suite, columns in COLUMNS.items():
+        rows = [result for result in results if result.suite == suite]
+        notes = any(result.note for result in rows)
+        names = ["model", "variant", *columns, *(["note"] if notes else [])]
+        if rows:
+            lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+        for result in rows:
+            cells = [result.model, result.mode, *(fill(result) for fill in columns.values())]
+            lines.append(f"| {' | '.join([*cells, *([result.note] if notes else [])])} |")
+        lines += [""] if rows else []
+    return "\n".join(lines)
+
+
+def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> str:
+    """benchmark.jsonl (one record per result), benchmark.md and benchmark.png. Returns the markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [json.dumps({**asdict(result), **about}) for result in results]
+    (folder / "benchmark.jsonl").write_text("\n".join(records) + "\n")
+    text = markdown(results, about)
+    (folder / "benchmark.md").write_text(text)
+    _plot(results, folder / "benchmark.png")
+    return text
+
+
+def _plot(results: Sequence[Result], path: Path) -> None:
+    """Kept bytes beside tokens/s of the equal batch; largest batch of each card."""
+    from matplotlib.figure import Figure
+
+    panels = [(model, *panel) for model in dict.fromkeys(r.model for r in results) for panel in _panels(results, model)]
+    figure = Figure(figsize=(6, 3.2 * max(1, len(panels))), layout="constrained")
+    places = figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0]
+    for axes, (model, title, names, values) in zip(places, panels, strict=False):
+        axes.barh(names, values)
+        axes.invert_yaxis()
+        axes.set(title=f"{model}: {title}")
+    figure.savefig(path)
+
+
+def _panels(results: Sequence[Result], model: str) -> list[tuple[str, list[str], list[float]]]:
+    ours = [result for result in results if result.model == model]
+    kept = [r for r in ours if r.kept_h is not None]
+    fast = [r for r in ours if r.suite == "equal" and r.tokens_per_second is not None]
+    large = [r for r in ours if r.suite == "largest" and r.batch]
+    panels = [
+        ("kept bytes, h per token and layer", [r.mode for r in kept], [r.kept_h or 0 for r in kept]),
+        ("tokens/s at one batch size", [r.mode for r in fast], [r.tokens_per_second or 0 for r in fast]),
+        ("largest batch", [f"{r.mode}, {r.cap}" for r in large], [float(r.batch) for r in large]),
+    ]
+    return [panel for panel in panels if panel[1]]
