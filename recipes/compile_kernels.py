@@ -1,6 +1,7 @@
 """Compile every Triton kernel ahead of time, without a GPU, and write down what the compilers made of it.
 
     python recipes/compile_kernels.py                                  # all architectures: recipes/results/aot/
+    python recipes/compile_kernels.py --name rms_norm_bwd              # these again, the others' rows as they are
     python recipes/compile_kernels.py --capability 90 --dtype bfloat16 --out /tmp/aot
 
 The launchers run on CPU tensors for their own samples; in place of a launch the kernel is compiled for the target. The
@@ -201,6 +202,25 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def kept(path: Path, made: set[tuple[str, str, int]]) -> list[Row]:
+    """Rows of an earlier run with the same compiler that this one, of some kernels only, did not make again."""
+    if not path.exists():
+        return []
+    earlier = json.loads(path.read_text())
+    if earlier["triton"] != metadata.version("triton"):
+        return []
+    rows = []
+    for row in earlier["kernels"]:
+        for accesses in ("loads", "stores"):
+            row[accesses] = {int(size): count for size, count in row[accesses].items()}
+        rows.append(Row(**{key: value for key, value in row.items() if key != "wide"}))
+    return [row for row in rows if row.name in KERNELS and (row.name, row.dtype, row.capability) not in made]
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    return row.name, row.kernel, row.dtype, row.capability, sorted(row.options.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, help="10 * major + minor")
@@ -217,6 +237,7 @@ def main() -> None:
         for found in tqdm(done, total=len(jobs), desc="compiled", disable=None):
             rows += found
     args.out.mkdir(parents=True, exist_ok=True)
+    rows = sorted([*rows, *kept(args.out / "kernels.json", {job[:3] for job in jobs})], key=_order)
     result = {"triton": metadata.version("triton"), "kernels": [{**asdict(r), "wide": r.wide_share} for r in rows]}
     (args.out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / "kernels.md").write_text(table(rows))

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import STRICT, cast, divide, on, programs, row_tile, traced
+from ..reference import layer_norm as reference
+from .common import STRICT, WIDEST_ROW, cast, divide, on, programs, row_tile, traced
 
 _Shape = tuple[int, ...]
 
@@ -124,7 +125,10 @@ def layer_norm_bwd(
     needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dweight, dbias; those not `needed` are None."""
-    grads = norm_bwd(dy, x, weight, bias, mean, rstd, math.prod(shape), False, True, False, list(needed))
+    width = math.prod(shape)
+    if width > WIDEST_ROW:
+        return reference.layer_norm_bwd(dy, x, shape, mean, rstd, weight, bias, needed)
+    grads = norm_bwd(dy, x, weight, bias, mean, rstd, width, False, True, False, list(needed))
     return present(grads, (x, weight, bias), needed)
 
 

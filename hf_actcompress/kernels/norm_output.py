@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..reference import norm_output as reference
+from .common import WIDEST_ROW
 from .layer_norm import norm_bwd, present, samples
 
 _Shape = tuple[int, ...]
@@ -23,7 +25,10 @@ def layer_norm_output_bwd(
     needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx like y, dweight, dbias; those not `needed` are None."""
-    grads = norm_bwd(dy, y, weight, bias, None, rstd, math.prod(shape), True, True, False, list(needed))
+    width = math.prod(shape)
+    if width > WIDEST_ROW:
+        return reference.layer_norm_output_bwd(dy, y, shape, rstd, weight, bias, needed)
+    grads = norm_bwd(dy, y, weight, bias, None, rstd, width, True, True, False, list(needed))
     dx, dweight, dbias = present(grads, (y, weight, bias), needed)
     return dx, dweight, dbias
 
@@ -32,6 +37,8 @@ def rms_norm_output_bwd(
     dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like y and dweight [C]; those not `needed` are None."""
+    if y.size(-1) > WIDEST_ROW:
+        return reference.rms_norm_output_bwd(dy, y, weight, rstd, variant, needed)
     one_plus = variant == "one_plus_weight"
     grads = norm_bwd(dy, y, weight, None, None, rstd, y.size(-1), True, False, one_plus, [*needed, False])
     dx, dweight, _ = present(grads, (y, weight, None), (*needed, False))

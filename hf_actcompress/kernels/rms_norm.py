@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, row_tile, traced
+from ..reference import rms_norm as reference
+from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, STRICT, WIDEST_ROW, cast, on, row_tile, traced
 from .layer_norm import norm_bwd, present
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -109,6 +110,8 @@ def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: s
 
 def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
     """y from x and rstd, bit-equal to `rms_norm_fwd`."""
+    if x.size(-1) > WIDEST_ROW:
+        return reference.rms_norm_rebuild(x, rstd, weight, variant)
     y: Tensor = _rms_norm_rebuild(x, rstd, weight, variant)
     return y
 
@@ -117,6 +120,8 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like x and dweight [C], from dy [..., C]; those not `needed` are None."""
+    if x.size(-1) > WIDEST_ROW:
+        return reference.rms_norm_bwd(dy, x, weight, rstd, variant, needed)
     one_plus = variant == "one_plus_weight"
     grads = norm_bwd(dy, x, weight, None, None, rstd, x.size(-1), False, False, one_plus, [*needed, False])
     dx, dweight, _ = present(grads, (x, weight, None), (*needed, False))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.harness import check, every_case, run, samples, specified
+from tests.kernels.harness import check, every_case, present, run, samples, specified
+from tests.oracle import assert_equal_bits
 
 Case = tuple[torch.dtype, int, int]
 Terms = list[Tensor | None]
@@ -93,6 +94,12 @@ def test_backward_returns_what_is_needed(name: str) -> None:
         ]
         for x, y in zip(run(name, (*args, bits)), everything, strict=True):
             assert x is None or y is None or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_fwd", *TERMS])
+def test_a_row_too_wide_for_a_kernel_is_the_references(name: str) -> None:
+    args = next(samples(name, torch.float32, 2, 16385))
+    assert_equal_bits(present(run(name, args)), present(specified(name, args)))
 
 
 def test_layer_norm_over_two_dimensions() -> None:
