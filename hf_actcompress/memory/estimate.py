@@ -10,6 +10,7 @@ from torch import nn
 
 from ..config import CompressionConfig, Configured, resolve
 from ..errors import UnknownOptionError
+from ..models.root import root_module
 from .estimating.extrapolation import whole_step
 from .estimating.optimizers import optimizer_rule
 from .estimating.result import Estimate
@@ -74,7 +75,7 @@ def estimate(
     found = whole_step(whole, lambda part, roles: run_step(part, setting, roles=roles))
     trained = [p for p in whole.parameters() if p.requires_grad]
     return Estimate(
-        model=type(whole).__name__,
+        model=type(root_module(whole)).__name__,
         device=device,
         batch_size=batch_size,
         seq_len=seq_len,

@@ -44,14 +44,17 @@ def _adamw_8bit(p: Tensor) -> Iterable[int]:
 
 def _adafactor(p: Tensor) -> Iterable[int]:
     if p.dim() < 2:
-        return [p.nbytes]
-    return [p.nbytes // max(1, p.size(-1)), p.nbytes // max(1, p.size(-2))]
+        return [4 * p.numel(), 4]
+    # and a root mean square
+    return [4 * (p.numel() // max(1, p.size(-1))), 4 * (p.numel() // max(1, p.size(-2))), 4]
 
 
 OPTIMIZERS: dict[str, OptimizerRule] = {
     "adamw": OptimizerRule(_fused_adamw, "two moments in the parameter's dtype, as torch's fused AdamW keeps them"),
     "adamw_8bit": OptimizerRule(_adamw_8bit, "two moments in 8 bits, as bitsandbytes keeps them"),
-    "adafactor": OptimizerRule(_adafactor, "row and column sums in the gradient's dtype, no momentum"),
+    "adafactor": OptimizerRule(
+        _adafactor, "row and column sums in fp32 and no momentum, as transformers' Adafactor keeps them"
+    ),
     "sgd_momentum": OptimizerRule(_copies(1), "one moment in the parameter's dtype"),
     "sgd": OptimizerRule(_copies(0), "nothing"),
 }

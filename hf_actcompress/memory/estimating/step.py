@@ -97,10 +97,11 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
 
 @contextmanager
 def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> Iterator[None]:
-    """What the step runs in, garbage collected before and no collection on the way."""
+    """What the step runs in, without a collection of garbage at a moment of the interpreter's choice."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
+    # so that what the step makes is all that is young, and a young collection enough to find its cycles
+    gc.collect(0)
     try:
         with ExitStack() as stack:
             stack.enter_context(stand_ins(allocator, cuda=setting.cuda))
@@ -129,7 +130,7 @@ def _measure(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: Fa
     allocator.leave_out(p.grad for p in model.parameters() if p.grad is not None)
     with _world(setting, mode, allocator):
         loss = _loss(model, batch, setting)
-        gc.collect()
+        gc.collect(0)
         kept = allocator.live_bytes
         _backward(loss)
     return kept, allocator.peak_bytes

@@ -1,0 +1,87 @@
+"""The rules of a CUDA device, beside bytes that were counted with torch's own CUDA formulas on fake CUDA tensors.
+
+Per token and layer at batch 2 x 512 with dropout at its default; a harness outside of this project ran autograd's CUDA
+code without data, and gave the same bytes with two versions of torch and transformers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.nn import functional
+
+from hf_actcompress.memory import estimate
+from hf_actcompress.memory.estimating.cuda_rules import CudaRules
+
+BATCH, LENGTH = 2, 512
+BERT = hf.BertConfig(num_hidden_layers=6, architectures=["BertForMaskedLM"])
+GPT2 = hf.GPT2Config(n_layer=6)
+LLAMA = hf.LlamaConfig(
+    hidden_size=2048, intermediate_size=5632, num_hidden_layers=6, num_attention_heads=32, num_key_value_heads=4,
+)  # fmt: skip
+
+FIGURES = [
+    (BERT, {"dtype": "bfloat16"}, 26176),
+    (BERT, {"dtype": "float32"}, 50752),
+    (BERT, {"dtype": "float32", "autocast": "bfloat16"}, 46144),
+    (GPT2, {"dtype": "bfloat16"}, 44608),
+    (GPT2, {"dtype": "float32"}, 87616),
+    (LLAMA, {"dtype": "bfloat16"}, 87176),
+    # fp32 with grouped heads: the math path, probabilities and all
+    (LLAMA, {"dtype": "float32"}, 237576),
+    (LLAMA, {"dtype": "bfloat16", "lora": 16}, 128.57 * 2**20 / (BATCH * LENGTH)),
+    (BERT, {"dtype": "bfloat16", "gradient_checkpointing": True}, 2 * 768),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "figure"), FIGURES)
+def test_stock_keeps_what_a_device_keeps(config, options, figure):
+    found = estimate(config, batch_size=BATCH, seq_len=LENGTH, config="stock", **options)
+    # a generator's state per call of a fused op, in blocks of 512 bytes, is no figure per token
+    assert found.kept_per_layer / (BATCH * LENGTH) == pytest.approx(figure, rel=2e-4)
+
+
+def test_patched_models_keep_the_floor_on_a_device():
+    floor = {"bert": (BERT, 20.09), "gpt2": (GPT2, 20.09), "llama": (LLAMA, None)}
+    for config, figure in floor.values():
+        found = estimate(config, batch_size=BATCH, seq_len=LENGTH, dtype="bfloat16")
+        per_hidden = found.kept_per_layer / (BATCH * LENGTH) / config.hidden_size
+        if figure is not None:
+            assert per_hidden == pytest.approx(figure, abs=0.02)
+        else:
+            # norm inputs, q, k, v and output, gate and up: 4 + 4 + 2 x 0.25 + 4 x 2.75 h, and statistics
+            assert per_hidden == pytest.approx(4 + 4 + 0.5 + 4 * 2.75, abs=0.1)
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    options = {"batch_size": BATCH, "seq_len": LENGTH, "dtype": "bfloat16"}
+    exact, offload = (estimate(LLAMA, config=config, **options) for config in ("exact", "offload"))
+    assert offload.kept_bytes < exact.kept_bytes / 100
+    assert sum(offload.kept_by_role.values()) == offload.kept_bytes
+
+
+def test_sizes_are_whole_blocks():
+    found = estimate(BERT, batch_size=1, seq_len=5)
+    for size in (found.weights_bytes, found.gradients_bytes, found.kept_bytes, found.step_peak_bytes):
+        assert size % 512 == 0
+
+
+def saved(call) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    found: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def pack(x: Tensor) -> Tensor:
+        found.append((tuple(x.shape), x.dtype))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), CudaRules():
+        call()
+    return found
+
+
+def test_the_values_are_those_of_the_stock_dropout_and_its_mask_one_byte():
+    x = torch.randn(64, 64, requires_grad=True)
+    assert saved(lambda: functional.dropout(x, 0.5, training=True)) == [((64, 64), torch.bool)]
+    with CudaRules():
+        assert functional.dropout(x, 0.5, training=False) is x
