@@ -132,8 +132,8 @@ def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) ->
     x, rstd = torch.randn(rows, width, device=device).to(dtype), torch.rand(rows, 1, device=device) + 0.5
     yield x, rstd, None, "weight_in_fp32"
     for variant in ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32"):
-        for weight in (torch.randn(width, device=device).to(dtype), torch.randn(width, device=device)):
-            yield x, rstd, weight, variant
+        for weight_dtype in (dtype, torch.bfloat16 if dtype == torch.float32 else torch.float32):
+            yield x, rstd, torch.randn(width, device=device).to(weight_dtype), variant
 
 
 def _sample_fwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
