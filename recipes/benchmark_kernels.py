@@ -130,6 +130,9 @@ CASES = (
     *(Case("int_group_unpack", f"{b} bits", arguments=of(b, 64)) for b in (8, 4, 2)),
     Case("float8_pack", "e4m3", arguments=of(torch.float8_e4m3fn, 128)),
     Case("float8_unpack", "e4m3", arguments=lambda args: args[0].dtype == torch.float8_e4m3fn and args[-1] == 128),
+    Case("topk_unpack", "bit mask", arguments=of(True)),
+    Case("topk_unpack", "index", arguments=of(False)),
+    Case("topk_grad_weight", "bit mask", arguments=of(True), bandwidth=False),
     Case("linear_cross_entropy_fwd", arguments=head, bandwidth=False),
     Case("linear_cross_entropy_bwd", "with forward", arguments=head, run=forward_and_backward, bandwidth=False),
 )

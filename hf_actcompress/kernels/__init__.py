@@ -37,6 +37,8 @@ KERNELS: dict[str, str] = {
     "rms_norm_fwd": "rms_norm",
     "rms_norm_output_bwd": "norm_output",
     "rms_norm_rebuild": "rms_norm",
+    "topk_grad_weight": "topk",
+    "topk_unpack": "topk",
 }
 
 # the kinds for which torch has one kernel of its own: as fast, and bit-equal to stock

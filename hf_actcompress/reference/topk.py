@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -83,12 +85,19 @@ def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> T
 
 def topk_grad_weight(dy: Tensor, values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
     """dW [O, D] = dy^T x of dy [R, O] and the kept entries of x: a few rows of x are made dense at a time."""
+    return chunked_grad_weight(_dense_rows, dy, values, where, features, masked)
+
+
+def chunked_grad_weight(
+    dense_rows: Callable[..., Tensor], dy: Tensor, values: Tensor, where: Tensor, features: int, masked: bool
+) -> Tensor:
+    """`topk_grad_weight` with what makes rows dense given: `_dense_rows` or a kernel."""
     if values.size(0) <= chunk_rows(features, values.device):
-        return dy.t().mm(_dense_rows(values, where, features, masked))
+        return dy.t().mm(dense_rows(values, where, features, masked))
     # the sum over chunks in the work dtype: rounding every partial sum to bf16 would add up
     out = dy.new_zeros(dy.size(1), features, dtype=work_dtype(dy.dtype))
     for part in row_slices(values.size(0), features, values.device):
-        out += dy[part].t().mm(_dense_rows(values[part], where[part], features, masked))
+        out += dy[part].t().mm(dense_rows(values[part], where[part], features, masked))
     return out.to(dy.dtype)
 
 
