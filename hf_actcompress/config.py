@@ -53,6 +53,9 @@ class CompressionConfig:
             one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what
             gradient checkpointing and unpatched modules keep, and encoder-decoder models.
 
+        checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
+            parts of their names: ``("layers.3",)``. Layers that are checkpointed anyway stay so. `plan` writes them.
+
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role, or
             a variant that is not in ``VARIANTS``.
@@ -70,6 +73,7 @@ class CompressionConfig:
     logits: bool = True
     overrides: tuple[tuple[str, str, str], ...] = ()
     drop_padding: bool = False
+    checkpoint: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for role in CODEC_ROLES:

@@ -17,6 +17,7 @@ from .codecs import CODECS
 from .config import PRESETS, CompressionConfig, Configured, resolve
 from .errors import NothingPatchedError, NotPatchedError, UnsupportedModelError
 from .models import Declined, Site, find_site
+from .models.checkpointing import restore_checkpointing, switch_on
 from .models.heads import find_head, output_layers
 from .models.padding import why_not
 from .models.root import install_root, is_root, restore_root, root_module, root_of
@@ -110,7 +111,7 @@ def patch_model(
 
     Raises:
         NothingPatchedError: strict, and no module was patched.
-        UnknownOptionError: Unknown preset or codec.
+        UnknownOptionError: Unknown preset or codec, or a layer to checkpoint that is not there.
         UnsupportedModelError: Wrapped by DDP or FSDP, on the meta device, or not a module.
     """
     resolved = resolve(config)
@@ -202,6 +203,8 @@ def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[Patc
             patch_instance(module, found.mixin, found.settings)
             assert isinstance(module, PatchedModule)
             yield _row(name, module)
+    for name, module in switch_on(model, config.checkpoint):
+        yield PatchRow(name, type(module).__name__, "checkpoint", "layer", keeps="input")
 
 
 def _row(name: str, module: PatchedModule) -> PatchRow:
@@ -221,6 +224,7 @@ def unpatch_model(model: _Model) -> _Model:
     for module in model.modules():
         if isinstance(module, PatchedModule):
             unpatch_instance(module)
+        restore_checkpointing(module)
         if is_root(module):
             restore_root(module)
     return model

@@ -11,7 +11,14 @@ from torch import nn
 
 from ..models.root import PatchedForward
 
-_PATCH_KEYS = ("forward", "actcompress", "actcompress_root")
+_PATCH_KEYS = (
+    "forward",
+    "actcompress",
+    "actcompress_root",
+    "actcompress_checkpointing",
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+)
 
 
 @contextmanager

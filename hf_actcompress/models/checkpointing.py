@@ -1,0 +1,58 @@
+"""Gradient checkpointing of single layers, by the flag that transformers' layers have for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..errors import UnknownOptionError
+
+_FLAGS = ("gradient_checkpointing", "_gradient_checkpointing_func")
+# where a layer keeps what its flags were before
+_BEFORE = "actcompress_checkpointing"
+
+
+def switch_on(model: nn.Module, parts: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """Let every layer below one of the dotted `parts` of a name be computed again in backward; yields those layers.
+
+    Raises:
+        UnknownOptionError: A part under which there is no layer that transformers can checkpoint.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    for part in parts:
+        if not any(_below(name, part) for name in layers):
+            raise UnknownOptionError("layer to checkpoint", part, layers)
+    outer: list[str] = []
+    for name, layer in layers.items():
+        # a layer inside of one that is computed again is computed again with it
+        if any(_below(name, part) for part in parts) and not any(name.startswith(f"{o}.") for o in outer):
+            outer.append(name)
+            _switch_on(layer)
+            yield name, layer
+
+
+def _below(name: str, part: str) -> bool:
+    return f".{part}." in f".{name}."
+
+
+def _switch_on(layer: Any) -> None:
+    if _BEFORE in layer.__dict__:
+        return
+    layer.__dict__[_BEFORE] = {flag: layer.__dict__[flag] for flag in _FLAGS if flag in layer.__dict__}
+    layer.gradient_checkpointing = True
+    if not hasattr(layer, "_gradient_checkpointing_func"):
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+
+def restore_checkpointing(module: nn.Module) -> None:
+    """Give a layer its own flags back. Harmless on any other module."""
+    before = module.__dict__.pop(_BEFORE, None)
+    if before is not None:
+        for flag in _FLAGS:
+            module.__dict__.pop(flag, None)
+        module.__dict__.update(before)
