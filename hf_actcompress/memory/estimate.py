@@ -72,7 +72,7 @@ def estimate(
     resolved = None if config is None or config == "stock" else resolve(config)
     setting = Setting(batch_size, seq_len, resolved, device == "cuda", dtype_of(autocast))
     whole = skeleton(model, dtype_of(dtype), lora, gradient_checkpointing)
-    found = whole_step(whole, lambda part, roles: run_step(part, setting, roles=roles))
+    found = whole_step(whole, lambda part, roles: run_step(part, setting, roles=roles), resolved)
     trained = [p for p in whole.parameters() if p.requires_grad]
     return Estimate(
         model=type(root_module(whole)).__name__,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...config import CompressionConfig
 from .layers import LayerRun, find_runs, shortened
 from .step import FakeStep
 
@@ -30,14 +31,15 @@ class Extrapolated:
     per_layer: int
 
 
-def whole_step(model: nn.Module, run: Run) -> Extrapolated:
+def whole_step(model: nn.Module, run: Run, config: CompressionConfig | None) -> Extrapolated:
     """The bytes of a step of the model, out of models with fewer layers where the layers are of one kind.
 
     Args:
         model: On the meta device.
         run: Gives the step of a model; its second argument asks for the roles.
+        config: What `run` patches with.
     """
-    runs = [found for found in find_runs(model) if found.units > _FEWEST + 2]
+    runs = [found for found in find_runs(model, config) if found.units > _FEWEST + 2]
     if not runs:
         return Extrapolated(run(model, True), 0)
     with shortened(model, dict.fromkeys(runs, _FEWEST)):

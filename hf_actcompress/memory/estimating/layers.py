@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ...config import CompressionConfig
 from ..saved import layer_names
 
 # attributes in which equal layers differ
@@ -38,12 +39,34 @@ class LayerRun:
         return (self.count - self.prefix) // self.period
 
 
-def find_runs(model: nn.Module) -> list[LayerRun]:
-    """The runs of the model's outermost lists of layers; none for a list whose layers are all of their own kind."""
+def find_runs(model: nn.Module, config: CompressionConfig | None = None) -> list[LayerRun]:
+    """The runs of the model's outermost lists of layers; none for a list whose layers are all of their own kind.
+
+    Args:
+        model: Stock, or patched in the same way throughout.
+        config: What it will be patched with: layers that it treats differently are of different kinds.
+    """
     modules = dict(model.named_modules())
-    lists = dict.fromkeys(name.rpartition(".")[0] for name in layer_names(model))
-    runs = (_run(name, [_kind(layer) for layer in modules[name]]) for name in lists)  # type: ignore[union-attr]
+    lists: dict[str, list[str]] = {}
+    for name in layer_names(model):
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    runs = (
+        _run(name, [(_kind(modules[layer]), _treatment(modules[layer], layer, config)) for layer in layers])
+        for name, layers in lists.items()
+    )
     return [run for run in runs if run is not None]
+
+
+def _treatment(layer: nn.Module, name: str, config: CompressionConfig | None) -> Any:
+    """What a config has for one layer alone: its overrides for each module there, and whether it is checkpointed."""
+    if config is None or not (config.overrides or config.checkpoint):
+        return None
+    inside = [f"{name}.{module}" if module else name for module, _ in layer.named_modules()]
+    codecs = tuple(
+        tuple((role, codec) for part, role, codec in config.overrides if f".{part}." in f".{module}.")
+        for module in inside
+    )
+    return codecs, any(f".{part}." in f".{name}." for part in config.checkpoint)
 
 
 def _run(name: str, kinds: list[Any]) -> LayerRun | None:
