@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .memory import (
         BatchSizeReport,
         Calibration,
-        Estimate,
         FidelityComparison,
         FidelityReport,
         MemoryReport,
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
         StepMemory,
         calibrate,
         compare_presets,
-        estimate,
         fidelity_report,
         find_batch_size,
         kept_bytes,
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
         memory_report,
         memory_timeline,
     )
+    from .memory.estimate import Estimate, estimate
     from .patching import PatchReport, patch_model, patch_report, patched, unpatch_model
     from .training import ActCompressCallback, MemoryCallback, log_memory
 

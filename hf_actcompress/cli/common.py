@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -93,6 +94,21 @@ def size_option(name: str, text: str | None) -> int | None:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=name) from error
+
+
+@contextmanager
+def frozen_imports() -> Iterator[None]:
+    """What was imported is left out of garbage collections: every measurement and every estimate makes several."""
+    if gc.get_freeze_count():
+        # by someone else, who ends it
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from .common import (
     echo_json,
     echo_table,
     exit_codes,
+    frozen_imports,
     lora_of,
     size_option,
 )
@@ -67,7 +68,8 @@ def estimate(
         from ..memory.estimating.source import dtype_of, skeleton
 
         modules = skeleton(model, dtype_of(dtype), lora_of(lora, lora_rank), False)
-        found = list(rows(modules, chosen(preset or []), room is not None or html is not None, **options))
+        with frozen_imports():
+            found = list(rows(modules, chosen(preset or []), room, **options))
         if html is not None:
             _write_page(html, model, found, room)
     if as_json:
@@ -93,12 +95,11 @@ def _cells(row: Row, room: int | None) -> tuple[str, ...]:
     sizes = (readable_size(row.estimate.device_bytes), readable_size(row.estimate.kept_bytes))
     if room is None:
         return (name, *sizes, time, gradients)
-    largest = row.largest(room)
     return (
         name,
         *sizes,
         "yes" if row.fits(room) else "no",
-        str(largest) if largest is not None else "-",
+        str(row.largest),
         time,
         gradients,
     )
@@ -128,7 +129,7 @@ def _as_data(model: str, found: list[Row], room: int | None) -> dict[str, Any]:
             "gradient_checkpointing": strategy.checkpointing,
             "peak_bytes": row.estimate.device_bytes if row.estimate is not None else None,
             "fits": row.fits(room) if room is not None else None,
-            "largest_batch_size": row.largest(room) if room is not None else None,
+            "largest_batch_size": row.largest,
             "extra_time": strategy.time,
             "gradients": strategy.gradients,
             "why_not": row.why_not or None,
@@ -155,9 +156,7 @@ def _sections(found: list[Row], table: Any) -> list[HtmlSection]:
 
     known = [(row.strategy.name, row, row.estimate) for row in found if row.estimate is not None]
     bars = {name: estimate.kept_by_role for name, _, estimate in known}
-    top = 4 * known[0][2].batch_size
-    sizes = [size for size in range(0, top + 1, max(1, top // 8)) if size] or [1]
-    lines = {name: PeakLine(sizes, [row.at(size) for size in sizes]) for name, row, _ in known if row.line is not None}
+    lines = {name: PeakLine(*zip(*sorted(row.peaks.items()), strict=True)) for name, row, _ in known}
     parts = [(name, part, readable_size(size)) for name, _, estimate in known for part, size in estimate.rows()]
     return [
         HtmlSection("Strategies", tables=[table]),

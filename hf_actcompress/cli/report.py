@@ -19,6 +19,7 @@ from .common import (
     SeqLen,
     busy,
     exit_codes,
+    frozen_imports,
     lora_of,
 )
 
@@ -62,9 +63,11 @@ def report(
                 most_bytes=_host_bytes(),
             )
             batch = random_batch(built, batch_size, seq_len)
-            found = _measure(built, batch, preset)
+            with frozen_imports():
+                found = _measure(built, batch, preset)
+                timelines = _timelines(built, batch, preset) if html is not None else {}
             if html is not None:
-                _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, _timelines(built, batch, preset))
+                _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, timelines)
         if as_json:
             typer.echo(found.to_json())
         else:

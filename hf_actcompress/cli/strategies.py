@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ TIME_CLASSES = {
     "transfer": "as fast as the link to host memory lets it be",
     "forward": "one more forward: a third more arithmetic",
 }
+
+# that a search for the largest batch size may take
+_ESTIMATES = 8
 
 
 @dataclass(frozen=True)
@@ -107,60 +110,66 @@ class Row:
     Args:
         strategy: What was estimated.
         estimate: None if it cannot be used with this model.
-        line: Bytes at batch size 0 and per sequence, where two batch sizes were estimated.
+        peaks: Batch size -> bytes that the card has to have, of all that were estimated.
+        largest: The largest batch size for the card, 0 if none fits; None if it was not looked for.
         why_not: Why it cannot be used.
     """
 
     strategy: Strategy
     estimate: Estimate | None
-    line: tuple[float, float] | None = None
+    peaks: dict[int, int] = field(default_factory=dict)
+    largest: int | None = None
     why_not: str = ""
 
-    def fits(self, gpu: int) -> bool:
+    def fits(self, room: int) -> bool:
         """On a card of so many bytes."""
-        return self.estimate is not None and self.estimate.device_bytes <= gpu
-
-    def largest(self, gpu: int) -> int | None:
-        """The largest batch size for a card, 0 if none fits; None if it is not known."""
-        if self.line is None or self.line[1] <= 0:
-            return None
-        at_zero, slope = self.line
-        return max(0, int((gpu - at_zero) // slope))
-
-    def at(self, batch_size: int) -> int:
-        """Bytes at a batch size."""
-        assert self.line is not None
-        return int(self.line[0] + self.line[1] * batch_size)
+        return self.estimate is not None and self.estimate.device_bytes <= room
 
 
-def rows(model: Any, strategies: tuple[Strategy, ...], lines: bool, **options: Any) -> Iterator[Row]:
+def rows(model: Any, strategies: tuple[Strategy, ...], room: int | None, **options: Any) -> Iterator[Row]:
     """The estimates, one after the other: each takes seconds.
 
     Args:
         model: What `estimate` takes.
         strategies: The first one has to be possible; another that is not gets a row that says why.
-        lines: Estimate two batch sizes, for the largest one that fits and for pictures.
+        room: Bytes of the card, for which the largest batch sizes are looked for; None if there is none.
         options: Of `estimate`.
     """
     from ..errors import ActCompressError
 
     for index, strategy in enumerate(strategies):
         try:
-            yield _row(model, strategy, lines, options)
+            yield _row(model, strategy, room, options)
         except ActCompressError as error:
             if index == 0:
                 raise
             yield Row(strategy, None, why_not=str(error))
 
 
-def _row(model: Any, strategy: Strategy, lines: bool, options: dict[str, Any]) -> Row:
+def _row(model: Any, strategy: Strategy, room: int | None, options: dict[str, Any]) -> Row:
     from ..memory.estimate import estimate
 
     options = {**options, "config": strategy.config, "gradient_checkpointing": strategy.checkpointing}
     found = estimate(model, **options)
-    if not lines:
-        return Row(strategy, found)
-    # every tensor of a step grows with the batch by the same bytes per sequence, or not at all
-    twice = estimate(model, **{**options, "batch_size": 2 * found.batch_size})
-    slope = (twice.device_bytes - found.device_bytes) / found.batch_size
-    return Row(strategy, found, (found.device_bytes - slope * found.batch_size, slope))
+    peaks = {found.batch_size: found.device_bytes}
+    if room is None:
+        return Row(strategy, found, peaks)
+
+    def peak(batch_size: int) -> int:
+        return estimate(model, **{**options, "batch_size": batch_size}).device_bytes
+
+    largest = _largest(peaks, room, found.device_bytes - found.step_peak_bytes, peak)
+    return Row(strategy, found, peaks, largest)
+
+
+def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int]) -> int:
+    """The largest batch size within `room`, by the same search as on a card; adds what it looks at to `peaks`."""
+    from ..memory.batch_size_report import BatchSizeTrial
+    from ..memory.batch_size_search import Search
+
+    search = Search(next(iter(peaks)), None, _ESTIMATES)
+    while not search.settled(room) and (batch_size := search.candidate(room)) is not None:
+        if batch_size not in peaks:
+            peaks[batch_size] = peak(batch_size)
+        search.add(BatchSizeTrial(batch_size, peaks[batch_size] <= room, peaks[batch_size]), state)
+    return max((trial.batch_size for trial in search.tried if trial.fits), default=0)

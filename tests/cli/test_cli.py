@@ -1,0 +1,328 @@
+"""The console script: starts without torch, says what it means by exit codes, prints plain text and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import hf_actcompress
+from hf_actcompress.cli import app
+from hf_actcompress.cli.common import Exit, echo_table
+from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, _largest, chosen
+from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.memory import estimate
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64, "dtype": "bfloat16",
+    "max_position_embeddings": 128,
+}  # fmt: skip
+SIZES = ("--batch-size", "2", "--seq-len", "16")
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, arguments)
+
+
+def fresh(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_needs_neither_torch_nor_transformers():
+    out = fresh(
+        "import sys\nfrom typer.testing import CliRunner\nfrom hf_actcompress.cli import app\n"
+        "for command in ([], ['estimate'], ['report'], ['bench'], ['env']):\n"
+        "    result = CliRunner().invoke(app, [*command, '--help'])\n"
+        "    assert result.exit_code == 0 and 'Exit codes' in result.stdout, result.output\n"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
+    assert out.strip() == "[]"
+
+
+def test_help_is_quick():
+    """Not a matter of this machine's load: ten times what it takes, and a tenth of what torch alone would."""
+    start = time.process_time()
+    before = os.times().children_user
+    subprocess.run([sys.executable, "-m", "hf_actcompress.cli", "--help"], capture_output=True, check=True)
+    assert os.times().children_user - before + time.process_time() - start < 2.0
+
+
+def test_exit_codes_are_documented():
+    text = " ".join(run("--help").stdout.split())
+    assert [int(code) for code in re.findall(r"(\d) ", text[text.index("Exit codes:") :])] == [e.value for e in Exit]
+
+
+def test_estimate_prints_plain_text_and_says_what_fits(model):
+    needed = estimate(model, **{"batch_size": 2, "seq_len": 16}).device_bytes
+    result = run("estimate", model, *SIZES, "--preset", "exact", "--gpu", f"{needed}B")
+    assert result.exit_code == Exit.OK, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].split("  ")[0] == "strategy" and "largest batch" in lines[0]
+    cells = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line) for line in lines[1:3]}
+    assert cells["exact"][3:] == ["yes", "2", "low", "exact"]
+    assert cells["stock"][3] == "no" and int(cells["stock"][4]) < 2
+    assert lines[-1] == f"fits into {needed}B: exact"
+    assert "\x1b" not in result.stdout
+
+
+def rows_of(**peaks: int):
+    """Rows as if they had been estimated."""
+    by_name = {"stock": DEFAULT[0], "exact": DEFAULT[2], "int8": DEFAULT[4]}
+
+    def rows(model, strategies, room, **options):
+        for name, peak in peaks.items():
+            estimated = SimpleNamespace(device_bytes=peak, kept_bytes=peak // 2, notes=())
+            yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= room else 0)
+
+    return rows
+
+
+@pytest.mark.parametrize(
+    "preset, room, code, fitting",
+    [
+        ((), 99, Exit.DOES_NOT_FIT, "none of these"),
+        ((), 100, Exit.OK, "stock"),
+        (("exact",), 100, Exit.DOES_NOT_FIT, "stock"),
+        (("exact",), 150, Exit.OK, "stock, exact"),
+    ],
+)
+def test_what_fits_has_to_be_what_was_asked_for(model, monkeypatch, preset, room, code, fitting):
+    """A preset may need more than stock where tensors are tiny: that stock fits is then no success."""
+    # the package's name of that module is the command
+    command = sys.modules["hf_actcompress.cli.estimate"]
+    monkeypatch.setattr(command, "rows", rows_of(stock=100, exact=150))
+    arguments = [part for name in preset for part in ("--preset", name)]
+    result = run("estimate", model, *SIZES, "--gpu", f"{room}B", *arguments)
+    assert result.exit_code == code
+    assert result.stdout.splitlines()[-1] == f"fits into {room}B: {fitting}"
+
+
+def test_estimate_as_json_is_the_api(model):
+    found = estimate(model, batch_size=2, seq_len=16, config="exact")
+    room = found.device_bytes + 100_000
+    data = json.loads(run("estimate", model, *SIZES, "--preset", "exact", "--gpu", f"{room}B", "--json").stdout)
+    assert data["gpu_bytes"] == room and [row["strategy"] for row in data["rows"]] == ["stock", "exact"]
+    row = data["rows"][1]
+    assert row["estimate"] == json.loads(found.to_json())
+    assert row["peak_bytes"] == found.device_bytes and row["fits"] is True
+    assert (row["extra_time"], row["gradients"]) == ("low", "exact")
+    largest = row["largest_batch_size"]
+    for batch_size, fits in ((largest, True), (largest + 1, False)):
+        needed = estimate(model, batch_size=batch_size, seq_len=16, config="exact").device_bytes
+        assert (needed <= room) == fits
+
+
+def test_estimate_with_lora_and_an_optimizer(model):
+    options = (*SIZES, "--preset", "exact", "--json")
+    full = json.loads(run("estimate", model, *options).stdout)["rows"][1]["estimate"]
+    lora = json.loads(run("estimate", model, *options, "--lora-rank", "4").stdout)["rows"][1]["estimate"]
+    sgd = json.loads(run("estimate", model, *options, "--optimizer", "sgd").stdout)["rows"][1]["estimate"]
+    assert lora["gradients_bytes"] < full["gradients_bytes"]
+    assert sgd["optimizer_bytes"] == 0 < full["optimizer_bytes"]
+
+
+def test_every_strategy_by_default(model):
+    result = run("estimate", model, "--batch-size", "4", "--seq-len", "128", "--json")
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["strategy"] for row in rows] == [strategy.name for strategy in DEFAULT]
+    kept = {row["strategy"]: row["estimate"]["kept_bytes"] for row in rows}
+    assert [row["gradients"] for row in rows][4:] == ["lossy: 8 bits", "lossy: 4 bits", "exact"]
+    assert kept["int4"] < kept["int8"] < kept["exact"] < kept["stock"]
+    assert kept["exact + checkpointing"] < kept["exact"] and kept["offload"] < kept["exact"]
+    # without a card there is no verdict
+    assert all(row["fits"] is None and row["largest_batch_size"] is None for row in rows)
+
+
+def test_a_page_of_its_own(model, tmp_path):
+    page = tmp_path / "page.html"
+    result = run("estimate", model, *SIZES, "--preset", "exact", "--html", str(page))
+    assert result.exit_code == Exit.OK, result.output
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 2 and not re.search(r"https?://", text)
+    assert "optimizer states" in text and "<td>exact</td>" in text
+
+
+def test_without_matplotlib(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("report", model, *SIZES, "--html", str(tmp_path / "page.html"))
+    assert result.exit_code == Exit.MISSING
+    assert "hf-actcompress[plot]" in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (("nowhere.json",), Exit.NO_MODEL, "no such file or folder"),
+        (("{model}", "--preset", "int9"), Exit.USAGE, "unknown preset 'int9'"),
+        (("{model}", "--optimizer", "lion"), Exit.USAGE, "unknown optimizer"),
+        (("{model}", "--dtype", "int3"), Exit.USAGE, "unknown dtype"),
+        (("{model}", "--gpu", "24"), Exit.USAGE, "no size"),
+        (("{model}", "--batch-size", "0"), Exit.USAGE, "--batch-size"),
+        ((), Exit.USAGE, "model"),
+    ],
+)
+def test_errors_are_messages_and_exit_codes(model, arguments, code, message):
+    result = run("estimate", *(argument.format(model=model) for argument in arguments))
+    assert result.exit_code == code
+    assert message in result.stderr.replace("\n", " ") and "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "said, advice",
+    [("We couldn't connect to the hub", "config.json"), ("401: you are accessing a gated repo", "hf auth login")],
+)
+def test_a_model_that_cannot_be_had_says_what_to_do(monkeypatch, said, advice):
+    import transformers
+
+    def refuse(name):
+        raise OSError(said)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    result = run("estimate", "somebody/some-model")
+    assert result.exit_code == Exit.NO_MODEL and result.stdout == ""
+    assert advice in result.stderr and "Traceback" not in result.output
+
+
+def test_a_json_that_is_no_config(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text("{}")
+    result = run("estimate", str(path))
+    assert result.exit_code == Exit.NO_MODEL and "model_type" in result.stderr
+
+
+def test_report_measures_per_module(model, tmp_path):
+    page = tmp_path / "page.html"
+    result = run("report", model, *SIZES, "--json", "--html", str(page))
+    assert result.exit_code == Exit.OK, result.output
+    data = json.loads(result.stdout)
+    modules = {row["module"] for row in data["rows"]}
+    assert {"model.layers.0.mlp", "model.layers.1.self_attn"} <= modules
+    assert 0 < data["patched_bytes"] < data["stock_bytes"]
+    assert "memory over time" in page.read_text()
+
+
+def test_report_of_fewer_layers_and_with_adapters(model):
+    one = json.loads(run("report", model, *SIZES, "--json", "--layers", "1", "--lora").stdout)
+    assert any(".0." in row["module"] and "lora_A" in row["module"] for row in one["rows"])
+    assert not any(".layers.1." in row["module"] for row in one["rows"])
+
+
+def test_report_of_an_encoder_and_of_too_long_a_sequence(tmp_path):
+    path = tmp_path / "bert.json"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": 64, **sizes}
+    path.write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    assert run("report", str(path), *SIZES).exit_code == Exit.OK
+    result = run("report", str(path), "--seq-len", "33")
+    assert result.exit_code == Exit.NO_MODEL and "32 positions" in result.stderr
+
+
+def test_report_refuses_what_the_machine_cannot_hold(model, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    result = run("report", model, *SIZES)
+    assert result.exit_code == Exit.NO_MODEL and "--layers" in result.stderr
+    assert run("report", model, *SIZES, "--layers", "1").exit_code == Exit.OK
+
+
+def test_bench_runs_what_it_finds(tmp_path, monkeypatch):
+    recipe = tmp_path / "recipes" / "benchmark.py"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        "import sys, pathlib\nprint('seen', sys.argv[1:])\n"
+        "if '--out' in sys.argv:\n"
+        "    out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1])\n"
+        "    (out / 'benchmark.jsonl').write_text('{\"a\": 1}\\n{\"a\": 2}\\n')\n"
+        "sys.exit(7 if '--fail' in sys.argv else 0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def bench(*arguments):
+        command = [sys.executable, "-m", "hf_actcompress.cli", "bench", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert bench("--quick", "--models", "bert").stdout == "seen ['--quick', '--models', 'bert']\n"
+    assert bench("--fail").returncode == 7
+    done = bench("--json", "--quick")
+    assert json.loads(done.stdout) == [{"a": 1}, {"a": 2}] and "seen" in done.stderr
+
+
+def test_bench_without_recipes():
+    result = run("bench", "--recipe", "nowhere/benchmark.py")
+    assert result.exit_code == Exit.MISSING and "--recipe" in result.stderr
+
+
+def test_the_real_recipe_is_found(monkeypatch):
+    from hf_actcompress.cli.bench import find_recipe
+
+    monkeypatch.chdir("/")
+    assert find_recipe() == Path(hf_actcompress.__file__).resolve().parents[1] / "recipes" / "benchmark.py"
+
+
+def test_env_names_versions_kernels_and_conflicts(monkeypatch):
+    from importlib import metadata
+
+    import torch
+
+    data = json.loads(run("env", "--json").stdout)
+    assert data["packages"]["torch"] == torch.__version__ and data["conflicts"] == []
+    assert set(data["kernels"]) and data["gpu"]
+    stock = metadata.version
+    versions = {"transformers": "4.40.0", "liger-kernel": "0.6"}
+    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or stock(name))
+    data = json.loads(run("env", "--json").stdout)
+    assert any("transformers 4.40.0" in text and ">=5.17" in text for text in data["conflicts"])
+    assert any("liger-kernel" in text for text in data["conflicts"])
+    assert "conflict 1" in run("env").stdout
+
+
+def test_strategies_are_of_known_classes():
+    for strategy in chosen([]):
+        assert strategy.time in TIME_CLASSES
+    by_name = {strategy.name: strategy for strategy in DEFAULT}
+    assert (by_name["stock"].time, by_name["exact"].time, by_name["offload"].time) == ("none", "low", "transfer")
+    assert by_name["int8"].gradients == "lossy: 8 bits" and by_name["offload"].gradients == "exact"
+    assert Strategy("pooled", "pooled").gradients == "lossy"
+    with pytest.raises(UnknownOptionError, match="int9"):
+        chosen(["int9"])
+
+
+@pytest.mark.parametrize("start", (1, 16, 500))
+@pytest.mark.parametrize("room", (105, 199, 1000, 6543))
+def test_the_largest_batch_is_the_largest(start, room):
+    def peak(batch_size):
+        # a line with roundings, as an allocator makes them
+        return 100 + 7 * batch_size + batch_size % 3
+
+    peaks = {start: peak(start)}
+    largest = _largest(peaks, room, 100, peak)
+    assert largest == max((size for size in range(1, 2000) if peak(size) <= room), default=0)
+    assert all(peaks[size] == peak(size) for size in peaks) and len(peaks) <= 8
+
+
+def test_tables_on_a_terminal(monkeypatch, capsys):
+    rows = [("a [b]", "1"), ("long name", "22")]
+    echo_table(("name", "size"), rows, ("size",))
+    assert capsys.readouterr().out == "name       size\na [b]         1\nlong name    22\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    echo_table(("name", "size"), rows, ("size",))
+    shown = capsys.readouterr().out
+    assert "a [b]" in shown and "─" in shown
