@@ -1,9 +1,10 @@
 """Two processes over gloo: DDP and FSDP2 with a patched model against the stock model in the same wrapper, and against
-one process in fp64."""
+one process in fp64; and every preset under DDP."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_actcompress import PRESETS, patch_model
+from hf_actcompress.reference import seed_codecs
 from tests.families import BODY, BY_NAME, Family, Gradients, differing, oracle_step, relative_error
 from tests.oracle import EXACT
 
@@ -105,16 +107,39 @@ def _run_case(case: Case, rank: int) -> None:
     assert relative_error(ours, oracle) <= EXACT * own
 
 
+def _run_preset(preset: str, rank: int) -> None:
+    """On the same batch in both processes: what is drawn differs, what is not does not, and DDP takes the mean."""
+    family = BY_NAME["bert" if preset in ("tempo", "inverted", "fewbit") else "llama"]
+    batch = family.make_batch("right")
+
+    def gradients(model: Any) -> Gradients:
+        # as patch_model does; each process draws its own
+        seed_codecs(3)
+        model(**batch).loss.backward()
+        return {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    own = gradients(patch_model(family.build(), preset))
+    everyones: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyones, own)
+    assert bool(differing(*everyones)) == (preset == "sampled")
+    wrapped = nn.parallel.DistributedDataParallel(patch_model(family.build(), preset), find_unused_parameters=True)
+    synced = gradients(wrapped)
+    # halves are exact in binary
+    assert not differing(synced, {n: (everyones[0][n] + everyones[1][n]) / 2 for n in own})
+
+
 def _worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     failures = []
-    for case in CASES:
+    checks: list[tuple[Any, Callable[[Any, int], None]]] = [(case, _run_case) for case in CASES]
+    checks += [(preset, _run_preset) for preset in PRESETS]
+    for what, check in checks:
         try:
-            _run_case(case, rank)
+            check(what, rank)
         except AssertionError as error:  # the same on both ranks: the next case can still be run
-            failures.append(f"{case}: {error}")
+            failures.append(f"{what}: {error}")
     dist.destroy_process_group()
     assert not failures, "\n".join(failures)
 
