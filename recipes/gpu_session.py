@@ -61,7 +61,8 @@ def run(job: Job, args: argparse.Namespace) -> dict[str, object]:
         options = [*rounds, "--device", "cuda", "--out", str(args.out / job.name)]
         if args.rehearse:
             options = [*rounds, "--device", "cpu", "--quick", "--out", str(args.out / job.name)]
-    command = [sys.executable, *_rehearsed(job.command) if args.rehearse else job.command, *options]
+    wanted = _rehearsed(job.command) if args.rehearse else job.command
+    command = [sys.executable, *wanted, *options]
     began = time.perf_counter()
     with (args.out / f"{job.name}.log").open("w") as log:
         try:
@@ -72,7 +73,8 @@ def run(job: Job, args: argparse.Namespace) -> dict[str, object]:
     seconds = round(time.perf_counter() - began, 1)
     # without a GPU pytest finds nothing to run, and says so by 5
     ok = status == 0 or (args.rehearse and job.name == "correctness" and status == 5)
-    print(f"{job.name}: {'ok' if ok else 'cut off' if status == -1 else f'exit status {status}'}, {seconds} s", flush=True)
+    ending = "ok" if ok else "cut off" if status == -1 else f"exit status {status}"
+    print(f"{job.name}: {ending}, {seconds} s", flush=True)
     return {**asdict(job), "command": " ".join(command), "status": status, "ok": ok, "took": seconds}
 
 
