@@ -23,20 +23,26 @@ def switch_on(model: nn.Module, parts: tuple[str, ...]) -> Iterator[tuple[str, n
     Raises:
         UnknownOptionError: A part under which there is no layer that transformers can checkpoint.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    layers = checkpointable(model)
     for part in parts:
-        if not any(_below(name, part) for name in layers):
+        if not any(below(name, part) for name in layers):
             raise UnknownOptionError("layer to checkpoint", part, layers)
     outer: list[str] = []
     for name, layer in layers.items():
         # a layer inside of one that is computed again is computed again with it
-        if any(_below(name, part) for part in parts) and not any(name.startswith(f"{o}.") for o in outer):
+        if any(below(name, part) for part in parts) and not any(name.startswith(f"{o}.") for o in outer):
             outer.append(name)
             _switch_on(layer)
             yield name, layer
 
 
-def _below(name: str, part: str) -> bool:
+def checkpointable(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that transformers can checkpoint, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+
+
+def below(name: str, part: str) -> bool:
+    """Whether a dotted part of a name covers the module of that name."""
     return f".{part}." in f".{name}."
 
 

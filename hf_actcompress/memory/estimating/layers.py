@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...config import CompressionConfig
+from ...models.checkpointing import below
 from ..saved import layer_names
 
 # attributes in which equal layers differ
@@ -63,10 +64,9 @@ def _treatment(layer: nn.Module, name: str, config: CompressionConfig | None) ->
         return None
     inside = [f"{name}.{module}" if module else name for module, _ in layer.named_modules()]
     codecs = tuple(
-        tuple((role, codec) for part, role, codec in config.overrides if f".{part}." in f".{module}.")
-        for module in inside
+        tuple((role, codec) for part, role, codec in config.overrides if below(module, part)) for module in inside
     )
-    return codecs, any(f".{part}." in f".{name}." for part in config.checkpoint)
+    return codecs, any(below(name, part) for part in config.checkpoint)
 
 
 def _run(name: str, kinds: list[Any]) -> LayerRun | None:
@@ -77,7 +77,7 @@ def _run(name: str, kinds: list[Any]) -> LayerRun | None:
             prefix -= 1
         # whole units
         prefix += (count - prefix) % period
-        if (count - prefix) // period >= 2 and prefix <= 2 * period:
+        if (count - prefix) // period >= 2:
             return LayerRun(name, count, prefix, period)
     return None
 

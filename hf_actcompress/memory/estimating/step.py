@@ -8,7 +8,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...config import CompressionConfig
 from ...errors import ModelConfigError
+from ...models.checkpointing import below, checkpointable
 from ...patching import patch_model, unpatch_model
 from ..allocator import loss_of
 from ..attribution import module_roles, role_of
@@ -89,10 +90,17 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
     with FakeAllocator():
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
-            patch_model(fake, setting.config, strict=False)
+            patch_model(fake, _present(setting.config, fake), strict=False)
     kept, peak = _measure(fake, batch, setting, mode)
     by_role = _by_role(fake, batch, setting, mode, names) if roles else {}
     return FakeStep(kept, peak, by_role)
+
+
+def _present(config: CompressionConfig, model: nn.Module) -> CompressionConfig:
+    """The config without checkpoints of layers that a shortened model has not."""
+    layers = checkpointable(model)
+    parts = (part for part in config.checkpoint if any(below(name, part) for name in layers))
+    return replace(config, checkpoint=tuple(parts))
 
 
 @contextmanager
