@@ -122,7 +122,7 @@ def _float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor
         return codes, scale
     features = codes.size(1)
     group = min(group_size, features)
-    rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group)
+    rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features)
     with on(x):
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
             rows.x, codes.view(torch.uint8), scale, scale.numel(), scale.size(1), features, group,
@@ -151,7 +151,7 @@ def _float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size:
         return out
     features = out.size(1)
     group = min(group_size, features)
-    tile = group_tile(group)
+    tile = group_tile(group, features)
     with on(out):
         _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
             codes.contiguous().view(torch.uint8), scale.contiguous(), out,

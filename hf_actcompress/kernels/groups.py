@@ -33,13 +33,14 @@ class GroupTile(NamedTuple):
     whole: bool
 
 
-def group_tile(group_size: int) -> GroupTile:
+def group_tile(group_size: int, features: int) -> GroupTile:
     """8 to 32 elements per thread; at least 8 columns, what one draw of random numbers serves."""
     columns = max(triton.next_power_of_2(group_size), 8)
     if columns > _WIDEST_TILE:
         return GroupTile(1, _PIECE, 4, False)
-    # small or odd groups need registers for their addresses
-    elements = max(columns, _PIECE if group_size % 16 == 0 else 1024)
+    # small, odd and shorter last groups need registers for their addresses
+    even = group_size % 16 == 0 and features % group_size == 0
+    elements = max(columns, _PIECE if even else 1024)
     return GroupTile(elements // columns, columns, min(max(elements // 1024, 4), 16), True)
 
 

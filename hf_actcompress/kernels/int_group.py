@@ -173,7 +173,7 @@ def _int_group_pack(
     group = min(group_size, features)
     width = _kernel_bits(features, bits, group)
     target = codes if width == bits else codes.new_zeros(codes.size(0), codes.size(1) * (8 // bits))
-    rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group)
+    rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features)
     with on(x):
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
             rows.x, x if skip is None else skip.view(torch.uint8), x if seed is None else seed, target, scale, zero,
@@ -216,7 +216,7 @@ def _int_group_unpack(
     packed, scale, zero = packed.contiguous(), scale.contiguous(), zero.contiguous()
     if width != bits:
         packed = unpack_codes(packed.view(-1), bits, packed.numel() * (8 // bits)).view(packed.size(0), -1)
-    tile = group_tile(group)
+    tile = group_tile(group, features)
     with on(out):
         _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
             packed, scale, zero, out,

@@ -18,7 +18,7 @@ CONFIGURATIONS = list(kernel.configurations())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 700)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700)], ids=str)
 @pytest.mark.parametrize("name", ["fewbit_bwd", "fewbit_codes"])
 def test_samples(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for args in samples(name, dtype, *shape):

@@ -15,7 +15,7 @@ every_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", ((0, 8), (3, 7), (5, 64), (7, 129)), ids=str)
+@pytest.mark.parametrize("shape", ((3, 7), (7, 129)), ids=str)
 @pytest.mark.parametrize("name", ["float8_pack", "float8_unpack"])
 def test_bits_are_the_references(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for args in samples(name, dtype, *shape):

@@ -13,7 +13,7 @@ from tests.codecs.helpers import LAYOUTS
 from tests.kernels.harness import DEVICE, DTYPES, check, poisoned, samples
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_shape = pytest.mark.parametrize("shape", ((0, 8), (3, 7), (5, 64), (7, 129)), ids=str)
+every_shape = pytest.mark.parametrize("shape", ((3, 7), (7, 129)), ids=str)
 
 
 @every_dtype
@@ -75,15 +75,15 @@ def draws(x: Tensor, bits: int, group_size: int) -> Tensor:
 
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 64), (4, 24), (2, 5)])
 def test_stochastic_rounding_has_no_bias(bits: int, group_size: int) -> None:
-    row = torch.randn(120, device=DEVICE)
-    count = 400
+    row = torch.randn(60, device=DEVICE)
+    count = 256
     mean = draws(row.repeat(count, 1), bits, group_size).mean(0)
     step = (row.max() - row.min()) / (2**bits - 1) * 1.01
-    # a code is one of two neighbours: Hoeffding's bound for 120 means at once, once in 10^9
-    bound = step * (torch.tensor(2 * 120 * 1e9).log() / (2 * count)).sqrt()
+    # a code is one of two neighbours: Hoeffding's bound for 60 means at once, once in 10^9
+    bound = step * (torch.tensor(2 * 60 * 1e9).log() / (2 * count)).sqrt()
     assert bool(((mean - row).abs() <= bound).all())
     # and all of them together, of which a bias of the same sign would be seen at once
-    assert (mean - row).mean().abs() <= bound / 120**0.5
+    assert (mean - row).mean().abs() <= bound / 60**0.5
 
 
 def test_stochastic_draws_follow_the_codecs_seed() -> None:

@@ -14,7 +14,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @every_dtype
-@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (3, 700)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700)], ids=str)
 def test_bits_are_the_references(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for args in samples("activation_output_bits", dtype, *shape):
         check("activation_output_bits", args, bitwise=True)
