@@ -5,12 +5,16 @@
 What may be a kernel. The forward value of a patched module equals stock's bit by bit, so a kernel stands in a forward
 only where every step has one correctly rounded result (products, sums of two, casts); where the order of a sum or the
 last bit of exp matters, the forward keeps torch's own op. What only backward sees, a gradient or a rebuilt tensor, may
-differ from stock's in the last bit: it is held to stock's own error against fp64, times 1.1.
+differ from stock's in the last bit: it is held to stock's own error against fp64, times 1.1. So is the loss head that
+never has whole logits: its sums go by chunks, in an order that is not stock's with or without a kernel. Codes are the
+reference's bits under rounding to nearest, and of the same distribution under stochastic rounding.
 
 What is none. LayerNorm's forward, which also rebuilds its output: torch has it as one kernel. Dropout's replay: torch's
 own kernel under the generator's old state draws the stock mask, whose layout over threads is torch's and changes with
 its version. Rotary embeddings: no op here keeps or rebuilds them. Residual sums and dropout fused into a norm: leaf
-modules are patched one by one, and none sees its neighbour.
+modules are patched one by one, and none sees its neighbour. Packing by size (entries, tiles, rows): a sort. Weight
+gradients out of sampled rows, pooled tokens and kept tiles: products of fewer rows, which are torch's; a product that
+decodes or chooses its tiles inside has to be faster than a pass of decoding and torch's product, which nobody measured.
 """
 
 from __future__ import annotations
