@@ -15,7 +15,7 @@ from torch import nn
 
 from .codecs import CODECS
 from .config import PRESETS, CompressionConfig, Configured, resolve
-from .errors import NothingPatchedError, NotPatchedError, UnsupportedModelError
+from .errors import NothingPatchedError, NotPatchedError, UnknownOptionError, UnsupportedModelError
 from .models import Declined, Site, find_site
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.heads import find_head, output_layers
@@ -111,15 +111,15 @@ def patch_model(
 
     Raises:
         NothingPatchedError: strict, and no module was patched.
-        UnknownOptionError: Unknown preset or codec, or a layer to checkpoint that is not there.
+        UnknownOptionError: Unknown preset or codec, an override or a layer to checkpoint that is not there.
         UnsupportedModelError: Wrapped by DDP or FSDP, on the meta device, or not a module.
     """
     resolved = resolve(config)
     _check(model)
     if seed is not None or root_of(model) is None:
         seed_codecs(seed)
-    if not resolved.lossless:
-        _say_once(resolved)
+    _check_overrides(model, resolved)
+    _warn_if_lossy(resolved)
     if any(isinstance(m, PatchedModule) for m in model.modules()) and _config_of(model) != resolved:
         unpatch_model(model)
     report = _patch(model, resolved)
@@ -145,10 +145,21 @@ def _patch(model: nn.Module, config: CompressionConfig) -> PatchReport:
             unpatch_model(model)
 
 
+def _warn_if_lossy(config: CompressionConfig) -> None:
+    if not config.lossless:
+        _say_once(next((f'preset "{name}"' for name, preset in PRESETS.items() if preset == config), "this config"))
+
+
 @cache
-def _say_once(config: CompressionConfig) -> None:
-    name = next((f'preset "{name}"' for name, preset in PRESETS.items() if preset == config), str(config))
+def _say_once(name: str) -> None:
     logger.warning("%s is lossy; fidelity_report(model, batch) measures what it does to the gradients", name)
+
+
+def _check_overrides(model: nn.Module, config: CompressionConfig) -> None:
+    names = [f".{name}." for name, _ in model.named_modules()]
+    for part, _, _ in config.overrides:
+        if not any(f".{part}." in name for name in names):
+            raise UnknownOptionError("module of an override", part, [name for name, _ in model.named_children()])
 
 
 _WRAPPERS = {

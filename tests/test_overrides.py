@@ -64,4 +64,11 @@ def test_a_config_may_be_carried() -> None:
         config = PRESETS["int8"]
 
     model = patch_model(BY_NAME["llama"].build(torch.float32), Carrier())
-    assert {row.codec for row in patch_report(model).rows if row.role == "norm"} == {"int8"}
+    assert {row.codec for row in patch_report(model).rows if row.role == "norm"} == {PRESETS["int8"].norm}
+
+
+def test_an_override_that_meets_no_module_is_named() -> None:
+    model = BY_NAME["llama"].build(torch.float32)
+    with pytest.raises(UnknownOptionError, match="layers.99"):
+        patch_model(model, CompressionConfig(overrides=(("layers.99", "mlp", "int8"),)))
+    assert not any(hasattr(module, "actcompress") for module in model.modules())

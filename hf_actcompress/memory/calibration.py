@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..config import PRESETS, CompressionConfig
 from ..errors import MeasurementError
+from ..models.root import root_module
 from ..patching import PatchReport, patch_model, patch_report, unpatch_model
 from .allocator import loss_of
 from .bit_allocation import BITS, Sensitivity, allocate
@@ -144,6 +145,8 @@ def _kept(
     unpatch_model(model)
     patch_model(model, replace(config, linear=codec, norm=codec, mlp=codec), strict=False)
     roles = _roles(patch_report(model))
+    # names as the transformers model itself has them: adapters that come later are patched by those
+    outer = next((f"{name}." for name, module in model.named_modules() if name and module is root_module(model)), "")
     before = storages(value for value in inputs.values() if isinstance(value, Tensor))
     found: dict[tuple[str, str], int] = defaultdict(int)
     seen = saved_tensors(model, lambda: model(**inputs), loss_of, before)
@@ -154,7 +157,7 @@ def _kept(
         )
     for tensor in seen.tensors:
         if tensor.module in roles:
-            found[layer_of(tensor.module), roles[tensor.module]] += tensor.nbytes
+            found[layer_of(tensor.module.removeprefix(outer)), roles[tensor.module]] += tensor.nbytes
     return found
 
 

@@ -96,3 +96,16 @@ def test_under_checkpointing_it_says_that_it_sees_nothing() -> None:
     model.gradient_checkpointing_enable()
     with pytest.raises(MeasurementError, match="checkpointing"):
         calibrate(model, BATCH)
+
+
+def test_the_names_are_those_of_the_model_inside_its_wrapper() -> None:
+    """Adapters that come later are patched by them."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(FAMILY.build(torch.float32), LoraConfig(r=4, target_modules="all-linear"))
+    found = calibrate(model, BATCH, 5)
+    assert {row.layer for row in found.rows} <= {"model.layers.0", "model.layers.1", "model.norm"}
+    patch_model(model, found)
+    rows = [row for row in patch_report(model).rows if row.role == "gated_mlp"]
+    bits = {row.layer: row.bits for row in found.rows if row.role == "mlp"}
+    assert rows and all(row.codec == codec_name(bits[row.name[len("base_model.model.") :][:14]]) for row in rows)
