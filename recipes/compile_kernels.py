@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from itertools import islice, product
 from multiprocessing import get_context
@@ -51,12 +51,12 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel as compiled for one architecture.
+    """One kernel as compiled for one architecture, or the worst of its variants.
 
     Attributes:
         name: The function of the package that launches it.
         kernel: The kernel's own name.
-        options: Its compile-time options.
+        options: Its compile-time options; of several variants those of the one with the narrowest accesses.
         dtype: Of the tensors it was launched for.
         capability: Of the target, 10 * major + minor.
         warps: Per block.
@@ -64,6 +64,7 @@ class Row:
         shared_bytes: Per block.
         spilled_bytes: Per thread, local memory and stack.
         loads, stores: Instructions on global memory by the bytes that each moves per thread.
+        variants: How many.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Row:
     spilled_bytes: int
     loads: dict[int, int]
     stores: dict[int, int]
+    variants: int = 1
 
     @property
     def wide_share(self) -> float:
@@ -171,6 +173,21 @@ def compile_kernel(name: str, dtype: str, capability: int, samples: int | None) 
     return rows
 
 
+def worst(variants: list[Row]) -> Row:
+    """What holds for all of them."""
+    narrowest = min(variants, key=lambda row: row.wide_share)
+    names = ("warps", "registers", "shared_bytes", "spilled_bytes")
+    largest = {name: max(getattr(row, name) for row in variants) for name in names}
+    return replace(narrowest, variants=sum(row.variants for row in variants), **largest)
+
+
+def grouped(rows: list[Row], *by: str) -> dict[tuple[Any, ...], list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(getattr(row, name) for name in by)].append(row)
+    return dict(sorted(groups.items()))
+
+
 def _job(job: tuple[str, str, int, int | None]) -> list[Row]:
     return compile_kernel(*job)
 
@@ -187,18 +204,14 @@ def table(rows: list[Row]) -> str:
         "| function | dtype | variants | " + " | ".join(f"sm_{c}" for c in capabilities) + " | wide |",
         "|---|---|---|" + "---|" * len(capabilities) + "---|",
     ]
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.name, row.dtype].append(row)
-    for (name, dtype), group in sorted(groups.items()):
-        cells = []
-        for capability in capabilities:
-            own = [row for row in group if row.capability == capability]
-            worst = (max(getattr(row, k) for row in own) for k in ("registers", "shared_bytes", "spilled_bytes"))
-            cells.append(" / ".join(map(str, worst)))
-        variants = len(group) // len(capabilities)
-        wide = min(row.wide_share for row in group)
-        lines.append(f"| {name} | {dtype} | {variants} | {' | '.join(cells)} | {wide:.0%} |")
+    for (name, dtype), group in grouped(rows, "name", "dtype").items():
+        cells = {}
+        for (capability,), own in grouped(group, "capability").items():
+            row = worst(own)
+            cells[capability] = f"{row.registers} / {row.shared_bytes} / {row.spilled_bytes}"
+        columns = " | ".join(cells.get(capability, "") for capability in capabilities)
+        overall = worst(group)
+        lines.append(f"| {name} | {dtype} | {overall.variants // len(cells)} | {columns} | {overall.wide_share:.0%} |")
     return "\n".join(lines) + "\n"
 
 
@@ -217,10 +230,6 @@ def kept(path: Path, made: set[tuple[str, str, int]]) -> list[Row]:
     return [row for row in rows if row.name in KERNELS and (row.name, row.dtype, row.capability) not in made]
 
 
-def _order(row: Row) -> tuple[Any, ...]:
-    return row.name, row.kernel, row.dtype, row.capability, sorted(row.options.items())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, help="10 * major + minor")
@@ -237,9 +246,11 @@ def main() -> None:
         for found in tqdm(done, total=len(jobs), desc="compiled", disable=None):
             rows += found
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = sorted([*rows, *kept(args.out / "kernels.json", {job[:3] for job in jobs})], key=_order)
-    result = {"triton": metadata.version("triton"), "kernels": [{**asdict(r), "wide": r.wide_share} for r in rows]}
-    (args.out / "kernels.json").write_text(json.dumps(result, indent=1) + "\n")
+    rows += kept(args.out / "kernels.json", {job[:3] for job in jobs})
+    rows = [worst(variants) for variants in grouped(rows, "name", "kernel", "dtype", "capability").values()]
+    lines = ",\n".join(json.dumps({**asdict(row), "wide": round(row.wide_share, 3)}) for row in rows)
+    header = json.dumps({"triton": metadata.version("triton")})[:-1]
+    (args.out / "kernels.json").write_text(f'{header}, "kernels": [\n{lines}\n]}}\n')
     (args.out / "kernels.md").write_text(table(rows))
     print(table(rows))
 
