@@ -135,7 +135,8 @@ class Block(nn.Module):
         return loss
 
 
-@every_preset
+# "exact" is compiled in test_compile.py, and "adaptive" has no format that "int4" has not
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("exact", "adaptive")])
 def test_compile(preset: str) -> None:
     """In one graph. The codes are what is kept there too; what can be derived is up to the compiler."""
     torch._dynamo.reset()
@@ -153,4 +154,4 @@ def test_compile(preset: str) -> None:
     kept, before = (
         kept_bytes(lambda model=model: model(x=x.clone().requires_grad_()), "cpu") for model in (compiled, stock)
     )
-    assert kept < 0.5 * before if preset in ("int8", "int4", "adaptive", "fp8") else kept <= before
+    assert kept < 0.5 * before if preset in ("int8", "int4", "fp8") else kept <= before

@@ -111,8 +111,7 @@ def conv2d_cases() -> list[Case]:
 
     return [
         case("conv2d", (1, 1), (1, 1), (1, 1)),
-        case("conv2d_strided", (2, 1), (0, 2), (1, 2), bias=False),
-        case("conv2d_grouped", (1, 1), (1, 1), (1, 1), groups=2),
+        case("conv2d_strided_grouped", (2, 1), (0, 2), (1, 2), groups=2, bias=False),
     ]
 
 
