@@ -51,3 +51,12 @@ class MissingExtraError(ActCompressError, ImportError):
 
 class ModelConfigError(ActCompressError, ValueError):
     """A model was named for which no config can be had, or which cannot be built from it."""
+
+
+class DoesNotFitError(ActCompressError, ValueError):
+    """No plan fits the budget. `missing_bytes` is what the smallest one lacks; `batch_size` and `seq_len` are the
+    largest that would fit with the other one as asked, 0 if none would."""
+
+    def __init__(self, message: str, missing_bytes: int, batch_size: int, seq_len: int) -> None:
+        super().__init__(message)
+        self.missing_bytes, self.batch_size, self.seq_len = missing_bytes, batch_size, seq_len

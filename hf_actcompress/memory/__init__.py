@@ -9,6 +9,8 @@ from .batch_size_report import BatchSizeReport, BatchSizeTrial
 from .calibration import Calibration, CalibrationRow, calibrate
 from .estimate import Estimate, estimate
 from .fidelity import FidelityComparison, FidelityReport, ParameterFidelity, compare_presets, fidelity_report
+from .largest import max_batch_size, max_seq_len
+from .plan import Plan, PlanRow, plan
 from .report import Advice, MemoryReport, MemoryRow
 from .timeline import MemoryTimeline, memory_timeline
 
@@ -26,6 +28,8 @@ __all__ = [
     "MemoryRow",
     "MemoryTimeline",
     "ParameterFidelity",
+    "Plan",
+    "PlanRow",
     "StepMemory",
     "calibrate",
     "compare_presets",
@@ -33,8 +37,11 @@ __all__ = [
     "fidelity_report",
     "find_batch_size",
     "kept_bytes",
+    "max_batch_size",
+    "max_seq_len",
     "measure_step",
     "memory_report",
     "memory_timeline",
+    "plan",
     "trace",
 ]

@@ -12,7 +12,7 @@ from ..config import CompressionConfig, Configured, resolve
 from ..errors import UnknownOptionError
 from ..models.root import root_module
 from .estimating.extrapolation import whole_step
-from .estimating.optimizers import optimizer_rule
+from .estimating.optimizers import OptimizerRule, optimizer_rule
 from .estimating.result import Estimate
 from .estimating.source import dtype_of, skeleton
 from .estimating.step import FakeStep, Setting, run_step
@@ -72,24 +72,44 @@ def estimate(
     resolved = None if config is None or config == "stock" else resolve(config)
     setting = Setting(batch_size, seq_len, resolved, device == "cuda", dtype_of(autocast))
     whole = skeleton(model, dtype_of(dtype), lora, gradient_checkpointing)
-    found = whole_step(whole, lambda part, roles: run_step(part, setting, roles=roles), resolved)
-    trained = [p for p in whole.parameters() if p.requires_grad]
+    return estimate_of(whole, setting, rule, _named(config))
+
+
+def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
+    """The estimate of a model on the meta device; `name` is what its config is called."""
+    found = whole_step(whole, lambda part, roles: run_step(part, setting, roles=roles), setting.config)
+    weights, gradients, states = state_bytes(whole, setting, rule)
     return Estimate(
         model=type(root_module(whole)).__name__,
-        device=device,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        config=_named(config),
-        weights_bytes=sum(setting.rounded(x.untyped_storage().nbytes()) for x in _once(whole)),
-        gradients_bytes=sum(setting.rounded(p.nbytes) for p in trained),
-        optimizer_bytes=sum(setting.rounded(size) for p in trained for size in rule.states(p)),
+        device="cuda" if setting.cuda else "cpu",
+        batch_size=setting.batch_size,
+        seq_len=setting.seq_len,
+        config=name,
+        weights_bytes=weights,
+        gradients_bytes=gradients,
+        optimizer_bytes=states,
         kept_bytes=found.step.kept,
         kept_by_role=_complete(found.step),
         kept_per_layer=found.per_layer,
         layers=len(list(layer_names(whole))),
         step_peak_bytes=found.step.peak,
-        context_bytes=CONTEXT_BYTES if device == "cuda" else 0,
+        context_bytes=context_bytes(setting),
     )
+
+
+def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tuple[int, int, int]:
+    """Bytes of weights and buffers, gradients and optimizer states."""
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    return (
+        sum(setting.rounded(x.untyped_storage().nbytes()) for x in _once(whole)),
+        sum(setting.rounded(p.nbytes) for p in trained),
+        sum(setting.rounded(size) for p in trained for size in rule.states(p)),
+    )
+
+
+def context_bytes(setting: Setting) -> int:
+    """The allowance for what a device takes beside tensors."""
+    return CONTEXT_BYTES if setting.cuda else 0
 
 
 def _once(model: nn.Module) -> list[torch.Tensor]:

@@ -47,13 +47,13 @@ def whole_step(model: nn.Module, run: Run, config: CompressionConfig | None) -> 
     slopes = {}
     for longer in runs:
         sizes = [_with(model, runs, longer, more, run) for more in (1, 2)]
-        slopes[longer] = _less(sizes[0], base)
+        slopes[longer] = sizes[0].plus(base, -1)
         # a line through three points, or there is something that this does not know
-        if _plain(_less(sizes[1], sizes[0])) != _plain(slopes[longer]):
+        if _plain(sizes[1].plus(sizes[0], -1)) != _plain(slopes[longer]):
             return Extrapolated(run(model, True), 0)
     total = base
     for found in runs:
-        total = _plus(total, slopes[found], found.units - _FEWEST)
+        total = total.plus(slopes[found], found.units - _FEWEST)
     layers = sum(found.units * found.period for found in runs)
     kept = sum(slopes[found].kept * found.units for found in runs)
     return Extrapolated(total, kept // layers)
@@ -68,13 +68,3 @@ def _with(model: nn.Module, runs: list[LayerRun], longer: LayerRun, more: int, r
 
 def _plain(step: FakeStep) -> tuple[int, int]:
     return step.kept, step.peak
-
-
-def _less(a: FakeStep, b: FakeStep) -> FakeStep:
-    return _plus(a, b, -1)
-
-
-def _plus(a: FakeStep, b: FakeStep, times: int) -> FakeStep:
-    roles = dict.fromkeys([*a.by_role, *b.by_role])
-    by_role = {role: a.by_role.get(role, 0) + times * b.by_role.get(role, 0) for role in roles}
-    return FakeStep(a.kept + times * b.kept, a.peak + times * b.peak, by_role)

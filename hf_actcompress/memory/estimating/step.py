@@ -71,6 +71,16 @@ class FakeStep:
     peak: int
     by_role: dict[str, int]
 
+    def plus(self, other: FakeStep, times: int) -> FakeStep:
+        """This and `times` the other."""
+        roles = dict.fromkeys([*self.by_role, *other.by_role])
+        by_role = {role: self.by_role.get(role, 0) + times * other.by_role.get(role, 0) for role in roles}
+        return FakeStep(self.kept + times * other.kept, self.peak + times * other.peak, by_role)
+
+    def divided(self, by: int) -> FakeStep:
+        """A share of it, rounded down."""
+        return FakeStep(self.kept // by, self.peak // by, {role: size // by for role, size in self.by_role.items()})
+
 
 def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
     """Forward and backward of a model on the meta device, as if it were on a real one.

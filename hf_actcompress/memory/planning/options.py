@@ -1,0 +1,150 @@
+"""The ways to keep a layer, with the bytes that steps on fake tensors show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from torch import nn
+
+from ...config import PRESETS, CompressionConfig
+from ...errors import UnsupportedModelError
+from ..estimating.layers import LayerRun, find_runs, shortened
+from ..estimating.step import FakeStep
+from .costs import GROUPS, DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
+from .knapsack import Weighed
+
+CHECKPOINT = "checkpoint"
+# presets that store every tensor otherwise
+STORAGE = ("exact", "int8", "fp8", "int4", "offload")
+OPTIONS = (*STORAGE, CHECKPOINT)
+
+# role of a report -> group
+_GROUP = {"norm": "norm", "activation": "mlp", "gated_mlp": "mlp", "attention": "attention", "linear": "attention"}
+# what a linear keeps where attention's output is no record of attention's own goes with attention
+_FIELDS = {"norm": ("norm",), "mlp": ("mlp",), "attention": ("attention", "linear")}
+
+
+@dataclass(frozen=True)
+class LayerOption:
+    """One way to keep a layer.
+
+    Args:
+        name: "checkpoint", or the presets of its groups ("int8", or "int8/exact/int8" for norm, MLP and attention).
+        codecs: Role -> codec, without those that are kept as they are.
+        nbytes: What it keeps.
+        time: Extra time, as a fraction of the layer's forward and backward.
+        error: Relative error of the stored tensors, averaged over the groups.
+    """
+
+    name: str
+    codecs: tuple[tuple[str, str], ...]
+    nbytes: int
+    time: float
+    error: float
+
+    def weighed(self, objective: str) -> Weighed:
+        """By an objective: "speed" trades a percent of error for a percent of time, "fidelity" avoids all error."""
+        cost = self.time + self.error if objective == "speed" else self.error + 1e-3 * self.time
+        return Weighed(self.nbytes, cost)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model under one preset.
+
+    Args:
+        whole: The step of the whole model.
+        layers: What one more layer of each run adds.
+    """
+
+    whole: FakeStep
+    layers: dict[LayerRun, FakeStep]
+
+
+def measure(model: nn.Module, run: Callable[[nn.Module], FakeStep]) -> Measured:
+    """A model's step and its layers'. Raises UnsupportedModelError if no two layers are alike."""
+    runs = [found for found in find_runs(model) if found.units >= 2]
+    if not runs:
+        raise UnsupportedModelError(f"{type(model).__name__} has no two layers of one kind; there is nothing to plan")
+    units = {found: min(2, found.units - 1) for found in runs}
+    with shortened(model, units):
+        base = run(model)
+    whole, layers = base, {}
+    for found in runs:
+        with shortened(model, {**units, found: units[found] + 1}):
+            added = run(model).plus(base, -1)
+        whole = whole.plus(added, found.units - units[found])
+        layers[found] = added.divided(found.period)
+    return Measured(whole, layers)
+
+
+def layer_options(
+    run: LayerRun,
+    measured: dict[str, Measured],
+    work: LayerWork,
+    device: DeviceModel,
+) -> list[LayerOption]:
+    """Every way to keep a layer of the run that `measured` allows."""
+    presets = [name for name in STORAGE if name in measured]
+    exact = measured["exact"].layers[run]
+    sizes = {name: _by_group(measured[name].layers[run]) for name in presets}
+    found: dict[tuple[tuple[str, str], ...], LayerOption] = {}
+    for choice in product(presets, repeat=len(GROUPS)):
+        option = _stored(dict(zip(GROUPS, choice, strict=True)), exact.kept, sizes, work, device)
+        # presets share codecs
+        found.setdefault(option.codecs, option)
+    options = list(found.values())
+    if CHECKPOINT in measured:
+        kept = measured[CHECKPOINT].layers[run].kept
+        options.append(LayerOption(CHECKPOINT, (), kept, checkpoint_time(work), 0.0))
+    return options
+
+
+def _stored(
+    choice: dict[str, str], exact: int, sizes: dict[str, dict[str, int]], work: LayerWork, device: DeviceModel
+) -> LayerOption:
+    packed = {group: preset for group, preset in choice.items() if preset != "exact"}
+    raw = {group: sizes["exact"][group] for group in packed}
+    small = {group: sizes[preset][group] for group, preset in packed.items()}
+    offloaded = {group for group, preset in packed.items() if preset == "offload"}
+    names = list(dict.fromkeys(choice.values()))
+    codecs = tuple(
+        (role, codec)
+        for group, preset in packed.items()
+        for role in _FIELDS[group]
+        if (codec := getattr(PRESETS[preset], role)) != "identity"
+    )
+    main = (codec_error(getattr(PRESETS[preset], group)) for group, preset in packed.items())
+    return LayerOption(
+        name=names[0] if len(names) == 1 else "/".join(choice.values()),
+        codecs=codecs,
+        nbytes=exact - sum(raw.values()) + sum(small.values()),
+        time=storage_time(work, raw, small, offloaded, device),
+        error=sum(main) / len(GROUPS),
+    )
+
+
+def _by_group(step: FakeStep) -> dict[str, int]:
+    sizes = dict.fromkeys(GROUPS, 0)
+    for role, nbytes in step.by_role.items():
+        if role in _GROUP:
+            sizes[_GROUP[role]] += nbytes
+    return sizes
+
+
+def layer_work(layer: nn.Module, batch_size: int, seq_len: int, width: int) -> LayerWork:
+    """The arithmetic of a layer's forward on such a batch."""
+    weights = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+    tokens = batch_size * seq_len
+    return LayerWork(2.0 * weights * tokens, 4.0 * seq_len * tokens * width)
+
+
+def config_of(layers: Iterable[tuple[str, LayerOption]]) -> CompressionConfig:
+    """The config that keeps each layer as chosen."""
+    chosen = list(layers)
+    return CompressionConfig(
+        overrides=tuple((name, role, codec) for name, option in chosen for role, codec in option.codecs),
+        checkpoint=tuple(name for name, option in chosen if option.name == CHECKPOINT),
+    )

@@ -1,0 +1,180 @@
+"""Plans beside the real step: what they promise, and the pieces that they are made of."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from hf_actcompress import measure_step, patch_model, patch_report, unpatch_model
+from hf_actcompress.errors import DoesNotFitError, MeasurementError, UnknownOptionError, UnsupportedModelError
+from hf_actcompress.memory import Plan, estimate, max_batch_size, max_seq_len, plan
+from hf_actcompress.memory.largest import largest
+from hf_actcompress.memory.planning.costs import DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
+from hf_actcompress.memory.planning.knapsack import Weighed, choose, undominated
+from tests.slopes import gpt2
+
+SIZES = {"batch_size": 2, "seq_len": 128}
+LAYERS = 4
+
+
+@lru_cache
+def model() -> Any:
+    return gpt2(LAYERS, hidden=128, bos_token_id=0, eos_token_id=0).train()
+
+
+@lru_cache
+def needed(checkpointing: bool) -> int:
+    if not checkpointing:
+        return estimate(model(), **SIZES, device="cpu").device_bytes
+    # the flag of the copy, not the model's own
+    return estimate(model().config, **SIZES, device="cpu", gradient_checkpointing=True).device_bytes
+
+
+def planned(budget: int, **options: Any) -> Plan:
+    return plan(model(), **SIZES, budget=budget, device="cpu", allow=("int8", "checkpoint"), **options)
+
+
+@pytest.mark.parametrize(("share", "objective"), [(0.6, "speed"), (0.3, "fidelity")])
+def test_a_plan_fits_in_the_real_step_and_serialises(share, objective, tmp_path, capsys):
+    budget = needed(True) + int(share * (needed(False) - needed(True)))
+    found = planned(budget, objective=objective)
+    state = found.estimate.state_bytes
+    ids = torch.randint(3, 128, (2, 128))
+
+    def step() -> None:
+        patched(input_ids=ids, labels=ids).loss.backward()
+
+    patched = patch_model(model(), found)
+    try:
+        assert {row.role for row in patch_report(patched).patched} & {"checkpoint", "norm"}
+        step()
+        peak = measure_step(step, "cpu").peak_bytes
+    finally:
+        unpatch_model(patched)
+        patched.zero_grad(set_to_none=True)
+    assert state + peak <= budget
+    assert found.estimate.step_peak_bytes == pytest.approx(peak, rel=0.05)
+    if objective == "fidelity":
+        assert found.error == 0
+    assert Plan.from_json(found.to_json()) == found
+    found.print()
+    assert "keep" in capsys.readouterr().out
+    found.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 0
+
+
+def test_with_enough_memory_nothing_is_done():
+    found = planned(needed(False))
+    assert {row.option for row in found.rows} == {"exact"}
+    assert found.config.lossless and not found.config.overrides and not found.config.checkpoint
+    assert found.time == found.error == 0
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would():
+    budget = needed(True) - (needed(False) - needed(True)) // 3
+    with pytest.raises(DoesNotFitError, match="would fit") as caught:
+        plan(model(), **SIZES, budget=budget, device="cpu", allow=("checkpoint",))
+    error = caught.value
+    assert error.missing_bytes > 0 and (error.batch_size == 1 or error.seq_len < 128)
+    config = model().config
+    options = {"device": "cpu", "gradient_checkpointing": True}
+    for batch, length in ((error.batch_size, 128), (2, error.seq_len)):
+        if batch and length:
+            assert estimate(config, batch_size=batch, seq_len=length, **options).device_bytes <= budget
+
+
+def test_the_largest_batch_and_sequence():
+    budget = 3 * needed(False)
+    options = {"device": "cpu", "config": "stock"}
+    batch = max_batch_size(model(), seq_len=128, budget=budget, **options)
+    sizes = [estimate(model(), batch_size=b, seq_len=128, **options).device_bytes for b in (batch, batch + 1)]
+    assert sizes[0] <= budget < sizes[1]
+    length = max_seq_len(model(), batch_size=2, budget=budget, step=32, limit=640, **options)
+    sizes = [estimate(model(), batch_size=2, seq_len=s, **options).device_bytes for s in (length, length + 32)]
+    assert length % 32 == 0 and sizes[0] <= budget and (length == 640 or budget < sizes[1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_search_finds_the_border_of_any_growing_function(seed):
+    draw = random.Random(seed)
+    steps = [draw.randint(1, 50) + (n if seed % 2 else 0) for n in range(200)]
+    sizes = list(itertools.accumulate(steps))
+    for budget in (0, sizes[0], sizes[5] + 1, sizes[150]):
+        asked: list[int] = []
+
+        def size(n: int, asked: list[int] = asked) -> int:
+            asked.append(n)
+            return sizes[n - 1] if n <= len(sizes) else 10**9
+
+        expected = sum(s <= budget for s in sizes)
+        assert largest(size, budget) == expected
+        assert largest(size, budget, limit=40) == min(expected, 40)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_choice_is_the_cheapest_of_all(seed):
+    draw = random.Random(seed)
+    layers = [
+        [Weighed(draw.randint(0, 40), draw.random()) for _ in range(draw.randint(1, 4))]
+        for _ in range(draw.randint(1, 5))
+    ]
+    capacity = draw.randint(0, 120)
+    every = [
+        [options[i] for options, i in zip(layers, picks, strict=True)]
+        for picks in itertools.product(*(range(len(options)) for options in layers))
+    ]
+    fitting = [sum(o.cost for o in picks) for picks in every if sum(o.nbytes for o in picks) <= capacity]
+    found = choose(layers, capacity)
+    if not fitting:
+        assert found is None
+        return
+    assert found is not None
+    picked = [options[i] for options, i in zip(layers, found, strict=True)]
+    assert sum(o.nbytes for o in picked) <= capacity
+    assert sum(o.cost for o in picked) == pytest.approx(min(fitting))
+
+
+def test_rounding_never_breaks_the_capacity():
+    # odd sizes near 2^33: units of many bytes
+    layers = [[Weighed(2**33 // 40 + 1, 0.0), Weighed(2**33 // 90 + 1, 1.0)]] * 64
+    found = choose(layers, 2**33)
+    assert found is not None
+    assert sum(layers[0][i].nbytes for i in found) <= 2**33
+    # 18 large ones would fit but for the rounding of each to a unit
+    assert sum(i == 0 for i in found) >= 17
+
+
+def test_options_that_another_one_beats_are_left_out():
+    options = [Weighed(5, 1.0), Weighed(3, 2.0), Weighed(4, 2.0), Weighed(5, 3.0), Weighed(9, 0.0)]
+    assert [options[i] for i in undominated(options)] == [options[1], options[0], options[4]]
+
+
+def test_costs_are_those_of_the_table():
+    work, device = LayerWork(9e12, 1e12), DeviceModel(flops=1e14, bandwidth=1e12, host_bandwidth=1e11)
+    # a forward of 0.1 s, a layer of 0.3 s
+    assert checkpoint_time(work) == pytest.approx(1 / 3)
+    raw, packed = {"norm": 30 * 10**9}, {"norm": 15 * 10**9}
+    assert storage_time(work, raw, packed, set(), device) == pytest.approx(2 * 45e9 / 1e12 / 0.3)
+    assert storage_time(work, raw, {"norm": 0}, {"norm"}, device) == pytest.approx((0.2 + 0.3) / 0.3)
+    assert storage_time(work, {"attention": 0}, {"attention": 0}, set(), device) == pytest.approx(0.01 / 0.3)
+    assert 0 == codec_error("identity") == codec_error("offload")
+    assert codec_error("int8") < codec_error("fp8_e4m3") < codec_error("int4")
+
+
+@pytest.mark.parametrize("options", [{"objective": "fun"}, {"allow": ("int3",)}, {"optimizer": "adamm"}])
+def test_unknown_options_are_named(options):
+    with pytest.raises(UnknownOptionError, match="known"):
+        plan(model(), **SIZES, budget="1GiB", **options)
+
+
+def test_what_cannot_be_planned():
+    with pytest.raises(UnsupportedModelError, match="one kind"):
+        plan(gpt2(1, hidden=64), **SIZES, budget="1GiB", device="cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(MeasurementError, match="22GiB"):
+            plan(model(), **SIZES)
