@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from .bench import bench
 from .common import EXIT_CODES
 from .env import env
 from .estimate import estimate
+from .plan import plan
 from .report import report
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -16,12 +19,15 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions
 @app.callback(epilog=EXIT_CODES)
 def main() -> None:
     """Fine-tune transformers with less activation memory: know what a training needs before it runs."""
+    # which transformers reads when it is imported: its remarks on configs are not what was asked
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 # a command's arguments for another program start where it knows no more of them
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command(epilog=EXIT_CODES)(estimate)
+app.command(epilog=EXIT_CODES)(plan)
 app.command(epilog=EXIT_CODES)(report)
 app.command(epilog=EXIT_CODES, context_settings=_PASSED_ON)(bench)
 app.command(epilog=EXIT_CODES)(env)

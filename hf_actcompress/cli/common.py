@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -46,6 +46,7 @@ Gpu = Annotated[
         help="What the card has: 24GB (10^9 bytes each), 22GiB (2^30). One sold as 24 GB shows about 23.6 GiB."
     ),
 ]
+Device = Annotated[str, typer.Option(help="cuda or cpu: by whose rules.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page with pictures. Needs matplotlib.")]
 
@@ -58,11 +59,11 @@ def lora_of(lora: bool, rank: int | None) -> bool | int | None:
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Errors that are known become a message and an exit code. For everything that imports the package."""
-    # what is lossy stands in the tables; transformers reads its level when it is imported
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # what is lossy stands in the tables
     logging.getLogger("hf_actcompress").setLevel(logging.ERROR)
     from ..errors import (
         ActCompressError,
+        DoesNotFitError,
         MeasurementError,
         MissingExtraError,
         ModelConfigError,
@@ -70,12 +71,16 @@ def exit_codes() -> Iterator[None]:
         UnsupportedModelError,
     )
 
+    codes: dict[type[ActCompressError], Exit] = {DoesNotFitError: Exit.DOES_NOT_FIT, MissingExtraError: Exit.MISSING}
     of_model = (ModelConfigError, MeasurementError, NothingPatchedError, UnsupportedModelError)
     try:
-        yield
+        with warnings.catch_warnings():
+            # of libraries about themselves
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     except ActCompressError as error:
-        code = Exit.MISSING if isinstance(error, MissingExtraError) else Exit.USAGE
-        fail(str(error), Exit.NO_MODEL if isinstance(error, of_model) else code)
+        code = Exit.NO_MODEL if isinstance(error, of_model) else Exit.USAGE
+        fail(str(error), codes.get(type(error), code))
 
 
 def fail(message: str, code: Exit) -> None:

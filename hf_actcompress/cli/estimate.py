@@ -10,6 +10,7 @@ import typer
 
 from .common import (
     BatchSize,
+    Device,
     Dtype,
     Exit,
     Gpu,
@@ -28,7 +29,7 @@ from .common import (
     lora_of,
     size_option,
 )
-from .strategies import TIME_CLASSES, Row, chosen, rows
+from .strategies import MOST, TIME_CLASSES, Row, chosen, rows
 
 if TYPE_CHECKING:
     from ..memory.html import HtmlSection
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
 ]
-Device = Annotated[str, typer.Option(help="cuda or cpu: by whose rules.")]
 
 _COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "extra time", "gradients")
 _RIGHT = ("peak", "kept", "largest batch")
@@ -99,10 +99,14 @@ def _cells(row: Row, room: int | None) -> tuple[str, ...]:
         name,
         *sizes,
         "yes" if row.fits(room) else "no",
-        str(row.largest),
+        _at_least(row.largest),
         time,
         gradients,
     )
+
+
+def _at_least(largest: int | None) -> str:
+    return "-" if largest is None else f"{largest}+" if largest >= MOST else str(largest)
 
 
 def _explain(found: list[Row], room: int | None, gpu: str | None) -> None:
@@ -156,7 +160,9 @@ def _sections(found: list[Row], table: Any) -> list[HtmlSection]:
 
     known = [(row.strategy.name, row, row.estimate) for row in found if row.estimate is not None]
     bars = {name: estimate.kept_by_role for name, _, estimate in known}
-    lines = {name: PeakLine(*zip(*sorted(row.peaks.items()), strict=True)) for name, row, _ in known}
+    # with no batch at all there are weights, gradients and optimizer states
+    peaks = {name: {0: e.device_bytes - e.step_peak_bytes, **row.peaks} for name, row, e in known}
+    lines = {name: PeakLine(*zip(*sorted(points.items()), strict=True)) for name, points in peaks.items()}
     parts = [(name, part, readable_size(size)) for name, _, estimate in known for part, size in estimate.rows()]
     return [
         HtmlSection("Strategies", tables=[table]),

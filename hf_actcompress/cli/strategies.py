@@ -18,6 +18,8 @@ TIME_CLASSES = {
     "forward": "one more forward: a third more arithmetic",
 }
 
+# no search for the largest batch size goes beyond it: what fits so often fits
+MOST = 1024
 # that a search for the largest batch size may take
 _ESTIMATES = 8
 
@@ -147,19 +149,27 @@ def rows(model: Any, strategies: tuple[Strategy, ...], room: int | None, **optio
 
 
 def _row(model: Any, strategy: Strategy, room: int | None, options: dict[str, Any]) -> Row:
+    from ..config import resolve
     from ..memory.estimate import estimate
+    from ..memory.estimating.extrapolation import whole_step
+    from ..memory.estimating.source import skeleton
+    from ..memory.estimating.step import Setting, run_step
 
     options = {**options, "config": strategy.config, "gradient_checkpointing": strategy.checkpointing}
     found = estimate(model, **options)
     peaks = {found.batch_size: found.device_bytes}
     if room is None:
         return Row(strategy, found, peaks)
+    whole = skeleton(model, None, None, strategy.checkpointing)
+    config = resolve(strategy.config) if strategy.config is not None else None
+    state = found.device_bytes - found.step_peak_bytes
 
     def peak(batch_size: int) -> int:
-        return estimate(model, **{**options, "batch_size": batch_size}).device_bytes
+        # an estimate without its roles, which take as long again
+        setting = Setting(batch_size, found.seq_len, config, found.device == "cuda")
+        return state + whole_step(whole, lambda part, roles: run_step(part, setting, roles=False), config).step.peak
 
-    largest = _largest(peaks, room, found.device_bytes - found.step_peak_bytes, peak)
-    return Row(strategy, found, peaks, largest)
+    return Row(strategy, found, peaks, _largest(peaks, room, state, peak))
 
 
 def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int]) -> int:
@@ -167,7 +177,8 @@ def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int],
     from ..memory.batch_size_report import BatchSizeTrial
     from ..memory.batch_size_search import Search
 
-    search = Search(next(iter(peaks)), None, _ESTIMATES)
+    start = next(iter(peaks))
+    search = Search(start, max(MOST, start), _ESTIMATES)
     while not search.settled(room) and (batch_size := search.candidate(room)) is not None:
         if batch_size not in peaks:
             peaks[batch_size] = peak(batch_size)

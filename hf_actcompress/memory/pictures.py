@@ -113,7 +113,7 @@ def draw_batch_sizes(lines: Mapping[str, PeakLine], target: Target, cards: Itera
     Args:
         lines: Strategy -> its peaks.
         target: A path, or a binary file for a PNG.
-        cards: In GiB; those far above the highest peak are left out.
+        cards: In GiB; those below all peaks and far above them are left out.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -124,7 +124,8 @@ def draw_batch_sizes(lines: Mapping[str, PeakLine], target: Target, cards: Itera
         axes.plot(line.batch_sizes, [peak / 2**30 for peak in line.peak_bytes], "o-", markersize=3, label=name)
     highest = max((max(line.peak_bytes) / 2**30 for line in lines.values()), default=0.0)
     left = min((min(line.batch_sizes) for line in lines.values()), default=0)
-    sizes = sorted(cards)
+    lowest = min((min(line.peak_bytes) / 2**30 for line in lines.values()), default=0.0)
+    sizes = sorted(card for card in cards if card > lowest)
     for card in [card for card in sizes if card <= highest] + [card for card in sizes if card > highest][:1]:
         axes.axhline(card, color="gray", linestyle="--", linewidth=0.8)
         axes.annotate(f"{card} GiB", (left, card), textcoords="offset points", xytext=(0, 3), fontsize=8)

@@ -49,7 +49,7 @@ def fresh(code: str) -> str:
 def test_help_needs_neither_torch_nor_transformers():
     out = fresh(
         "import sys\nfrom typer.testing import CliRunner\nfrom hf_actcompress.cli import app\n"
-        "for command in ([], ['estimate'], ['report'], ['bench'], ['env']):\n"
+        "for command in ([], ['estimate'], ['plan'], ['report'], ['bench'], ['env']):\n"
         "    result = CliRunner().invoke(app, [*command, '--help'])\n"
         "    assert result.exit_code == 0 and 'Exit codes' in result.stdout, result.output\n"
         "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib') if name in sys.modules])"
@@ -131,12 +131,11 @@ def test_estimate_as_json_is_the_api(model):
 
 
 def test_estimate_with_lora_and_an_optimizer(model):
-    options = (*SIZES, "--preset", "exact", "--json")
-    full = json.loads(run("estimate", model, *options).stdout)["rows"][1]["estimate"]
-    lora = json.loads(run("estimate", model, *options, "--lora-rank", "4").stdout)["rows"][1]["estimate"]
-    sgd = json.loads(run("estimate", model, *options, "--optimizer", "sgd").stdout)["rows"][1]["estimate"]
-    assert lora["gradients_bytes"] < full["gradients_bytes"]
-    assert sgd["optimizer_bytes"] == 0 < full["optimizer_bytes"]
+    options = (*SIZES, "--preset", "exact", "--json", "--optimizer")
+    full = json.loads(run("estimate", model, *options, "adamw").stdout)["rows"][1]["estimate"]
+    lora = json.loads(run("estimate", model, *options, "sgd", "--lora-rank", "4").stdout)["rows"][1]["estimate"]
+    assert 0 < lora["gradients_bytes"] < full["gradients_bytes"]
+    assert lora["optimizer_bytes"] == 0 < full["optimizer_bytes"]
 
 
 def test_every_strategy_by_default(model):
@@ -207,6 +206,33 @@ def test_a_json_that_is_no_config(tmp_path):
     path.write_text("{}")
     result = run("estimate", str(path))
     assert result.exit_code == Exit.NO_MODEL and "model_type" in result.stderr
+
+
+def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
+    from hf_actcompress.memory.plan import Plan
+
+    exact = estimate(model, batch_size=8, seq_len=128).device_bytes
+    page, out = tmp_path / "page.html", tmp_path / "plan.json"
+    options = ("--batch-size", "8", "--seq-len", "128", "--gpu", f"{exact - 10_000}B", "--allow", "checkpoint")
+    result = run("plan", model, *options, "--html", str(page), "--out", str(out))
+    assert result.exit_code == Exit.OK, result.output
+    assert "checkpoint" in result.stdout and "gradients exact" in result.stdout and "\x1b" not in result.stdout
+    found = Plan.from_json(out.read_text())
+    assert found.config.checkpoint and found.estimate.device_bytes <= exact - 10_000
+    assert "data:image/png;base64," in page.read_text() and "model.layers.1" in page.read_text()
+
+
+def test_plan_that_does_not_fit(model, monkeypatch):
+    from hf_actcompress.errors import DoesNotFitError
+
+    def refuse(model, **options):
+        assert options["budget"] == 2**20 and options["objective"] == "fidelity" and "allow" not in options
+        raise DoesNotFitError("a batch of 3 would fit", 5, 3, 0)
+
+    monkeypatch.setattr(sys.modules["hf_actcompress.cli.plan"], "_planned", refuse)
+    result = run("plan", model, "--gpu", "1MiB", "--objective", "fidelity")
+    assert result.exit_code == Exit.DOES_NOT_FIT
+    assert result.stderr == "error: a batch of 3 would fit\n" and result.stdout == ""
 
 
 def test_report_measures_per_module(model, tmp_path):

@@ -1,0 +1,105 @@
+"""`hf-actcompress plan`: how to keep each layer's tensors so that a training fits on a card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import (
+    BatchSize,
+    Device,
+    Dtype,
+    Gpu,
+    Html,
+    Json,
+    Lora,
+    LoraRank,
+    Model,
+    Optimizer,
+    SeqLen,
+    busy,
+    exit_codes,
+    frozen_imports,
+    lora_of,
+    size_option,
+)
+
+if TYPE_CHECKING:
+    from ..memory.plan import Plan
+
+Objective = Annotated[str, typer.Option(help="speed, or fidelity: no error where time can buy it.")]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(help="An option that may be used (int8, fp8, int4, offload, checkpoint); may be repeated."),
+]
+Out = Annotated[Path | None, typer.Option(help="Write the plan there as JSON; Plan.from_json reads it.")]
+
+
+def plan(
+    model: Model,
+    batch_size: BatchSize = 1,
+    seq_len: SeqLen = 512,
+    gpu: Gpu = None,
+    objective: Objective = "speed",
+    allow: Allow = None,
+    dtype: Dtype = None,
+    optimizer: Optimizer = "adamw",
+    lora: Lora = False,
+    lora_rank: LoraRank = None,
+    device: Device = "cuda",
+    out: Out = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """How to keep each layer so that a training fits on --gpu, at the least cost.
+
+    Without --gpu the card is this machine's. Exits with 1 if even the smallest plan is too large, and says by how much
+    and which smaller batch or sequence would fit.
+    """
+    room = size_option("--gpu", gpu)
+    with exit_codes():
+        with busy(f"planning {model}"):
+            found = _planned(
+                model,
+                batch_size=batch_size,
+                seq_len=seq_len,
+                budget=room,
+                objective=objective,
+                dtype=dtype,
+                optimizer=optimizer,
+                lora=lora_of(lora, lora_rank),
+                device=device,
+                **({"allow": tuple(allow)} if allow else {}),
+            )
+        if out is not None:
+            out.write_text(found.to_json())
+        if html is not None:
+            _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
+        if as_json:
+            typer.echo(found.to_json())
+        else:
+            found.print()
+
+
+def _planned(model: str, **options: Any) -> Plan:
+    from ..memory.plan import plan as plan_of
+
+    with frozen_imports():
+        return plan_of(model, **options)
+
+
+def _write_page(path: Path, title: str, found: Plan) -> None:
+    from ..memory.html import HtmlSection, HtmlTable, write_html
+    from ..memory.report import readable_size
+
+    cells = [(row.layer, row.option, readable_size(row.kept_bytes)) for row in found.rows]
+    parts = [(name, readable_size(size)) for name, size in found.estimate.rows()]
+    draw: Any = found.plot
+    sections = [
+        HtmlSection("Plan", str(found), pictures=[("what each layer keeps", draw)]),
+        HtmlSection("Layers", tables=[HtmlTable(("layer", "option", "keeps"), cells, ("keeps",))]),
+        HtmlSection("Parts of the peak", tables=[HtmlTable(("part", "bytes"), parts, ("bytes",))]),
+    ]
+    write_html(path, title, sections)
