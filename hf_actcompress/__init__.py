@@ -29,10 +29,17 @@ if TYPE_CHECKING:
         memory_timeline,
     )
     from .memory.estimate import Estimate, estimate
+    from .memory.largest import max_batch_size, max_seq_len
+    from .memory.plan import Plan, plan
     from .patching import PatchReport, patch_model, patch_report, patched, unpatch_model
-    from .training import ActCompressCallback, MemoryCallback, log_memory
+    from .training import ActCompressCallback, GradientNorms, MemoryCallback, log_memory
 
 _HOME = {
+    "GradientNorms": "training",
+    "plan": "memory",
+    "max_seq_len": "memory",
+    "max_batch_size": "memory",
+    "Plan": "memory",
     "log_memory": "training",
     "MemoryCallback": "training",
     "memory_timeline": "memory",
@@ -73,10 +80,12 @@ __all__ = [
     "Estimate",
     "FidelityComparison",
     "FidelityReport",
+    "GradientNorms",
     "MemoryCallback",
     "MemoryReport",
     "MemoryTimeline",
     "PatchReport",
+    "Plan",
     "StepMemory",
     "calibrate",
     "compare_presets",
@@ -85,12 +94,15 @@ __all__ = [
     "find_batch_size",
     "kept_bytes",
     "log_memory",
+    "max_batch_size",
+    "max_seq_len",
     "measure_step",
     "memory_report",
     "memory_timeline",
     "patch_model",
     "patch_report",
     "patched",
+    "plan",
     "unpatch_model",
 ]
 

@@ -17,6 +17,11 @@ from hf_actcompress.ops import OPS
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 NAMES = {
+    "GradientNorms",
+    "plan",
+    "max_seq_len",
+    "max_batch_size",
+    "Plan",
     "log_memory",
     "MemoryCallback",
     "memory_timeline",
