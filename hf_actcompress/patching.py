@@ -122,7 +122,7 @@ def patch_model(
     _warn_if_lossy(resolved)
     if any(isinstance(m, PatchedModule) for m in model.modules()) and _config_of(model) != resolved:
         unpatch_model(model)
-    report = _patch(model, resolved)
+    report = apply_config(model, resolved)
     if strict and not report.patched:
         unpatch_model(model)
         raise NothingPatchedError(
@@ -132,12 +132,12 @@ def patch_model(
     return model
 
 
-def _patch(model: nn.Module, config: CompressionConfig) -> PatchReport:
-    """Patch what is not patched yet: all of it, or nothing if something goes wrong."""
+def apply_config(model: nn.Module, config: CompressionConfig) -> PatchReport:
+    """Patch what is not patched yet: all of it, or nothing if something goes wrong. Says nothing and seeds nothing."""
     complete = False
     try:
         report = PatchReport(tuple(_patch_modules(model, config)))
-        install_root(model, config, report.rows, _patch)
+        install_root(model, config, report.rows, apply_config)
         complete = True
         return report
     finally:

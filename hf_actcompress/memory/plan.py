@@ -215,13 +215,14 @@ def _solve(problem: _Problem, budget: int) -> Plan:
     picks = problem.cheapest(room)
     room = budget - fixed - problem.transient(picks)
     best: tuple[list[LayerOption], Estimate] | None = None
-    for _ in range(_ROUNDS):
-        picks = problem.cheapest(room)
+    tried: list[list[LayerOption]] = []
+    while len(tried) < _ROUNDS and (picks := problem.cheapest(room)) not in tried:
+        tried.append(picks)
         found = problem.estimate(picks)
         left = budget - found.device_bytes
         if left >= 0 and (best is None or problem.cost(picks) < problem.cost(best[0])):
             best = picks, found
-        if 0 <= left < budget // _CLOSE or (left >= 0 and problem.cost(picks) == 0) or picks == problem.smallest():
+        if 0 <= left < budget // _CLOSE or (left >= 0 and problem.cost(picks) == 0):
             break
         room += left
     if best is None:

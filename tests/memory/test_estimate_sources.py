@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from peft import LoraConfig
 
-from hf_actcompress import kept_bytes, measure_step, patch_model, patch_report
+from hf_actcompress import CompressionConfig, kept_bytes, measure_step, patch_model, patch_report
 from hf_actcompress.errors import ModelConfigError, UnknownOptionError
 from hf_actcompress.memory import Estimate, estimate
 from tests.families import BY_NAME, FAMILIES
@@ -77,11 +77,21 @@ def test_layers_of_two_kinds_in_turn(layer_types):
 def test_a_module_is_left_as_it_was():
     model = patch_model(BY_NAME["llama"].build(), "int8").eval()
     report, before = patch_report(model), copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
     stock = estimate(model, **SIZES, config=None)
     assert estimate(model, **SIZES, config="exact").kept_bytes < stock.kept_bytes
     assert patch_report(model) == report and not model.training
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert all(p.grad is None and type(p) is torch.nn.Parameter for p in model.parameters())
+
+
+def test_nothing_is_said_of_a_lossy_preset_before_it_is_used(caplog):
+    model = BY_NAME["llama"].build()
+    estimate(model, **SIZES, config=CompressionConfig(mlp="int2"))
+    assert not caplog.records
+    patch_model(model, CompressionConfig(mlp="int2"))
+    assert "lossy" in caplog.text
 
 
 def test_frozen_parameters_have_no_gradients():

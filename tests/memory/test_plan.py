@@ -63,7 +63,7 @@ def test_a_plan_fits_in_the_real_step_and_serialises(share, objective, tmp_path,
         assert found.error == 0
     assert Plan.from_json(found.to_json()) == found
     found.print()
-    assert "keep" in capsys.readouterr().out
+    assert "needs" in capsys.readouterr().out
     found.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 0
 

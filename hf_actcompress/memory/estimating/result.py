@@ -22,7 +22,7 @@ class Estimate:
         optimizer_bytes: The optimizer's states after its first step.
         kept_bytes: What is alive between forward and backward above these: kept activations and the loss.
         kept_by_role: The same by role (linear, norm, mlp, attention, loss, checkpoint, ...); adds up to `kept_bytes`.
-        kept_per_layer: Of it in one layer, on average.
+        kept_per_layer: Of it in one layer, on average; 0 for a model of a few layers, all of which are run.
         layers: How many layers the model has.
         step_peak_bytes: The highest allocation during forward and backward above the state before the step, with the
             gradients already allocated.

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...config import CompressionConfig
 from ...errors import ModelConfigError
 from ...models.checkpointing import below, checkpointable
-from ...patching import patch_model, unpatch_model
+from ...patching import apply_config, unpatch_model
 from ..allocator import loss_of
 from ..attribution import module_roles, role_of
 from ..saved import saved_tensors, storages
@@ -100,7 +100,7 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
     with FakeAllocator():
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
-            patch_model(fake, _present(setting.config, fake), strict=False)
+            apply_config(fake, _present(setting.config, fake))
     kept, peak = _measure(fake, batch, setting, mode)
     by_role = _by_role(fake, batch, setting, mode, names) if roles else {}
     return FakeStep(kept, peak, by_role)
