@@ -46,7 +46,7 @@ def chunk_rows(features: int, device: torch.device) -> int:
 
 
 def chunk_starts(count: int, step: int) -> Sequence[int]:
-    """Where the chunks of `count` things begin. A function of its own: an estimate leaves out most of a loop's turns."""
+    """Where the chunks of `count` things begin. A function of its own: an estimate leaves out most turns of a loop."""
     return range(0, count, step)
 
 
