@@ -92,7 +92,7 @@ def blocks() -> list[str]:
 @pytest.mark.skipif(not README.exists(), reason="no README.md yet")
 def test_readme_code_runs(monkeypatch):
     """All blocks in order, in one namespace, on a tiny model in place of a download; the Trainer does one step."""
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 32}
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 32}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     ids = torch.arange(8)[None]
     batch = {"input_ids": ids, "labels": ids}
