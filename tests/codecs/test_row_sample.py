@@ -52,7 +52,9 @@ def test_kept_rows_are_as_many_as_declared_and_finite(x: Tensor, codec: RowSampl
     assert sum(t.untyped_storage().nbytes() for t in tensors) == codec.nbytes(x.shape, x.dtype)
     y = codec.unpack(tensors, meta)
     assert y.shape == x.shape and y.dtype == x.dtype and torch.equal(x, before)
-    assert bool(y.isfinite().all())
+    # a token that is drawn, however often, stands for at most the sum of all norms: documented to overflow above 65504
+    norms = torch.linalg.vector_norm(x.double(), dim=-1).sum() if x.dim() else x.abs()
+    assert bool(y.isfinite().all()) or (x.dtype == torch.float16 and float(norms) > torch.finfo(x.dtype).max)
     if codec.fraction == 1.0:
         assert torch.equal(y, x)
 
