@@ -33,7 +33,7 @@ def test_gradients_are_those_without(name):
     assert len(rows) == 1 and rows[0].name.endswith(LAYERS[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "t5"])
 def test_less_is_kept_for_every_layer(name):
     family = BY_NAME[name]
     model, batch = build(family, "fp32"), family.make_batch()

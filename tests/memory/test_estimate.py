@@ -79,9 +79,13 @@ def check(
 
 
 @pytest.mark.parametrize("config", ["stock", *PRESETS])
-@pytest.mark.parametrize("family", ["bert", "llama"])
-def test_every_preset(family, config):
-    check(family, config, BF16 if family == "llama" else FP32, layers=FEW)
+def test_every_preset(config):
+    check("bert", config, layers=FEW)
+
+
+@pytest.mark.parametrize("config", ["stock", "exact", "int8", "offload", "sampled"])
+def test_presets_in_half_precision(config):
+    check("llama", config, BF16, layers=FEW)
 
 
 @pytest.mark.parametrize(("config", "layers"), [("stock", LAYERS), ("exact", LAYERS), ("tempo", FEW), ("int4", FEW)])
@@ -104,7 +108,7 @@ def test_lora(config, dtype, dropout, checkpointing):
     check("llama", config, dtype, adapters=lora(dropout), checkpointing=checkpointing, layers=layers)
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 64), (1, 512), (4, 96), (8, 32)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 512), (8, 32)])
 @pytest.mark.parametrize(("family", "config"), [("bert", "stock"), ("gpt2", "exact"), ("llama", "exact")])
 def test_batch_and_sequence_sizes(family, config, batch, length):
     check(family, config, batch=batch, length=length, layers=FEW)

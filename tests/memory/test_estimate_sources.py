@@ -62,13 +62,12 @@ def test_every_family(family):
     assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.parametrize("layer_types", [["sliding_attention", "full_attention"] * 6, None])
-def test_layers_of_two_kinds_in_turn(layer_types):
+def test_layers_of_two_kinds_in_turn():
     options = {
         "vocab_size": 67, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "head_dim": 32,
-        "num_key_value_heads": 1, "sliding_window": 16, "use_cache": False, "num_hidden_layers": 12,
+        "num_key_value_heads": 1, "sliding_window": 16, "use_cache": False, "num_hidden_layers": 10,
     }  # fmt: skip
-    model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**options, layer_types=layer_types)).train()
+    model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**options)).train()
     found = estimate(model, **SIZES, config="stock", device="cpu")
     ids = torch.randint(3, 67, (2, 32))
     assert found.kept_bytes == pytest.approx(kept_bytes(lambda: model(input_ids=ids, labels=ids), "cpu"), rel=0.01)
