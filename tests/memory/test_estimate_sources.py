@@ -15,6 +15,7 @@ from peft import LoraConfig
 from hf_actcompress import CompressionConfig, kept_bytes, measure_step, patch_model, patch_report
 from hf_actcompress.errors import ModelConfigError, UnknownOptionError
 from hf_actcompress.memory import Estimate, estimate
+from hf_actcompress.patching import _say_once
 from tests.families import BY_NAME, FAMILIES
 
 BERT = BY_NAME["bert"].make_config()
@@ -87,6 +88,8 @@ def test_a_module_is_left_as_it_was():
 
 def test_nothing_is_said_of_a_lossy_preset_before_it_is_used(caplog):
     model = BY_NAME["llama"].build()
+    # said once per process
+    _say_once.cache_clear()
     estimate(model, **SIZES, config=CompressionConfig(mlp="int2"))
     assert not caplog.records
     patch_model(model, CompressionConfig(mlp="int2"))
