@@ -59,8 +59,6 @@ def lora_of(lora: bool, rank: int | None) -> bool | int | None:
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Errors that are known become a message and an exit code. For everything that imports the package."""
-    # what is lossy stands in the tables
-    logging.getLogger("hf_actcompress").setLevel(logging.ERROR)
     from ..errors import (
         ActCompressError,
         DoesNotFitError,
@@ -74,13 +72,25 @@ def exit_codes() -> Iterator[None]:
     codes: dict[type[ActCompressError], Exit] = {DoesNotFitError: Exit.DOES_NOT_FIT, MissingExtraError: Exit.MISSING}
     of_model = (ModelConfigError, MeasurementError, NothingPatchedError, UnsupportedModelError)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _only_errors_logged():
             # of libraries about themselves
             warnings.simplefilter("ignore", FutureWarning)
             yield
     except ActCompressError as error:
         code = Exit.NO_MODEL if isinstance(error, of_model) else Exit.USAGE
         fail(str(error), codes.get(type(error), code))
+
+
+@contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """What is lossy stands in the tables."""
+    logger = logging.getLogger("hf_actcompress")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def fail(message: str, code: Exit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -352,3 +353,11 @@ def test_tables_on_a_terminal(monkeypatch, capsys):
     echo_table(("name", "size"), rows, ("size",))
     shown = capsys.readouterr().out
     assert "a [b]" in shown and "─" in shown
+
+
+def test_the_package_logs_afterwards_as_before(tmp_path: Path) -> None:
+    """In a process that goes on after the command, such as one of these tests."""
+    logger = logging.getLogger("hf_actcompress")
+    before = logger.level
+    found = CliRunner().invoke(app, ["estimate", str(tmp_path / "none.json")])
+    assert found.exit_code != 0 and logger.level == before
