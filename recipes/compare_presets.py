@@ -19,6 +19,7 @@ import torch
 import transformers
 from common.data import load_corpus
 from common.jobs import minilm_folder
+from common.models import without_dropout
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
@@ -36,10 +37,7 @@ def load_model(name: str | Path, dtype: str) -> Any:
     auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
     model = auto.from_pretrained(name, dtype=getattr(torch, dtype))
     model.config.use_cache = False
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
+    return without_dropout(model)
 
 
 def make_batch(args: argparse.Namespace, name: str | Path) -> dict[str, torch.Tensor]:

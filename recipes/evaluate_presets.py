@@ -23,7 +23,7 @@ import torch
 import transformers
 from common.evaluation_report import write_reports
 from common.jobs import JOBS, Job, fit, held_out_loss, make_job
-from torch import nn
+from common.models import without_dropout
 from tqdm.auto import tqdm
 
 from hf_actcompress import PRESETS, CompressionConfig, calibrate, fidelity_report, memory_report, patch_model
@@ -32,23 +32,11 @@ CALIBRATED = "calibrated"  # calibrate(model, batch, average_bits=4) on the job'
 ROWS = ("stock", *PRESETS, CALIBRATED)
 
 
-def without_dropout(model: Any) -> Any:
-    """A copy that computes the same in every forward."""
-    model = copy.deepcopy(model)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout_prob"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
 def config_of(row: str, job: Job) -> CompressionConfig | str:
     """The preset, or the calibration of the job's model."""
     if row != CALIBRATED:
         return row
-    return calibrate(without_dropout(job.model), next(job.batches(0, 1)), average_bits=4).config
+    return calibrate(without_dropout(copy.deepcopy(job.model)), next(job.batches(0, 1)), average_bits=4).config
 
 
 def kept_h(model: Any, batch: dict[str, torch.Tensor], config: CompressionConfig | str, stock: bool) -> float:
@@ -84,7 +72,7 @@ def fine_tuned_loss(job: Job, config: CompressionConfig | str | None, seed: int,
 def measure(job: Job, row: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
     config = config_of(row, job) if row != "stock" else "exact"
-    steady, batch = without_dropout(job.model).train(), next(job.batches(0, 1))
+    steady, batch = without_dropout(copy.deepcopy(job.model)).train(), next(job.batches(0, 1))
     result: dict[str, Any] = {
         "kept_h": kept_h(copy.deepcopy(steady).bfloat16(), batch, config, stock=row == "stock"),
         "gradient_error": 0.0,
@@ -95,8 +83,8 @@ def measure(job: Job, row: str, args: argparse.Namespace) -> dict[str, Any]:
         report = fidelity_report(steady, batch, config, seeds=2)
         result |= {"gradient_error": report.relative_error, "cosine": report.cosine}
         result["step_ratio"] = step_ratio(job, config, args.rounds)
-    trained = [config if row != "stock" else None] * args.seeds
-    result["losses"] = [fine_tuned_loss(job, found, seed, args.steps) for seed, found in enumerate(trained)]
+    trained = config if row != "stock" else None
+    result["losses"] = [fine_tuned_loss(job, trained, seed, args.steps) for seed in range(args.seeds)]
     return result
 
 

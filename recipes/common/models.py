@@ -85,6 +85,18 @@ def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def without_dropout(model: Any) -> Any:
+    """The model, changed so that it computes the same in every forward."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # attention drops out by its own attribute
+        for name in ("attention_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
 def nudge(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> None:
     """Move every weight by about one rounding of `dtype`: the control that shows what rounding alone does to a run."""
     generator = torch.Generator().manual_seed(seed)
