@@ -1,7 +1,25 @@
-"""As in tests/memory: collections leave out what the imports made."""
+"""A tiny config to run the commands on; as in tests/memory, collections leave out what the imports made."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
+
 from tests.memory.conftest import _frozen_imports
 
-__all__ = ["_frozen_imports"]
+__all__ = ["_frozen_imports", "model"]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64, "dtype": "bfloat16",
+    "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
