@@ -1,14 +1,10 @@
-"""The search itself, against oracles that try everything; and that it leaves no trace."""
+"""The search itself, against oracles that try everything; what it reports and refuses."""
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-import random
-import weakref
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,45 +16,8 @@ from hf_actcompress.memory import find_batch_size, measure_step
 from hf_actcompress.memory.batch_size import out_of_memory
 from hf_actcompress.memory.batch_size_report import BatchSizeTrial
 from hf_actcompress.memory.batch_size_search import Search
-from hf_actcompress.memory.restored import resident_bytes, training_restored
-
-WIDTH, LENGTH = 32, 16
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, WIDTH)
-        self.up, self.drop, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids) * self.frozen
-        x = x + self.down(self.drop(nn.functional.gelu(self.up(x))))
-        return self.norm(x.transpose(1, 2)).square().mean()
-
-
-def make_batch(batch_size: int) -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.randint(50, (batch_size, LENGTH))}
-
-
-def training(seed: int = 0, fits: int | None = None):
-    """A model, an optimizer, and a step that runs out of memory in the middle above a batch size."""
-    torch.manual_seed(seed)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(batch):
-        loss = model(**batch)
-        random.random(), numpy.random.rand()
-        loss.backward()
-        if fits is not None and len(batch["input_ids"]) > fits:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand so on")
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
+from hf_actcompress.memory.restored import resident_bytes
+from tests.memory.small_training import LENGTH, make_batch, training
 
 
 def true_peak(batch_size: int) -> int:
@@ -104,80 +63,6 @@ def test_nothing_fits():
     assert (report.largest, report.fastest) == (0, 0)
     assert report.trials[-1].batch_size == 1
     assert "no batch size" in str(report)
-
-
-def state_of(model, optimizer):
-    modules = [module.training for module in model.modules()]
-    grads = [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in model.parameters()]
-    weights = [(id(x), x.detach().clone()) for x in (*model.parameters(), *model.buffers())]
-    states = [(k, id(v), v.clone()) for s in optimizer.state.values() for k, v in s.items()]
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    draws = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
-    return [modules, grads, weights, states, groups, draws]
-
-
-def equal(a, b) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, numpy.ndarray):
-        return numpy.array_equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
-@pytest.mark.parametrize("before", ("new", "mid_training"))
-@pytest.mark.parametrize("fits", (None, 5))
-def test_leaves_everything_as_found(before, fits):
-    model, optimizer, step = training(fits=fits)
-    if before == "mid_training":
-        for _ in range(2):
-            step(make_batch(2))
-        model(**make_batch(2)).backward()
-        model.drop.eval()
-    found = state_of(model, optimizer)
-    changes_lr = optimizer.param_groups[0]
-
-    def changing(batch):
-        model.train()
-        changes_lr["lr"] *= 0.5
-        step(batch)
-
-    report = find_batch_size(
-        model, make_batch, changing, optimizer=optimizer, budget="1GiB", largest=12, start=8, timed_steps=1
-    )
-    assert any(not trial.fits for trial in report.trials) == (fits is not None)
-    assert equal(found, state_of(model, optimizer))
-
-
-def test_out_of_memory_is_caught_and_frees_what_the_step_held():
-    model, optimizer, step = training(fits=5)
-    held = []
-
-    def watched(batch):
-        activation = torch.zeros(1000)
-        held.append(weakref.ref(activation))
-        step(batch)
-
-    report = find_batch_size(model, make_batch, watched, optimizer=optimizer, budget="1GiB", start=8, timed_steps=1)
-    assert report.trials[0].reason == "CUDA out of memory. Tried to allocate 2.00 GiB"
-    assert report.trials[0].peak_bytes is None
-    assert 1 <= report.largest <= 5
-    gc.collect()
-    assert len(held) > 4 and all(reference() is None for reference in held)
-
-
-def test_other_errors_are_the_callers_and_the_model_comes_back():
-    model, optimizer, step = training()
-    found = state_of(model, optimizer)
-
-    def broken(batch):
-        step(batch)
-        raise RuntimeError("shapes do not match")
-
-    with pytest.raises(RuntimeError, match="shapes do not match"):
-        find_batch_size(model, make_batch, broken, optimizer=optimizer, budget="1GiB")
-    assert equal(found, state_of(model, optimizer))
 
 
 def test_every_trial_is_logged(caplog):
@@ -242,29 +127,6 @@ def test_out_of_memory_errors_are_told_from_others():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     assert out_of_memory(caught.value)
-
-
-def test_training_goes_on_as_if_nothing_had_been():
-    losses = []
-    for look in (False, True):
-        model, optimizer, step = training()
-        torch.manual_seed(1)
-        for index in range(4):
-            if look and index == 2:
-                find_batch_size(model, make_batch, step, optimizer=optimizer, budget="1GiB", largest=3, timed_steps=1)
-            step(make_batch(4))
-        losses.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *losses))
-
-
-def test_restore_can_be_called_inside():
-    model, optimizer, step = training()
-    with training_restored(model, optimizer) as restore:
-        before = model.up.weight.detach().clone()
-        step(make_batch(2))
-        assert not torch.equal(before, model.up.weight)
-        restore()
-        assert torch.equal(before, model.up.weight) and not optimizer.state
 
 
 @settings(max_examples=200, deadline=None)
