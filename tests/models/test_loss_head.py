@@ -1,4 +1,4 @@
-"""The loss head in whole models: what comes out, what is kept, and who else may touch the head."""
+"""The loss head in whole models: what comes out and what is kept."""
 
 from __future__ import annotations
 
@@ -7,105 +7,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
-from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
+from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.memory import kept_bytes, trace
 from hf_actcompress.records import live_entries
+from tests.models.loss_head_models import MODELS, batch, bert, error, gemma2, gpt2, llama, pair, step
 from tests.oracle import EXACT
-
-peft = pytest.importorskip("peft")
-
-V = 301
-BLOCK = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-}
-
-
-def llama(v=V, **options):
-    return LlamaForCausalLM(LlamaConfig(vocab_size=v, **BLOCK, **options))
-
-
-def gpt2(v=V, **options):
-    dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-    ids = {"bos_token_id": 1, "eos_token_id": 2}
-    config = GPT2Config(vocab_size=v, n_embd=32, n_layer=1, n_head=2, use_cache=False, **dropout, **ids, **options)
-    return GPT2LMHeadModel(config)
-
-
-def bert(v=V, **options):
-    block = {name: value for name, value in BLOCK.items() if name != "num_key_value_heads"}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = BertForMaskedLM(BertConfig(vocab_size=v, **block, **dropout, **options))
-    torch.nn.init.normal_(model.cls.predictions.decoder.bias)
-    return model
-
-
-def gemma2(v=V):
-    return Gemma2ForCausalLM(Gemma2Config(vocab_size=v, head_dim=16, **BLOCK))
-
-
-def cohere(v=V):
-    return CohereForCausalLM(CohereConfig(vocab_size=v, **BLOCK))
-
-
-def t5(v=V):
-    config = T5Config(vocab_size=v, d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=16, dropout_rate=0.0)
-    config.decoder_start_token_id = 0
-    return T5ForConditionalGeneration(config)
-
-
-MODELS = {
-    "llama": llama,
-    "llama tied": lambda: llama(tie_word_embeddings=True),
-    "gpt2": gpt2,
-    "gpt2 untied": lambda: gpt2(tie_word_embeddings=False),
-    "bert": bert,
-    "bert untied": lambda: bert(tie_word_embeddings=False),
-    "gemma2 softcap": gemma2,
-    "cohere scale": cohere,
-    "t5": t5,
-}
-
-
-def batch(v=V, rows=4, length=33):
-    ids = torch.randint(1, v, (rows, length))
-    return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < 0.3, -100, ids)}
-
-
-def pair(make, dtype=torch.float32, **config):
-    stock = make().to(dtype).train()
-    return stock, patch_model(copy.deepcopy(stock), CompressionConfig(**config))
-
-
-def step(model, inputs, autocast=False, **kwargs):
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = model(**inputs, **kwargs)
-    (output[0] if isinstance(output, tuple) else output.loss).backward()
-    return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def error(grads: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    return sum(float((grads[n].double() - truth[n].double()).square().sum()) for n in truth) ** 0.5
 
 
 @pytest.mark.parametrize("logits", (True, False), ids=("logits", "no logits"))
@@ -187,92 +94,6 @@ def test_returned_logits_are_differentiable():
     (output.loss + output.logits.square().mean()).backward()
     truth = {name: p.grad for name, p in truth_model.named_parameters()}
     assert error(grads[1], truth) <= EXACT * error(grads[0], truth)
-
-
-def test_generate_is_stocks():
-    stock, ours = pair(llama, logits=False)
-    ids = torch.randint(1, V, (2, 5))
-    stock.eval(), ours.eval()
-    assert torch.equal(*(m.generate(ids, max_new_tokens=4, do_sample=False) for m in (stock, ours)))
-
-
-@pytest.mark.parametrize("logits", (True, False))
-def test_gradient_checkpointing(logits):
-    stock, ours = pair(lambda: llama(tie_word_embeddings=True), logits=logits)
-    inputs = batch()
-    _, plain = step(ours, inputs)
-    for model in (stock, ours):
-        model.gradient_checkpointing_enable()
-    (expected, _), (found, grads) = step(stock, inputs), step(ours, inputs)
-    assert torch.equal(found.loss, expected.loss) or not logits
-    assert all(torch.equal(grads[name], plain[name]) for name in grads)
-
-
-@pytest.mark.parametrize("first", ("patch", "peft"))
-@pytest.mark.parametrize("logits", (True, False))
-@pytest.mark.parametrize("how", ({"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}))
-def test_adapters_on_the_head_train(how, logits, first):
-    base, inputs = llama().train(), batch()
-    config = peft.LoraConfig(r=2, init_lora_weights=False, **{"target_modules": ["q_proj"], **how})
-    torch.manual_seed(1)
-    stock = peft.get_peft_model(copy.deepcopy(base), config).train()
-    torch.manual_seed(1)
-    settings = CompressionConfig(logits=logits)
-    if first == "patch":
-        ours = peft.get_peft_model(patch_model(copy.deepcopy(base), settings), config).train()
-    else:
-        ours = patch_model(peft.get_peft_model(copy.deepcopy(base), config), settings).train()
-    ours.load_state_dict(stock.state_dict())
-    (expected, stock_grads), (found, grads) = step(stock, inputs), step(ours, inputs)
-    _, truth = step(copy.deepcopy(stock).double(), inputs)
-    assert abs(found.loss - expected.loss) <= 4 * 8 * torch.finfo(torch.float32).eps
-    assert grads.keys() == stock_grads.keys() and any("lm_head" in name for name in grads)
-    assert all(grads[name].abs().sum() > 0 for name in grads if "lm_head" in name)
-    assert error(grads, truth) <= EXACT * error(stock_grads, truth)
-    if "modules_to_save" in how:
-        assert (found.logits is None) == (not logits)
-
-
-def test_report_and_unpatch():
-    model = bert().train()
-    patch_model(model)
-    rows = [row for row in patch_report(model).rows if row.role == "loss_head"]
-    assert [(row.name, row.variant, row.reason) for row in rows] == [("cls.predictions.decoder", "logits", "")]
-    assert type(unpatch_model(model).cls.predictions.decoder) is torch.nn.Linear
-    patch_model(model, CompressionConfig(loss_head=False))
-    (row,) = (row for row in patch_report(model).rows if row.role == "loss_head")
-    assert "loss_head=False" in row.reason
-    assert model(**batch()).logits is not None
-
-
-def test_a_hook_on_the_head_sees_plain_logits():
-    _, ours = pair(llama, logits=False)
-    seen = []
-    ours.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
-    output = ours(**batch())
-    assert type(seen[0]) is Tensor and torch.equal(output.logits, seen[0])
-
-
-def test_another_loss_function_gets_plain_logits():
-    _, ours = pair(llama)
-    seen = []
-
-    def loss_function(logits, labels, vocab_size, **kwargs):
-        seen.append(type(logits))
-        return logits.float().square().mean()
-
-    ours.loss_function = loss_function
-    step(ours, batch())
-    assert seen == [Tensor]
-
-
-def test_a_forward_that_fails_leaves_no_scope_behind():
-    stock, ours = pair(llama, logits=False)
-    inputs = batch()
-    with pytest.raises(IndexError):
-        ours(input_ids=inputs["input_ids"], labels=torch.full_like(inputs["labels"], V + 5))
-    assert type(ours.lm_head(torch.randn(2, 32))) is Tensor
-    assert torch.equal(ours(input_ids=inputs["input_ids"]).logits, stock(input_ids=inputs["input_ids"]).logits)
 
 
 def kept_and_peak(make, v: int, logits: bool, dtype: torch.dtype) -> tuple[int, int]:
