@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,61 +11,8 @@ from torch.nn import functional
 
 from hf_actcompress import ops
 from hf_actcompress.reference import RMS_NORM_VARIANTS
-from tests.oracle import Function
-
-Inputs = list[Tensor | None]
-RNG_STATE = torch.get_rng_state().numel()
-
-
-@dataclass(frozen=True)
-class Case:
-    """An op with its options: ours and stock take the same inputs."""
-
-    id: str
-    ours: Function
-    stock: Function
-    # inputs(batch, dtype)
-    inputs: Callable[[int, torch.dtype], Inputs]
-    # how many of the inputs, from the first, are activations (the rest are weights and masks)
-    activations: int
-    # kept(inputs) in bytes, as documented
-    kept: Callable[[Inputs], int]
-    # dtypes in which law 2 promises bit-equality; the others are held to stock's own error
-    bits: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
-    gradcheck: bool = True
-    # the memory order of the inputs is free
-    strided: bool = True
-    compiles: bool = True
-    # a frozen weight (this index) makes the op keep none of its first input
-    weight_only: int | None = None
-
-
-def rand(*shape: int, dtype: torch.dtype, grad: bool = True) -> Tensor:
-    """Values that bf16 holds exactly, so that every dtype sees the same numbers."""
-    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, generator=generator).bfloat16().to(dtype).requires_grad_(grad)
-
-
-def size(*tensors: Tensor | None) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
-
-
-def rows(x: Tensor) -> int:
-    return x.numel() // x.size(-1)
-
-
-def statistic(x: Tensor) -> int:
-    """Bytes of one fp32 (or wider) number."""
-    return max(x.element_size(), 4)
-
-
-def seeded(function: Function) -> Function:
-    def run(*inputs: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            return function(*inputs)
-
-    return run
+from tests.ops.attention_cases import fused_attention_cases, recomputed_attention_cases
+from tests.ops.contract_case import RNG_STATE, Case, Inputs, rand, rows, seeded, size, statistic
 
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -226,70 +172,6 @@ def dropout_cases() -> list[Case]:
         )
         for p in (0.1, 0.5, 1.0)
     ]
-
-
-def attention_inputs(batch: int, dtype: torch.dtype, kv_heads: int, mask: str) -> Inputs:
-    q = rand(batch, 4, 6, 8, dtype=dtype)
-    k, v = (rand(batch, kv_heads, 6, 8, dtype=dtype) for _ in range(2))
-    causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None].expand(batch, 1, 6, 6).contiguous()
-    if mask == "additive":
-        return [q, k, v, torch.zeros(causal.shape, dtype=dtype).masked_fill_(~causal, torch.finfo(dtype).min)]
-    return [q, k, v, causal]
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
-    groups = q.size(1) // k.size(1)
-    b, h, s, d = k.shape
-    if groups > 1:
-        k, v = (x[:, :, None].expand(b, h, groups, s, d).reshape(b, h * groups, s, d) for x in (k, v))
-    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask if bias is None else bias)
-
-
-def fused_attention_cases() -> list[Case]:
-    return [
-        Case(
-            f"fused_{mask}_{kv_heads}",
-            lambda q, k, v, mask: ops.fused_attention(q, k, v, mask, False, None),
-            sdpa,
-            partial(attention_inputs, kv_heads=kv_heads, mask=mask),
-            3,
-            # and the logsumexp, [B, H, S]
-            lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0]),
-            compiles=False,
-        )
-        for mask in ("bool", "additive")
-        for kv_heads in (4, 2)
-    ]
-
-
-def recomputed_attention_cases() -> list[Case]:
-    def with_bias(batch: int, dtype: torch.dtype) -> Inputs:
-        q, k, v, _ = attention_inputs(batch, dtype, 4, "bool")
-        return [q, k, v, None, rand(max(batch, 1), 4, 6, 6, dtype=dtype)]
-
-    dropped = seeded(lambda q, k, v, mask: functional.scaled_dot_product_attention(q, k, v, mask, 0.3))
-    masked = partial(attention_inputs, kv_heads=4, mask="bool")
-
-    def kept(x: Inputs) -> int:
-        return size(x[0], x[1], x[2]) + RNG_STATE
-
-    return [
-        Case("recomputed_bias", partial(ops.recomputed_attention, sdpa), sdpa, with_bias, 3, kept, compiles=False),
-        Case(
-            "recomputed_grouped", partial(ops.recomputed_attention, sdpa), sdpa,
-            partial(attention_inputs, kv_heads=2, mask="bool"), 3, kept, compiles=False,
-        ),
-        Case(
-            "recomputed_dropout",
-            seeded(
-                partial(
-                    ops.recomputed_attention,
-                    lambda q, k, v, mask, bias: functional.scaled_dot_product_attention(q, k, v, mask, 0.3),
-                )
-            ),
-            dropped, masked, 3, kept, compiles=False,
-        ),
-    ]  # fmt: skip
 
 
 def cast_cases() -> list[Case]:

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_actcompress import ops
 from hf_actcompress.records import frame, live_entries
-from tests.ops.cases import BUILDERS, CASES, ELSEWHERE, Case, rand, size
+from tests.ops.cases import BUILDERS, CASES, ELSEWHERE
+from tests.ops.contract_case import DTYPES, Case
 from tests.oracle import (
     assert_equal_bits,
     assert_within_law,
@@ -27,7 +26,6 @@ from tests.oracle import (
     widened,
 )
 
-DTYPES = (torch.float32, torch.bfloat16)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -224,104 +222,3 @@ def test_compiled_equals_eager(case):
     compiled = torch.compile(case.ours, fullgraph=True, backend="aot_eager")
     inputs = case.inputs(2, torch.float32)
     assert_equal_bits(gradients(compiled, inputs), gradients(case.ours, inputs))
-
-
-few = settings(max_examples=15, deadline=None, derandomize=True, database=None)
-sizes = st.integers(1, 33)
-
-
-@few
-@given(batch=sizes, rows=sizes, width=sizes, out=sizes, bias=st.booleans(), dtype=st.sampled_from(DTYPES))
-def test_linear_of_any_shape(batch, rows, width, out, bias, dtype):
-    inputs = [rand(batch, rows, width, dtype=dtype), rand(out, width, dtype=dtype)]
-    inputs.append(rand(out, dtype=dtype) if bias else None)
-    assert_equal_bits(gradients(ops.linear, inputs), gradients(torch.nn.functional.linear, inputs))
-
-
-@few
-@given(lead=st.lists(st.integers(1, 5), max_size=3), width=sizes, eps=st.sampled_from((1e-12, 1e-5, 1e-1)))
-def test_norms_of_any_shape(lead, width, eps):
-    inputs = [rand(*lead, width, dtype=torch.float32), rand(width, dtype=torch.float32)]
-
-    def ours(x: Tensor, weight: Tensor) -> Tensor:
-        return ops.layer_norm(x, (width,), weight, None, eps)
-
-    def stock(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.nn.functional.layer_norm(x, (width,), weight, None, eps)
-
-    assert_equal_bits(gradients(ours, inputs), gradients(stock, inputs))
-
-
-@few
-@given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), p=st.floats(0.01, 1.0), seed=st.integers(0, 99))
-def test_dropout_of_any_shape_is_the_stock_mask(shape, p, seed):
-    inputs = [rand(*shape, dtype=torch.float32)]
-
-    def run(function):
-        def call(x: Tensor) -> Tensor:
-            torch.manual_seed(seed)
-            y = function(x, p)
-            # the generator moves on as in stock, and backward puts it back where it found it
-            return y + 0 * torch.rand(())
-
-        return gradients(call, inputs) + [torch.rand(3)]
-
-    assert_equal_bits(run(ops.dropout), run(torch.nn.functional.dropout))
-
-
-def test_mixed_dtypes_are_an_error_as_in_stock():
-    x, weight = rand(2, 4, dtype=torch.bfloat16), rand(3, 4, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="dtype"):
-        torch.nn.functional.linear(x, weight)
-    with pytest.raises(RuntimeError, match="dtype"):
-        ops.linear(x, weight)
-
-
-@pytest.mark.parametrize("wide", [False, True], ids=["bf16 input", "fp32 input"])
-def test_linear_under_autocast_keeps_one_cast_for_three_consumers(wide):
-    x = rand(4, 8, dtype=torch.float32 if wide else torch.bfloat16)
-    weights = [rand(8, 8, dtype=torch.float32) * scale for scale in (1, 2, 3)]
-    weights = [w.detach().requires_grad_() for w in weights]
-
-    def run(linear):
-        def call(x: Tensor, *weights: Tensor) -> Tensor:
-            h = -x
-            with torch.autocast("cpu", torch.bfloat16):
-                return torch.stack([linear(h, w) for w in weights]).sum(0)
-
-        return call
-
-    assert_equal_bits(
-        gradients(run(ops.linear), [x, *weights]), gradients(run(torch.nn.functional.linear), [x, *weights])
-    )
-    # the input once, in bf16; no cast copy of a weight
-    assert kept_bytes(lambda: run(ops.linear)(x, *weights)) == x.numel() * 2
-
-
-def test_gated_product_and_norms_under_autocast():
-    def run(norm, product):
-        def call(x: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return product(norm(x, weight), up)
-
-        return call
-
-    silu = torch.nn.functional.silu
-    inputs = [rand(2, 3, 8, dtype=torch.float32), rand(2, 3, 8, dtype=torch.bfloat16), rand(8, dtype=torch.float32)]
-    ours = run(lambda x, w: ops.layer_norm(x, (8,), w), lambda gate, up: ops.gated_product(gate, up, silu, "silu"))
-    stock = run(lambda x, w: torch.nn.functional.layer_norm(x, (8,), w), lambda gate, up: silu(gate) * up)
-    assert_equal_bits(gradients(ours, inputs), gradients(stock, inputs))
-
-
-def test_derived_output_costs_its_consumers_nothing():
-    """norm -> q, k, v: the norm's input once, for four consumers; and the casts of the consumers are derived too."""
-    x = rand(16, 8, dtype=torch.float32)
-    weight, out = rand(8, dtype=torch.float32), rand(8, 8, dtype=torch.float32)
-
-    def run() -> Tensor:
-        h = ops.rms_norm(-x, weight, 1e-6)
-        return ops.linear(h, out) + ops.linear(h, out) + ops.linear(h, out)
-
-    assert kept_bytes(run) == size(x) + 16 * 4
-    with torch.autocast("cpu", torch.bfloat16):
-        assert kept_bytes(run) == size(x) + 16 * 4
