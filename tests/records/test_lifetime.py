@@ -9,25 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_actcompress.records import (
-    Derived,
-    declare,
-    frame,
-    live_entries,
-    raw,
-    record_of,
-    shared_derivation,
-)
-
-
-def declared(x: Tensor) -> Tensor:
-    y = torch.sin(x)
-    declare(y, torch.sin, raw(x))
-    return y
-
-
-def is_derived(x: Tensor) -> bool:
-    return isinstance(record_of(x), Derived)
+from hf_actcompress.records import frame, live_entries, shared_derivation
+from tests.records.toys import declared, is_derived
 
 
 def test_hooks_are_a_boundary_in_and_out():

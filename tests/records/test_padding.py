@@ -30,6 +30,7 @@ from hf_actcompress.records import (
     whole_record_of,
 )
 from tests.oracle import kept_bytes, nbytes, tensors_in
+from tests.records.toys import value_of
 
 B, S, D = 3, 8, 16
 # on the right, on the left and in the middle
@@ -61,12 +62,6 @@ def dropping_rows(mask: Tensor = MASK) -> Any:
 
 def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(B, S, D, requires_grad=True), torch.randn(D, D, requires_grad=True)
-
-
-def value_of(record: Any) -> Tensor:
-    if hasattr(record, "codec"):
-        return record.codec.unpack(record.tensors, record.meta)
-    return record.recipe.recompute(*map(value_of, record.sources))
 
 
 def test_real_rows_come_back_and_padding_as_zeros():

@@ -12,18 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_actcompress.records import Derived, frame, live_entries, record_of
 from tests.oracle import assert_equal_bits, kept_bytes, nbytes
-from tests.records.toys import consume, produce
-
-SHAPE = (16, 32)
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*(shape or SHAPE), requires_grad=True)
-
-
-def two_consumers(x: Tensor, recompute=torch.sin, seen=None) -> Tensor:
-    y = produce(x, recompute)
-    return consume(y, seen=seen) + consume(y, seen=seen) * 3
+from tests.records.toys import SHAPE, consume, leaf, produce, two_consumers
 
 
 class Block(nn.Module):

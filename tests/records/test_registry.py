@@ -16,17 +16,7 @@ from hf_actcompress.records import (
     shared_copy,
     shared_derivation,
 )
-from tests.records.toys import Half, consume
-
-
-def declared(x: Tensor) -> Tensor:
-    y = torch.sin(x)
-    declare(y, torch.sin, raw(x))
-    return y
-
-
-def is_derived(x: Tensor) -> bool:
-    return isinstance(record_of(x), Derived)
+from tests.records.toys import Half, consume, declared, is_derived, value_of
 
 
 def test_declared_tensor_is_derived_and_others_are_stored():
@@ -246,14 +236,8 @@ def test_transposed_tensor_through_a_codec_and_then_its_base():
     base = torch.randn(4, 6)
     for x in (base.t(), base, base.t()):
         record = record_of(x, codec)
-        (value,) = [_value(record)]
+        (value,) = [value_of(record)]
         assert torch.equal(value, x.bfloat16().float())
-
-
-def _value(record) -> Tensor:
-    if isinstance(record, Stored):
-        return record.codec.unpack(record.tensors, record.meta)
-    return record.recipe.recompute(*(_value(source) for source in record.sources))
 
 
 def test_shared_derivation_is_one_recipe_by_name_and_view():
@@ -269,7 +253,7 @@ def test_derivations_from_the_tensor_and_from_its_encoding_are_not_mixed():
     exact = shared_derivation(x, "cast", Tensor.double)
     lossy = shared_derivation(x, "cast", Tensor.double, Half())
     assert exact.recipe is not lossy.recipe
-    assert torch.equal(_value(exact), x.double())
+    assert torch.equal(value_of(exact), x.double())
 
 
 def test_shared_copy_is_made_once_and_again_after_a_write():

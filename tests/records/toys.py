@@ -1,4 +1,4 @@
-"""Small ops on records: a producer that declares its output, a consumer that keeps its input, a bf16 codec."""
+"""Small ops on records: producers that declare their output, consumers that keep their input, a bf16 codec."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_actcompress.codecs import IDENTITY, Codec
-from hf_actcompress.records import declare, load, record_of, save
+from hf_actcompress.records import Derived, declare, load, raw, record_of, save
+
+SHAPE = (16, 32)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,19 @@ class _Consumer(torch.autograd.Function):
         return 2 * h * dz, None, None
 
 
+class KeepRecords(torch.autograd.Function):
+    """Consumes any records; backward adds their values up."""
+
+    @staticmethod
+    def forward(ctx, x, *records):
+        save(ctx, *records)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (dy + sum(load(ctx)), *[None] * len(ctx.slots))
+
+
 def produce(x: Tensor, recompute: Callable[[Tensor], Tensor] = torch.sin, codec: Codec = IDENTITY) -> Tensor:
     return _Producer.apply(x, recompute, codec)
 
@@ -79,3 +94,32 @@ def consume(h: Tensor, codec: Codec = IDENTITY, seen: list[Any] | None = None) -
 def stock(x: Tensor) -> Tensor:
     """What consume(produce(x)) computes, in plain torch."""
     return torch.sin(x) ** 2
+
+
+def two_consumers(
+    x: Tensor, recompute: Callable[[Tensor], Tensor] = torch.sin, seen: list[Any] | None = None
+) -> Tensor:
+    y = produce(x, recompute)
+    return consume(y, seen=seen) + consume(y, seen=seen) * 3
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*(shape or SHAPE), requires_grad=True)
+
+
+def declared(x: Tensor) -> Tensor:
+    """sin(x), declared by hand and not by an op."""
+    y = torch.sin(x)
+    declare(y, torch.sin, raw(x))
+    return y
+
+
+def is_derived(x: Tensor) -> bool:
+    return isinstance(record_of(x), Derived)
+
+
+def value_of(record: Any) -> Tensor:
+    """What a record stands for, rebuilt on the spot."""
+    if hasattr(record, "codec"):
+        return record.codec.unpack(record.tensors, record.meta)
+    return record.recipe.recompute(*map(value_of, record.sources))
