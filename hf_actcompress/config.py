@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from .codecs import CODECS
 from .errors import UnknownOptionError
 
-CODEC_ROLES = ("linear", "norm", "mlp", "attention")
+CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
 
 # which tensors an op keeps, where there is a choice
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -52,9 +52,11 @@ class CompressionConfig:
             Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where
             one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what
             gradient checkpointing and unpatched modules keep, and encoder-decoder models.
-
         checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
             parts of their names: ``("layers.3",)``. Layers that are checkpointed anyway stay so. `plan` writes them.
+        checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, whoever asked for the
+            checkpointing (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer
+            is computed again from what was stored.
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role, or
@@ -74,6 +76,7 @@ class CompressionConfig:
     overrides: tuple[tuple[str, str, str], ...] = ()
     drop_padding: bool = False
     checkpoint: tuple[str, ...] = ()
+    checkpoint_input: str = "identity"
 
     def __post_init__(self) -> None:
         for role in CODEC_ROLES:
@@ -121,12 +124,27 @@ PRESETS: dict[str, CompressionConfig] = {
     # storage: every role through a codec; q, k and v never below 8 bits. a few channels of the residual stream are
     # far larger than the rest: kept apart, they cost under 1% of the bytes and most of the error goes. few linear
     # inputs are stored at all (heads, poolers), and those matter
-    "int8": CompressionConfig(linear="int8", norm="int8_outliers", mlp="int8", attention="int8"),
-    "int4": CompressionConfig(linear="int8", norm="int4_128_outliers", mlp="int4_outliers", attention="int8"),
+    "int8": CompressionConfig(
+        linear="int8", norm="int8_outliers", mlp="int8", attention="int8", checkpoint_input="int8_outliers"
+    ),
+    # out of a checkpointed layer's input q and k are made too
+    "int4": CompressionConfig(
+        linear="int8",
+        norm="int4_128_outliers",
+        mlp="int4_outliers",
+        attention="int8",
+        checkpoint_input="int8_outliers",
+    ),
     # what `calibrate` starts from; without it, the residual stream twice as fine as the rest
-    "adaptive": CompressionConfig(linear="int8", norm="int8_outliers", mlp="int4_outliers", attention="int8"),
-    "fp8": CompressionConfig(linear="fp8_e4m3", norm="fp8_e4m3", mlp="fp8_e4m3", attention="fp8_e4m3"),
-    "offload": CompressionConfig(linear="offload", norm="offload", mlp="offload", attention="offload"),
+    "adaptive": CompressionConfig(
+        linear="int8", norm="int8_outliers", mlp="int4_outliers", attention="int8", checkpoint_input="int8_outliers"
+    ),
+    "fp8": CompressionConfig(
+        linear="fp8_e4m3", norm="fp8_e4m3", mlp="fp8_e4m3", attention="fp8_e4m3", checkpoint_input="fp8_e4m3"
+    ),
+    "offload": CompressionConfig(
+        linear="offload", norm="offload", mlp="offload", attention="offload", checkpoint_input="offload"
+    ),
     # other tensors
     "tempo": CompressionConfig(activation_variant="output", norm_variant="output", attention_variant="tempo"),
     "inverted": CompressionConfig(activation_variant="output"),

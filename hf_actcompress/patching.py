@@ -17,7 +17,7 @@ from .codecs import CODECS
 from .config import PRESETS, CompressionConfig, Configured, resolve
 from .errors import NothingPatchedError, NotPatchedError, UnknownOptionError, UnsupportedModelError
 from .models import Declined, Site, find_site
-from .models.checkpointing import restore_checkpointing, switch_on
+from .models.checkpointing import find_checkpoint_input, restore_checkpointing, switch_on
 from .models.heads import find_head, output_layers
 from .models.padding import why_not
 from .models.root import install_root, is_root, restore_root, root_module, root_of
@@ -207,7 +207,7 @@ def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[Patc
         if isinstance(found, Declined):
             yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
         if not isinstance(found, Site):
-            found = find_site(module, config.at(name))
+            found = find_checkpoint_input(module, config.at(name)) or find_site(module, config.at(name))
         if isinstance(found, Declined):
             yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
         elif isinstance(found, Site):

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 Objective = Annotated[str, typer.Option(help="speed, or fidelity: no error where time can buy it.")]
 Allow = Annotated[
     list[str] | None,
-    typer.Option(help="An option that may be used (int8, fp8, int4, offload, checkpoint); may be repeated."),
+    typer.Option(
+        help="An option that may be used (int8, fp8, int4, offload, checkpoint, compressed_checkpoint); repeatable."
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Write the plan there as JSON; Plan.from_json reads it.")]
 

@@ -23,7 +23,7 @@ from .largest import max_batch_size, max_seq_len
 from .planning.costs import DeviceModel
 from .planning.knapsack import choose, undominated
 from .planning.options import (
-    CHECKPOINT,
+    CHECKPOINTS,
     OPTIONS,
     LayerOption,
     Measured,
@@ -116,7 +116,8 @@ def plan(
             device.
         objective: "speed": a percent of error in what is stored counts as much as a percent of time. "fidelity": no
             error where time can buy it.
-        allow: The options: exact, int8, fp8, int4, offload, checkpoint. "exact" always is one.
+        allow: The options: exact, int8, fp8, int4, offload, checkpoint, compressed_checkpoint (its input in 8 bits).
+            "exact" always is one.
         dtype, optimizer, lora, device, autocast: As for `estimate`.
         device_model: Speeds by which time is reckoned; by default those of planning/costs.py.
 
@@ -163,9 +164,10 @@ def _problem(
     checkpoints = checkpointable(model)
     measured = {}
     for option in dict.fromkeys(allow):
-        config = PRESETS[option] if option != CHECKPOINT else CompressionConfig(checkpoint=parts)
-        if option == CHECKPOINT and not set(names) <= set(checkpoints):
+        if option in CHECKPOINTS and not set(names) <= set(checkpoints):
             continue
+        again = CompressionConfig(checkpoint=parts, checkpoint_input=CHECKPOINTS.get(option, "identity"))
+        config = again if option in CHECKPOINTS else PRESETS[option]
         measured[option] = _measured(model, replace(setting, config=config))
     options = _options(model, names, measured, setting, device, objective)
     exact = measured["exact"]
@@ -203,7 +205,7 @@ def _ordered(problem: _Problem, picks: list[LayerOption]) -> list[LayerOption]:
     for name, option in zip(problem.names, picks, strict=True):
         lists.setdefault(name.rpartition(".")[0], []).append(option)
     for options in lists.values():
-        options.sort(key=lambda option: (option.name != CHECKPOINT, -option.error, option.nbytes))
+        options.sort(key=lambda option: (option.name not in CHECKPOINTS, -option.error, option.nbytes))
     return [option for options in lists.values() for option in options]
 
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of single layers, by the flag that transformers' layers have for all of them."""
+"""Gradient checkpointing of single layers, by the flag that transformers' layers have, and how inputs are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..codecs import CODECS, IDENTITY
+from ..config import CompressionConfig
 from ..errors import UnknownOptionError
+from ..modules.base import Settings
+from ..modules.checkpoint import CheckpointInputMixin
+from .sites import Site
 
 _FLAGS = ("gradient_checkpointing", "_gradient_checkpointing_func")
 # where a layer keeps what its flags were before
@@ -36,6 +41,14 @@ def switch_on(model: nn.Module, parts: tuple[str, ...]) -> Iterator[tuple[str, n
             yield name, layer
 
 
+def find_checkpoint_input(module: nn.Module, config: CompressionConfig) -> Site | None:
+    """How the input of a layer is kept where the layer is checkpointed; None if as it is."""
+    codec = CODECS[config.checkpoint_input]
+    if codec == IDENTITY or not isinstance(module, GradientCheckpointingLayer):
+        return None
+    return Site(CheckpointInputMixin, Settings("checkpoint_input", "packed", codec=codec))
+
+
 def checkpointable(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that transformers can checkpoint, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
@@ -50,9 +63,10 @@ def _switch_on(layer: Any) -> None:
     if _BEFORE in layer.__dict__:
         return
     layer.__dict__[_BEFORE] = {flag: layer.__dict__[flag] for flag in _FLAGS if flag in layer.__dict__}
-    layer.gradient_checkpointing = True
-    if not hasattr(layer, "_gradient_checkpointing_func"):
+    if not layer.gradient_checkpointing:
+        # what `gradient_checkpointing_disable` leaves behind is not what anybody asked for
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    layer.gradient_checkpointing = True
 
 
 def restore_checkpointing(module: nn.Module) -> None:

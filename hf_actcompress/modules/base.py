@@ -36,6 +36,8 @@ class PatchedModule:
     """Base of the mixins. `stock_class` is the type before patching, and what unpatching restores."""
 
     stock_class: ClassVar[type[nn.Module]]
+    # of the name of the class, as it shows in `repr(model)`
+    prefix: ClassVar[str] = "ActCompress"
     actcompress: Settings
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -57,9 +59,9 @@ def _new(mixin: type, stock_class: Any) -> nn.Module:
 
 
 @cache
-def patched_class(mixin: type, stock_class: Any) -> type[nn.Module]:
-    """The subclass of `stock_class` with `mixin`; its name shows in `repr(model)`."""
-    name = f"ActCompress{stock_class.__name__}"
+def patched_class(mixin: Any, stock_class: Any) -> type[nn.Module]:
+    """The subclass of `stock_class` with `mixin`."""
+    name = f"{mixin.prefix}{stock_class.__name__}"
     return type(name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__})
 
 

@@ -7,6 +7,7 @@ of its own. This package is the only code that touches storage on `ctx`.
 
 from __future__ import annotations
 
+from .hooks import kept_through
 from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of
 from .record import Derived, Recipe, Record, Stored, is_lossless, raw
 from .registry import (
@@ -41,6 +42,7 @@ __all__ = [
     "is_dropped",
     "is_lossless",
     "keep",
+    "kept_through",
     "known_record",
     "live_entries",
     "load",

@@ -6,6 +6,7 @@ weights, T tokens, S tokens of a sequence, width h):
 | way | time |
 |---|---|
 | checkpoint | F again |
+| compressed checkpoint | F again, and its input packed and unpacked as below |
 | int8, fp8, int4 | the tensor is read and written twice over, once to pack and once to unpack: 2 (raw + packed) bytes |
 | of attention's tensors, on a device | its products again, 4 S T h |
 | offload | raw bytes over the host's link: out as far as they take longer than the layer's forward, and back |

@@ -15,10 +15,11 @@ from ..estimating.step import FakeStep
 from .costs import GROUPS, DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
 from .knapsack import Weighed
 
-CHECKPOINT = "checkpoint"
 # presets that store every tensor otherwise
 STORAGE = ("exact", "int8", "fp8", "int4", "offload")
-OPTIONS = (*STORAGE, CHECKPOINT)
+# ways to compute the layer again, and the codec of its input
+CHECKPOINTS = {"checkpoint": "identity", "compressed_checkpoint": "int8_outliers"}
+OPTIONS = (*STORAGE, *CHECKPOINTS)
 
 # role of a report -> group
 _GROUP = {"norm": "norm", "activation": "mlp", "gated_mlp": "mlp", "attention": "attention", "linear": "attention"}
@@ -31,7 +32,7 @@ class LayerOption:
     """One way to keep a layer.
 
     Args:
-        name: "checkpoint", or the presets of its groups ("int8", or "int8/exact/int8" for norm, MLP and attention).
+        name: One of CHECKPOINTS, or the presets of its groups: "int8", or "int8/exact/int8" for norm, MLP, attention.
         codecs: Role -> codec, without those that are kept as they are.
         nbytes: What it keeps.
         time: Extra time, as a fraction of the layer's forward and backward.
@@ -96,10 +97,18 @@ def layer_options(
         # presets share codecs
         found.setdefault(option.codecs, option)
     options = list(found.values())
-    if CHECKPOINT in measured:
-        kept = measured[CHECKPOINT].layers[run].kept
-        options.append(LayerOption(CHECKPOINT, (), kept, checkpoint_time(work), 0.0))
-    return options
+    kept = {name: measured[name].layers[run].kept for name in CHECKPOINTS if name in measured}
+    return [*options, *(_checkpoint(name, kept, work, device) for name in kept)]
+
+
+def _checkpoint(name: str, kept: dict[str, int], work: LayerWork, device: DeviceModel) -> LayerOption:
+    codec, time = CHECKPOINTS[name], checkpoint_time(work)
+    if codec == "identity":
+        return LayerOption(name, (), kept[name], time, 0.0)
+    # of two bytes per element and one, where the plain one was not asked for
+    raw = kept.get("checkpoint", 2 * kept[name])
+    time += storage_time(work, {"input": raw}, {"input": kept[name]}, set(), device)
+    return LayerOption(name, (("checkpoint_input", codec),), kept[name], time, codec_error(codec))
 
 
 def _stored(
@@ -146,5 +155,5 @@ def config_of(layers: Iterable[tuple[str, LayerOption]]) -> CompressionConfig:
     chosen = list(layers)
     return CompressionConfig(
         overrides=tuple((name, role, codec) for name, option in chosen for role, codec in option.codecs),
-        checkpoint=tuple(name for name, option in chosen if option.name == CHECKPOINT),
+        checkpoint=tuple(name for name, option in chosen if option.name in CHECKPOINTS),
     )

@@ -1,0 +1,42 @@
+"""A layer whose input is kept through a codec where the layer is checkpointed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs import Codec
+from ..records import kept_through
+from .base import PatchedModule, recording
+
+_NAME = "_gradient_checkpointing_func"
+
+
+class CheckpointInputMixin(PatchedModule):
+    """transformers' GradientCheckpointingLayer. What checkpoints it stays whatever the model was told to use."""
+
+    # FSDP, accelerate and device maps are told layers by the name of their class
+    prefix = ""
+
+    @property
+    def _gradient_checkpointing_func(self) -> Callable[..., Any]:
+        if _NAME not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {_NAME!r}")
+        return partial(_checkpoint, self.__dict__[_NAME], self.actcompress.codec)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
+        self.__dict__[_NAME] = function
+
+
+def _checkpoint(checkpoint: Callable[..., Any], codec: Codec, layer: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """``checkpoint(layer, x, *args)``, which runs on x and keeps ``codec.pack(x)``."""
+    packable = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
+    if not packable or torch.compiler.is_compiling() or not recording(x):
+        return checkpoint(layer, x, *args)
+    with kept_through(codec, x):
+        return checkpoint(layer, x, *args)

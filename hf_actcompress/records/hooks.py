@@ -1,0 +1,64 @@
+"""One tensor that foreign code saves, kept through a codec: saved-tensor hooks that compose with those outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..codecs import Codec
+
+_innermost = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What autograd holds in place of a saved tensor: what the hooks outside made of each of its parts."""
+
+    parts: tuple[Any, ...]
+    codec: Codec | None = None
+    meta: object = None
+
+
+@contextmanager
+def kept_through(codec: Codec, x: Tensor) -> Iterator[None]:
+    """While it is on, x [any shape] is saved as what `codec` packs, and any other tensor as without it.
+
+    For x alone, because what else is saved may be a mask, a weight or an index. Hooks that are on outside of it
+    (`save_on_cpu`, a report) get the packed tensors.
+    """
+    outside = _innermost(False)
+    pack_outside, unpack_outside = outside if outside is not None else (_same, _same)
+    # autograd holds the hooks as long as what they made: they must not hold x
+    packing = [x]
+
+    def pack(saved: Tensor) -> _Held:
+        if not packing or not _is(saved, packing[0]):
+            return _Held((pack_outside(saved),))
+        tensors, meta = codec.pack(saved.detach())
+        return _Held(tuple(pack_outside(tensor) for tensor in tensors), codec, meta)
+
+    def unpack(held: _Held) -> Tensor:
+        tensors = tuple(unpack_outside(part) for part in held.parts)
+        return tensors[0] if held.codec is None else held.codec.unpack(tensors, held.meta)
+
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        packing.clear()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _is(saved: Tensor, x: Tensor) -> bool:
+    """Whether autograd's alias `saved` is x. By the storage itself: fake tensors have no address."""
+    same = saved.untyped_storage()._cdata == x.untyped_storage()._cdata and saved.shape == x.shape
+    return same and saved.storage_offset() == x.storage_offset() and saved.stride() == x.stride()
