@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config import PRESETS, CompressionConfig, resolve
-from ..errors import MissingExtraError
 from ..models.root import root_of
 from ..patching import patch_model, unpatch_model
 from .allocator import kept_bytes, loss_of
+from .pictures import new_figure
 from .states import patch_restored, training_forward
 
 if TYPE_CHECKING:
@@ -95,13 +95,7 @@ class FidelityComparison:
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Gradient error against kept bytes, one point per preset. Raises MissingExtraError without matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError(
-                "FidelityComparison.plot needs matplotlib, which is not installed: pip install 'hf-actcompress[plot]'"
-            ) from error
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        figure = new_figure("FidelityComparison.plot", figsize=(7, 4.5))
         axes = figure.add_subplot()
         for report in self.reports:
             # a log axis has no zero: what is exact to the last bit is drawn at the bottom

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingExtraError
+from .pictures import draw_roles
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -154,23 +154,11 @@ class MemoryReport:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError(
-                "MemoryReport.plot needs matplotlib, which is not installed: pip install 'hf-actcompress[plot]'"
-            ) from error
-        figure = Figure(figsize=(9, 2.8), layout="constrained")
-        axes = figure.subplots()
-        left = [0.0, 0.0]
-        for role, sizes in self.by_role().items():
-            widths = [size / 2**20 for size in sizes]
-            axes.barh(["stock", "patched"], widths, left=left, label=role)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.invert_yaxis()
-        axes.set_xlabel("MiB kept for backward")
-        figure.legend(loc="outside right upper")
-        figure.savefig(path)
+        bars = {
+            name: {role: sizes[index] for role, sizes in self.by_role().items()}
+            for index, name in enumerate(("stock", "patched"))
+        }
+        draw_roles(bars, path)
 
 
 def _totals(keyed: Iterable[tuple[Any, MemoryRow]]) -> dict[Any, tuple[int, int]]:

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ...config import CompressionConfig
-from ...errors import MissingExtraError
 from ..estimating.result import Estimate
+from ..pictures import new_figure
 from ..report import readable_size
 
 if TYPE_CHECKING:
@@ -122,13 +122,7 @@ class Plan:
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingExtraError(
-                "Plan.plot needs matplotlib, which is not installed: pip install 'hf-actcompress[plot]'"
-            ) from error
-        figure = Figure(figsize=(9, 3), layout="constrained")
+        figure = new_figure("Plan.plot", figsize=(9, 3))
         axes = figure.subplots()
         for option in dict.fromkeys(row.option for row in self.rows):
             places = [i for i, row in enumerate(self.rows) if row.option == option]
