@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BITS = (2, 4, 8)
+from ..codecs.int_group import BITS
 
 
 @dataclass(frozen=True)

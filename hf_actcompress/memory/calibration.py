@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..codecs.int_group import BITS
 from ..config import PRESETS, CompressionConfig
 from ..errors import MeasurementError
 from ..models.root import root_module
 from ..patching import PatchReport, patch_model, patch_report, unpatch_model
 from .allocator import loss_of
-from .bit_allocation import BITS, Sensitivity, allocate
+from .bit_allocation import Sensitivity, allocate
 from .fidelity import gradients, relative_error
 from .saved import saved_tensors, storages
 from .states import patch_restored, training_forward
