@@ -1,4 +1,4 @@
-"""The activations' kernels against the reference and fp64, for every row of the table."""
+"""The kernels that are told an activation, against the reference and fp64, for every row of its table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import torch
 from hf_actcompress.reference import ACTIVATIONS
 from tests.kernels.harness import DTYPES, check, samples
 
-NAMES = ("activation_bwd", "activation_derivative", "activation_value")
-every_name = pytest.mark.parametrize("name", NAMES)
+NAMES = ("activation_bwd", "activation_derivative", "activation_value", "gated_product", "gated_product_bwd")
 
 
-@every_name
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_kind(name: str, dtype: torch.dtype) -> None:
     # more than one tile, and enough elements that an error's norm says something
