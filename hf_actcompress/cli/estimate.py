@@ -131,6 +131,7 @@ def _as_data(model: str, found: list[Row], room: int | None) -> dict[str, Any]:
             "strategy": strategy.name,
             "preset": strategy.config,
             "gradient_checkpointing": strategy.checkpointing,
+            "checkpoint_input": strategy.checkpoint_input,
             "peak_bytes": row.estimate.device_bytes if row.estimate is not None else None,
             "fits": row.fits(room) if room is not None else None,
             "largest_batch_size": row.largest,

@@ -32,24 +32,30 @@ class Strategy:
         name: As shown.
         config: A preset, or None for the stock model.
         checkpointing: With gradient checkpointing.
+        checkpoint_input: Codec of the layers' inputs there, if it is not the preset's.
     """
 
     name: str
     config: str | None
     checkpointing: bool = False
+    checkpoint_input: str | None = None
 
     @property
-    def _resolved(self) -> CompressionConfig | None:
-        from ..config import resolve
+    def resolved(self) -> CompressionConfig | None:
+        """What the model is patched with."""
+        from ..config import CompressionConfig
 
-        return resolve(self.config) if self.config is not None else None
+        if self.config is None:
+            return None
+        other = {"checkpoint_input": self.checkpoint_input} if self.checkpoint_input is not None else {}
+        return CompressionConfig.from_preset(self.config, **other)
 
     @property
     def time(self) -> str:
         """One of TIME_CLASSES."""
         if self.checkpointing:
             return "forward"
-        config = self._resolved
+        config = self.resolved
         if config is None:
             return "none"
         codecs = _codecs(config)
@@ -60,7 +66,7 @@ class Strategy:
     @property
     def gradients(self) -> str:
         """ "exact", or what is lost."""
-        config = self._resolved
+        config = self.resolved
         if config is None or config.lossless:
             return "exact"
         bits = [bits for name in _codecs(config) if (bits := _bits(name)) is not None]
@@ -72,6 +78,7 @@ DEFAULT = (
     Strategy("checkpointing", None, checkpointing=True),
     Strategy("exact", "exact"),
     Strategy("exact + checkpointing", "exact", checkpointing=True),
+    Strategy("exact + compressed checkpoint", "exact", checkpointing=True, checkpoint_input="int8_outliers"),
     Strategy("int8", "int8"),
     Strategy("int4", "int4"),
     Strategy("offload", "offload"),
@@ -90,8 +97,9 @@ def chosen(presets: list[str]) -> tuple[Strategy, ...]:
 
 
 def _codecs(config: CompressionConfig) -> set[str]:
-    roles = (config.linear, config.norm, config.mlp, config.attention)
-    return {*roles, *(codec for _, _, codec in config.overrides)}
+    from ..config import CODEC_ROLES
+
+    return {*(getattr(config, role) for role in CODEC_ROLES), *(codec for _, _, codec in config.overrides)}
 
 
 def _bits(codec: str) -> int | None:
@@ -149,19 +157,19 @@ def rows(model: Any, strategies: tuple[Strategy, ...], room: int | None, **optio
 
 
 def _row(model: Any, strategy: Strategy, room: int | None, options: dict[str, Any]) -> Row:
-    from ..config import resolve
     from ..memory.estimate import estimate
     from ..memory.estimating.extrapolation import whole_step
     from ..memory.estimating.source import skeleton
     from ..memory.estimating.step import Setting, run_step
 
-    options = {**options, "config": strategy.config, "gradient_checkpointing": strategy.checkpointing}
+    asked = strategy.config if strategy.checkpoint_input is None else strategy.resolved
+    options = {**options, "config": asked, "gradient_checkpointing": strategy.checkpointing}
     found = estimate(model, **options)
     peaks = {found.batch_size: found.device_bytes}
     if room is None:
         return Row(strategy, found, peaks)
     whole = skeleton(model, None, None, strategy.checkpointing)
-    config = resolve(strategy.config) if strategy.config is not None else None
+    config = strategy.resolved
     state = found.device_bytes - found.step_peak_bytes
 
     def peak(batch_size: int) -> int:

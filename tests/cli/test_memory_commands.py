@@ -32,7 +32,7 @@ def test_estimate_prints_plain_text_and_says_what_fits(model):
 
 def rows_of(**peaks: int):
     """Rows as if they had been estimated."""
-    by_name = {"stock": DEFAULT[0], "exact": DEFAULT[2], "int8": DEFAULT[4]}
+    by_name = {strategy.name: strategy for strategy in DEFAULT}
 
     def rows(model, strategies, room, **options):
         for name, peak in peaks.items():
@@ -90,9 +90,10 @@ def test_every_strategy_by_default(model):
     rows = json.loads(result.stdout)["rows"]
     assert [row["strategy"] for row in rows] == [strategy.name for strategy in DEFAULT]
     kept = {row["strategy"]: row["estimate"]["kept_bytes"] for row in rows}
-    assert [row["gradients"] for row in rows][4:] == ["lossy: 8 bits", "lossy: 4 bits", "exact"]
+    assert [row["gradients"] for row in rows][4:] == ["lossy: 8 bits", "lossy: 8 bits", "lossy: 4 bits", "exact"]
     assert kept["int4"] < kept["int8"] < kept["exact"] < kept["stock"]
-    assert kept["exact + checkpointing"] < kept["exact"] and kept["offload"] < kept["exact"]
+    assert kept["exact + compressed checkpoint"] < kept["exact + checkpointing"] < kept["exact"]
+    assert kept["offload"] < kept["exact"]
     # without a card there is no verdict
     assert all(row["fits"] is None and row["largest_batch_size"] is None for row in rows)
 
