@@ -124,23 +124,19 @@ PRESETS: dict[str, CompressionConfig] = {
     # storage: every role through a codec; q, k and v never below 8 bits. a few channels of the residual stream are
     # far larger than the rest: kept apart, they cost under 1% of the bytes and most of the error goes. few linear
     # inputs are stored at all (heads, poolers), and those matter
+    # the input of a checkpointed layer makes all of that layer, q and k too, and costs little: none stores it coarser
     "int8": CompressionConfig(
         linear="int8", norm="int8_outliers", mlp="int8", attention="int8", checkpoint_input="int8_outliers"
     ),
-    # out of a checkpointed layer's input q and k are made too
     "int4": CompressionConfig(
-        linear="int8",
-        norm="int4_128_outliers",
-        mlp="int4_outliers",
-        attention="int8",
-        checkpoint_input="int8_outliers",
+        linear="int8", norm="int4_128_outliers", mlp="int4_outliers", attention="int8", checkpoint_input="int8_outliers"
     ),
     # what `calibrate` starts from; without it, the residual stream twice as fine as the rest
     "adaptive": CompressionConfig(
         linear="int8", norm="int8_outliers", mlp="int4_outliers", attention="int8", checkpoint_input="int8_outliers"
     ),
     "fp8": CompressionConfig(
-        linear="fp8_e4m3", norm="fp8_e4m3", mlp="fp8_e4m3", attention="fp8_e4m3", checkpoint_input="fp8_e4m3"
+        linear="fp8_e4m3", norm="fp8_e4m3", mlp="fp8_e4m3", attention="fp8_e4m3", checkpoint_input="int8_outliers"
     ),
     "offload": CompressionConfig(
         linear="offload", norm="offload", mlp="offload", attention="offload", checkpoint_input="offload"
