@@ -68,6 +68,36 @@ def test_a_plan_fits_in_the_real_step_and_serialises(share, objective, tmp_path,
     assert (tmp_path / "plan.png").stat().st_size > 0
 
 
+def test_inputs_of_checkpointed_layers_are_compressed_where_nothing_else_fits():
+    """Below what checkpointing needs: and the step then stays there, on the allocator."""
+    whole = plan(model(), **SIZES, budget=needed(False), device="cpu", allow=("checkpoint",))
+    floor = [plan_floor(allow) for allow in (("checkpoint",), ("checkpoint", "compressed_checkpoint"))]
+    assert floor[1] < floor[0] < whole.estimate.device_bytes
+    found = plan(model(), **SIZES, budget=floor[1], device="cpu", allow=("checkpoint", "compressed_checkpoint"))
+    assert sum(row.option == "compressed_checkpoint" for row in found.rows) >= LAYERS - 1
+    assert 0 < found.error < 0.01 and not found.config.lossless
+    ids = torch.randint(3, 128, (2, 128))
+
+    def step() -> None:
+        patched(input_ids=ids, labels=ids).loss.backward()
+
+    patched = patch_model(model(), Plan.from_json(found.to_json()))
+    try:
+        step()
+        peak = measure_step(step, "cpu").peak_bytes
+    finally:
+        unpatch_model(patched)
+        patched.zero_grad(set_to_none=True)
+    assert found.estimate.state_bytes + peak <= floor[1]
+
+
+def plan_floor(allow: tuple[str, ...]) -> int:
+    """The least budget for which there is a plan."""
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(model(), **SIZES, budget=1, device="cpu", allow=allow)
+    return 1 + caught.value.missing_bytes
+
+
 def test_with_enough_memory_nothing_is_done():
     found = planned(needed(False))
     assert {row.option for row in found.rows} == {"exact"}
