@@ -3,7 +3,8 @@
 `implementation(name, x)` picks by x's device and by what is installed; `use("reference")` and `use("triton")` are
 explicit choices for a block of code. An explicit choice never falls back: under "triton" a kernel that cannot run
 raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device after
-it has agreed there with the reference, once per process, and the reference everywhere else.
+it has agreed there with the reference, once per process, and the reference everywhere else. The kernels of the table
+`ON_REQUEST` it leaves to an explicit choice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
-from .kernels import BITWISE, KERNELS, TORCH_HAS
+from .kernels import BITWISE, KERNELS, ON_REQUEST, TORCH_HAS
 
 CHOICES = ("auto", "reference", "triton")
 OLDEST = (8, 0)
@@ -61,20 +62,24 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
     `row` is the argument by which a kernel has variants: the kind of an activation, the variant of a norm. Each is
     tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
-    if _choice == "triton" and name in KERNELS:
-        _require(name, x)
-        return _kernel(name)
-    # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
-    # does with no foreign kernel
-    automatic = _choice == "auto" and name in KERNELS and row not in TORCH_HAS.get(name, ())
-    if automatic and not torch.compiler.is_compiling() and _takes(name, x, row):
-        return _kernel(name)
-    function: Callable[..., Any] = getattr(reference, name)
+    function: Callable[..., Any] = _kernel(name) if runs_kernel(name, x, row) else getattr(reference, name)
     return function
 
 
+def runs_kernel(name: str, x: Tensor, row: str | None = None) -> bool:
+    """Whether `implementation` is a kernel: for callers who have something better than the reference's function."""
+    if _choice == "triton" and name in KERNELS:
+        _require(name, x)
+        return True
+    # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
+    # does with no foreign kernel
+    if _choice != "auto" or name not in KERNELS or name in ON_REQUEST or torch.compiler.is_compiling():
+        return False
+    return row not in TORCH_HAS.get(name, ()) and _takes(name, x, row)
+
+
 def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[str, str]:
-    """For every kernel: "usable" on that device, or why it is not and the reference runs there.
+    """For every kernel: "usable" on that device, or why the reference runs there under `auto`.
 
     Args:
         device: Such as "cuda:0".
@@ -83,7 +88,8 @@ def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[st
     """
     device = _indexed(torch.device(device))
     reason = _unusable(device)
-    return {name: reason or (probe and _probed(name, None, device)) or "usable" for name in KERNELS}
+    usable = {name: f"on request only: {why}" for name, why in ON_REQUEST.items()}
+    return {name: reason or (probe and _probed(name, None, device)) or usable.get(name, "usable") for name in KERNELS}
 
 
 def _takes(name: str, x: Tensor, row: str | None) -> bool:

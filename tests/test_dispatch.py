@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import dispatch, reference
-from hf_actcompress.dispatch import implementation, kernel_status, use
+from hf_actcompress.dispatch import implementation, kernel_status, runs_kernel, use
 from hf_actcompress.errors import KernelUnavailableError, UnknownOptionError
-from hf_actcompress.kernels import BITWISE, KERNELS, TORCH_HAS
+from hf_actcompress.kernels import BITWISE, KERNELS, ON_REQUEST, TORCH_HAS
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,22 @@ def test_auto_while_a_cuda_graph_is_captured_is_the_reference(monkeypatch):
 
 
 def test_tables_name_kernels():
-    assert set(TORCH_HAS) <= set(KERNELS) and set(BITWISE) <= set(KERNELS)
+    assert set(TORCH_HAS) <= set(KERNELS) and set(BITWISE) <= set(KERNELS) and set(ON_REQUEST) <= set(KERNELS)
+
+
+@pytest.mark.parametrize("name", ON_REQUEST)
+def test_auto_leaves_what_is_on_request_alone(name, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "_unfit", lambda x: None)
+    monkeypatch.setattr(dispatch, "_unusable", lambda device: None)
+    monkeypatch.setattr(dispatch, "_takes", lambda *key: True)
+    for choice, kernel in {"auto": False, "reference": False, "triton": True}.items():
+        with use(choice):
+            assert runs_kernel(name, _OnCuda) is kernel
+            assert (implementation(name, _OnCuda) is dispatch._kernel(name)) is kernel
+    # as soon as it is none
+    monkeypatch.setattr(dispatch, "ON_REQUEST", {})
+    assert runs_kernel(name, _OnCuda)
 
 
 def test_a_probe_of_one_variant_leaves_the_others_alone(monkeypatch):
@@ -146,7 +161,8 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="probes in th
 def test_every_kernel_passes_its_probe():
     pytest.importorskip("triton")
     state = torch.get_rng_state()
-    assert kernel_status("cpu", probe=True) == dict.fromkeys(KERNELS, "usable")
+    requested = {name: f"on request only: {why}" for name, why in ON_REQUEST.items()}
+    assert kernel_status("cpu", probe=True) == {**dict.fromkeys(KERNELS, "usable"), **requested}
     # a probe in the middle of training leaves dropout's masks alone
     assert torch.equal(torch.get_rng_state(), state)
 

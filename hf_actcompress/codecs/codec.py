@@ -45,6 +45,10 @@ class Codec(Protocol):
         """Decode what `pack` returned into a tensor of x's shape and dtype."""
         ...
 
+    def has_grad_weight(self, dy: Tensor) -> bool:
+        """Whether `grad_weight` may return something else than None for such a dy: for who has to fetch the tensors."""
+        return type(self).grad_weight is not Codec.grad_weight
+
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         """dW [O, I] = dy^T x, dy [..., O], out of the packed x [..., I] where that is cheaper than unpacking.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import implementation
+from ..dispatch import implementation, runs_kernel
 from ..errors import UnknownOptionError
 from .codec import Codec, TensorMeta, meta_of
 
@@ -55,6 +55,17 @@ class Float8(Codec):
         unpack = implementation("float8_unpack", tensors[0])
         rows: Tensor = unpack(*tensors, known.dtype, self._group_size(known.features))
         return rows.view(known.shape)
+
+    def has_grad_weight(self, dy: Tensor) -> bool:
+        return runs_kernel("float8_grad_weight", dy)
+
+    def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
+        if not self.has_grad_weight(dy):
+            # torch has nothing better than to unpack
+            return None
+        group_size = self._group_size(meta_of(meta).features)
+        out: Tensor = implementation("float8_grad_weight", dy)(dy.reshape(-1, dy.size(-1)), *tensors, group_size)
+        return out
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         x = TensorMeta(shape, dtype)

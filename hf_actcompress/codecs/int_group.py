@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import implementation
+from ..dispatch import implementation, runs_kernel
 from ..errors import UnknownOptionError
 from .codec import Codec, TensorMeta, meta_of
 
@@ -78,6 +78,18 @@ class IntGroup(Codec):
             values, channels = tensors[3:]
             rows.index_copy_(1, channels.long(), values)
         return rows.view(known.shape)
+
+    def has_grad_weight(self, dy: Tensor) -> bool:
+        return runs_kernel("int_group_grad_weight", dy)
+
+    def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
+        if not self.has_grad_weight(dy):
+            # torch has nothing better than to unpack
+            return None
+        (codes, scale, zero, *outliers), known = tensors, meta_of(meta)
+        grad, rows = implementation("int_group_grad_weight", dy), dy.reshape(-1, dy.size(-1))
+        out: Tensor = grad(rows, codes, scale, zero, known.features, self.bits, self.group_size, *outliers)
+        return out
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         x = TensorMeta(shape, dtype)

@@ -64,9 +64,12 @@ class Offload(Codec):
         assert isinstance(meta, OffloadedMeta)
         return self.inner.unpack(_to_device(tensors, meta), meta.inner)
 
+    def has_grad_weight(self, dy: Tensor) -> bool:
+        return self.inner.has_grad_weight(dy)
+
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         assert isinstance(meta, OffloadedMeta)
-        if type(self.inner).grad_weight is Codec.grad_weight:
+        if not self.has_grad_weight(dy):
             # not for nothing: unpacking would bring them once more
             return None
         return self.inner.grad_weight(dy, _to_device(tensors, meta), meta.inner)

@@ -12,9 +12,11 @@ reference's bits under rounding to nearest, and of the same distribution under s
 What is none. LayerNorm's forward, which also rebuilds its output: torch has it as one kernel. Dropout's replay: torch's
 own kernel under the generator's old state draws the stock mask, whose layout over threads is torch's and changes with
 its version. Rotary embeddings: no op here keeps or rebuilds them. Residual sums and dropout fused into a norm: leaf
-modules are patched one by one, and none sees its neighbour. Packing by size (entries, tiles, rows): a sort. Weight
-gradients out of sampled rows, pooled tokens and kept tiles: products of fewer rows, which are torch's; a product that
-decodes or chooses its tiles inside has to be faster than a pass of decoding and torch's product, which nobody measured.
+modules are patched one by one, and none sees its neighbour. Packing by size (entries, tiles, rows): a sort.
+
+What only runs on request. Weight gradients out of what a codec kept: a product that decodes, gathers or pools inside of
+its tiles has to be faster than a pass that does so and torch's product, and nobody has measured where it is. `auto`
+keeps to torch's; `use("triton")` runs them; recipes/benchmark_kernels.py times both at the shapes of a model.
 """
 
 from __future__ import annotations
@@ -25,22 +27,27 @@ KERNELS: dict[str, str] = {
     "activation_output_bits": "inverted",
     "activation_output_bwd": "inverted",
     "activation_value": "activation",
+    "block_sparse_grad_weight": "block_sparse",
     "fewbit_bwd": "fewbit",
     "fewbit_codes": "fewbit",
+    "float8_grad_weight": "linear",
     "float8_pack": "float8",
     "float8_unpack": "float8",
     "gated_product": "gated_mlp",
     "gated_product_bwd": "gated_mlp",
+    "int_group_grad_weight": "linear",
     "int_group_pack": "int_group",
     "int_group_unpack": "int_group",
     "layer_norm_bwd": "layer_norm",
     "layer_norm_output_bwd": "norm_output",
     "linear_cross_entropy_bwd": "linear_cross_entropy",
     "linear_cross_entropy_fwd": "linear_cross_entropy",
+    "pooled_grad_weight": "pooled",
     "rms_norm_bwd": "rms_norm",
     "rms_norm_fwd": "rms_norm",
     "rms_norm_output_bwd": "norm_output",
     "rms_norm_rebuild": "rms_norm",
+    "row_sample_grad_weight": "row_sample",
     "topk_grad_weight": "topk",
     "topk_unpack": "topk",
 }
@@ -56,3 +63,13 @@ TORCH_HAS: dict[str, frozenset[str]] = {
 
 # those that stand in a forward
 BITWISE = frozenset({"rms_norm_fwd", "rms_norm_rebuild"})
+
+# name -> why `auto` keeps to the reference, until that is answered
+_PRODUCT = "not measured on a GPU against a pass over the codes and torch's product"
+ON_REQUEST: dict[str, str] = {
+    "block_sparse_grad_weight": "not measured on a GPU against torch's products of gathered tiles",
+    "float8_grad_weight": _PRODUCT,
+    "int_group_grad_weight": _PRODUCT,
+    "pooled_grad_weight": "not measured on a GPU against a pass over dy and torch's product",
+    "row_sample_grad_weight": "not measured on a GPU against a copy of dy's rows and torch's product",
+}

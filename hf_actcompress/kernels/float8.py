@@ -50,7 +50,7 @@ def _encode(x, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _decode(code, E4M3: tl.constexpr):
+def decode(code, E4M3: tl.constexpr):
     """Bits in uint8 to fp32, exactly, by way of fp16: e5m2 is its upper half, e4m3 its exponent and mantissa moved."""
     code = code.to(tl.int32)
     if E4M3:
@@ -105,7 +105,7 @@ def _unpack_kernel(
     col = tl.program_id(1) * C + tl.arange(0, C)
     inside = known[:, None] & (col[None, :] < length[:, None])
     code = tl.load(codes_ptr + start[:, None] + col[None, :], mask=inside, other=0)
-    value = within_range(_decode(code, E4M3).to(WORK) * scale, scale, out_ptr.dtype.element_ty)
+    value = within_range(decode(code, E4M3).to(WORK) * scale, scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + start[:, None] + col[None, :], cast(value, out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -134,22 +134,32 @@ def as_code(x):
     return tl.where(x == x, x, 0.0).to(tl.int32)
 
 
+# halves of the lanes at a time: what is joined or split lies in one thread, whose accesses stay wide
+
+
 @triton.jit
 def join_bits(codes, BITS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
     """Codes int32 [G, C] as bytes [G, C BITS / 8], the first element in the lowest bits."""
-    per_byte: tl.constexpr = 8 // BITS
-    if per_byte > 1:
-        shifts = tl.arange(0, per_byte) * BITS
-        codes = tl.sum(tl.reshape(codes, [G, C // per_byte, per_byte]) << shifts[None, None, :], axis=2)
+    if BITS == 1:
+        low, high = tl.split(tl.reshape(codes, [G, C // 2, 2]))
+        codes = low | (high << 1)
+    if BITS <= 2:
+        low, high = tl.split(tl.reshape(codes, [G, C * BITS // 4, 2]))
+        codes = low | (high << 2)
+    if BITS <= 4:
+        low, high = tl.split(tl.reshape(codes, [G, C * BITS // 8, 2]))
+        codes = low | (high << 4)
     return codes.to(tl.uint8)
 
 
 @triton.jit
 def split_bits(packed, BITS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
     """Bytes [G, C BITS / 8] as codes int32 [G, C]."""
-    per_byte: tl.constexpr = 8 // BITS
     codes = packed.to(tl.int32)
-    if per_byte > 1:
-        shifts = tl.arange(0, per_byte) * BITS
-        codes = tl.reshape((codes[:, :, None] >> shifts[None, None, :]) & (2**BITS - 1), [G, C])
+    if BITS <= 4:
+        codes = tl.reshape(tl.join(codes & 15, codes >> 4), [G, C * BITS // 4])
+    if BITS <= 2:
+        codes = tl.reshape(tl.join(codes & 3, codes >> 2), [G, C * BITS // 2])
+    if BITS == 1:
+        codes = tl.reshape(tl.join(codes & 1, codes >> 1), [G, C])
     return codes

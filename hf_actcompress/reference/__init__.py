@@ -10,9 +10,9 @@ from .conv2d import ConvGeometry, conv2d_bwd, conv2d_fwd
 from .derivative import activation_derivative, forward_derivative
 from .dropout import draws_like_any, dropout_replay, replayed_rng, rng_state
 from .fewbit import FEWBIT_METHODS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
-from .float8 import float8_pack, float8_unpack
+from .float8 import float8_grad_weight, float8_pack, float8_unpack
 from .gated_mlp import gated_product, gated_product_bwd
-from .int_group import int_group_pack, int_group_unpack
+from .int_group import int_group_grad_weight, int_group_pack, int_group_unpack
 from .inverted import INVERTED, activation_output_bits, activation_output_bwd
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
 from .linear import linear_bwd, linear_fwd
@@ -63,11 +63,13 @@ __all__ = [
     "fewbit_bwd",
     "fewbit_codes",
     "fewbit_stored_bits",
+    "float8_grad_weight",
     "float8_pack",
     "float8_unpack",
     "forward_derivative",
     "gated_product",
     "gated_product_bwd",
+    "int_group_grad_weight",
     "int_group_pack",
     "int_group_unpack",
     "layer_norm_bwd",

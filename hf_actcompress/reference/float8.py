@@ -50,3 +50,8 @@ def float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: 
             values = in_groups(codes[part, start:stop].to(work_dtype(dtype)), size).mul_(step)
             out[part, start:stop] = within_range(values, step, dtype).flatten(1)
     return out
+
+
+def float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """dW [O, D] = dy^T x of dy [R, O] and what `float8_pack` returned."""
+    return dy.t().mm(float8_unpack(codes, scale, dy.dtype, group_size))

@@ -97,3 +97,24 @@ def int_group_unpack(
             values.mul_(step).add_(zero[part, at].unsqueeze(-1))
             out[part, start:stop] = within_range(values, step, dtype).flatten(1)
     return out
+
+
+def int_group_grad_weight(
+    dy: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    features: int,
+    bits: int,
+    group_size: int,
+    values: Tensor | None = None,
+    channels: Tensor | None = None,
+) -> Tensor:
+    """dW [O, D] = dy^T x of dy [R, O] and what `int_group_pack` returned.
+
+    `values` [R, k] in dy's dtype stand in place of the features `channels` int32 [k].
+    """
+    x = int_group_unpack(packed, scale, zero, features, dy.dtype, bits, group_size)
+    if values is not None and channels is not None:
+        x.index_copy_(1, channels.long(), values)
+    return dy.t().mm(x)

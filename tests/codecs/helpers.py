@@ -78,7 +78,7 @@ def relative(error: Tensor, x: Tensor) -> float:
 def assert_weight_gradient(codec: Codec, x: Tensor, outputs: int = 5) -> None:
     """`grad_weight` is the product with what `unpack` returns, but for the rounding of its sums."""
     dy = torch.sin(torch.arange(math.prod(x.shape[:-1]) * outputs, dtype=torch.float64) * 1.7 + 0.3)
-    dy = dy.view(*x.shape[:-1], outputs).to(x.dtype)
+    dy = dy.view(*x.shape[:-1], outputs).to(x)
     tensors, meta = codec.pack(x)
     dweight = codec.grad_weight(dy, tensors, meta)
     assert dweight is not None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_actcompress.codecs import Codec, Float8, IntGroup, TopK
+from hf_actcompress.codecs import BlockSparse, Codec, Float8, IntGroup, Offload, Pooled, RowSample, TopK, offload
 from hf_actcompress.dispatch import use
 from hf_actcompress.reference import seed_codecs
+from tests.codecs.helpers import assert_weight_gradient
 from tests.kernels.harness import DEVICE
 from tests.oracle import assert_equal_bits
 
@@ -21,6 +22,10 @@ CODECS = {
     "top-k, bits": TopK(0.3),
     "top-k, index": TopK(0.05),
     "top-k, all as one": TopK(0.1, "global"),
+    "tiles": BlockSparse(),
+    "tiles, of all": BlockSparse(0.3, (5, 20), "global"),
+    "rows": RowSample(),
+    "pooled": Pooled(4),
 }
 # a hidden state; heads before tokens
 INPUTS = {"hidden": (2, 9, 96), "heads": (2, 9, 4, 24)}
@@ -32,15 +37,31 @@ def test_stored_and_restored(name: str, shape: str) -> None:
     codec: Codec = CODECS[name]
     x = torch.randn(INPUTS[shape], device=DEVICE).to(torch.bfloat16)
     x = x.transpose(1, 2) if shape == "heads" else x
+    seed_codecs(0)
     expected, meta = codec.pack(x)
-    dy = torch.randn(*x.shape[:-1], 5, device=DEVICE).to(torch.bfloat16)
+    seed_codecs(0)
     with use("triton"):
         packed, _ = codec.pack(x)
-        y, grad = codec.unpack(packed, meta), codec.grad_weight(dy, packed, meta)
+        y = codec.unpack(packed, meta)
     assert_equal_bits([x.view(torch.uint8) for x in packed], [x.view(torch.uint8) for x in expected])
     assert_equal_bits([y], [codec.unpack(expected, meta)])
-    stock = codec.grad_weight(dy, expected, meta)
-    assert (grad is None) == (stock is None) and (grad is None or torch.equal(grad, stock))
+    if codec != TopK(0.1, "global"):
+        with use("triton"):
+            assert_weight_gradient(codec, x)
+
+
+@pytest.mark.parametrize("codec", [IntGroup(8), Float8()], ids=str)
+def test_what_torch_has_no_better_product_of_is_unpacked(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dy = torch.randn(4, 64, device=DEVICE), torch.randn(4, 3, device=DEVICE)
+    away, meta = Offload(codec).pack(x)
+    with monkeypatch.context() as patch:
+        # not fetched for nothing
+        patch.setattr(offload, "_to_device", None)
+        assert Offload(codec).grad_weight(dy, away, meta) is None
+        assert codec.grad_weight(dy, *codec.pack(x)) is None
+    with use("triton"):
+        ours, theirs = Offload(codec).grad_weight(dy, away, meta), codec.grad_weight(dy, *codec.pack(x))
+    assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
 def test_the_codecs_seed_fixes_what_is_drawn() -> None:
