@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..config import CompressionConfig
-    from ..memory.estimate import Estimate
+    from ..memory.estimate import Estimate, Estimates
 
 TIME_CLASSES = {
     "none": "as stock",
@@ -146,38 +146,30 @@ def rows(model: Any, strategies: tuple[Strategy, ...], room: int | None, **optio
         options: Of `estimate`.
     """
     from ..errors import ActCompressError
+    from ..memory.estimate import Estimates
 
+    sizes = options.pop("batch_size"), options.pop("seq_len")
+    several = Estimates(model, **options)
     for index, strategy in enumerate(strategies):
         try:
-            yield _row(model, strategy, room, options)
+            yield _row(several, strategy, room, *sizes)
         except ActCompressError as error:
             if index == 0:
                 raise
             yield Row(strategy, None, why_not=str(error))
 
 
-def _row(model: Any, strategy: Strategy, room: int | None, options: dict[str, Any]) -> Row:
-    from ..memory.estimate import estimate
-    from ..memory.estimating.extrapolation import whole_step
-    from ..memory.estimating.source import skeleton
-    from ..memory.estimating.step import Setting, run_step
-
-    asked = strategy.config if strategy.checkpoint_input is None else strategy.resolved
-    options = {**options, "config": asked, "gradient_checkpointing": strategy.checkpointing}
-    found = estimate(model, **options)
-    peaks = {found.batch_size: found.device_bytes}
+def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: int, seq_len: int) -> Row:
+    config = strategy.config if strategy.checkpoint_input is None else strategy.resolved
+    found = several.estimate(batch_size, seq_len, config, strategy.checkpointing)
+    peaks = {batch_size: found.device_bytes}
     if room is None:
         return Row(strategy, found, peaks)
-    whole = skeleton(model, None, None, strategy.checkpointing)
-    config = strategy.resolved
-    state = found.device_bytes - found.step_peak_bytes
 
     def peak(batch_size: int) -> int:
-        # an estimate without its roles, which take as long again
-        setting = Setting(batch_size, found.seq_len, config, found.device == "cuda")
-        return state + whole_step(whole, lambda part, roles: run_step(part, setting, roles=False), config).step.peak
+        return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)
 
-    return Row(strategy, found, peaks, _largest(peaks, room, state, peak))
+    return Row(strategy, found, peaks, _largest(peaks, room, found.device_bytes - found.step_peak_bytes, peak))
 
 
 def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch import nn
 from ..config import CompressionConfig, Configured, resolve
 from ..errors import UnknownOptionError
 from ..models.root import root_module
-from .estimating.extrapolation import whole_step
+from .estimating.extrapolation import Extrapolated, whole_step
+from .estimating.layers import LayerRun, find_runs
 from .estimating.optimizers import OptimizerRule, optimizer_rule
 from .estimating.result import Estimate
 from .estimating.source import dtype_of, skeleton
@@ -43,7 +46,8 @@ def estimate(
 
     The model runs one forward and backward on fake tensors, which have shapes and no data, with two to four of its
     layers; where its layers are of one kind each further one adds the same bytes, which is checked, and where they are
-    not all are run. The batch has no padding and all its labels count.
+    not all are run. The batch has no padding and all its labels count: with padding `drop_padding` keeps less than
+    this, so it is an upper bound there.
 
     Args:
         model: A module (stock or patched; it is not touched), a transformers config, or a name: a folder with a
@@ -66,19 +70,116 @@ def estimate(
         UnknownOptionError: Unknown preset, optimizer, dtype or device.
         MissingExtraError: LoRA without peft.
     """
-    if device not in DEVICES:
-        raise UnknownOptionError("device", device, DEVICES)
-    rule = optimizer_rule(optimizer)
-    resolved = None if config is None or config == "stock" else resolve(config)
-    setting = Setting(batch_size, seq_len, resolved, device == "cuda", dtype_of(autocast))
-    whole = skeleton(model, dtype_of(dtype), lora, gradient_checkpointing)
-    return estimate_of(whole, setting, rule, _named(config))
+    several = Estimates(model, dtype=dtype, optimizer=optimizer, lora=lora, device=device, autocast=autocast)
+    return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
+
+
+class Estimates:
+    """Estimates of one model for several configs and sizes, which share what does not depend on these.
+
+    Args:
+        model, dtype, optimizer, lora, device, autocast: As for `estimate`.
+
+    Raises:
+        As `estimate`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        dtype: torch.dtype | str | None = None,
+        optimizer: str = "adamw",
+        lora: Any = None,
+        device: str = "cuda",
+        autocast: torch.dtype | str | None = None,
+    ) -> None:
+        if device not in DEVICES:
+            raise UnknownOptionError("device", device, DEVICES)
+        self._rule = optimizer_rule(optimizer)
+        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast))
+        self._source: tuple[Any, torch.dtype | None, Any] = model, dtype_of(dtype), lora
+        # by whether checkpointing is switched on
+        self._models: dict[bool, nn.Module] = {}
+        self._states: dict[bool, tuple[int, int, int]] = {}
+        # (config, checkpointing) -> `Extrapolated.on_a_line`
+        self._on_a_line: dict[Any, bool] = {}
+        # what a config has for single layers -> the runs of equal layers
+        self._runs: dict[Any, list[LayerRun]] = {}
+
+    def estimate(
+        self,
+        batch_size: int,
+        seq_len: int,
+        config: CompressionConfig | Configured | str | None,
+        gradient_checkpointing: bool = False,
+    ) -> Estimate:
+        """As the function."""
+        setting = self._case(batch_size, seq_len, config)
+        found = self._step(setting, gradient_checkpointing, roles=True)
+        whole, states = self._model(gradient_checkpointing), self._state_bytes(gradient_checkpointing)
+        return _estimate(found, whole, setting, states, _named(config))
+
+    def device_bytes(
+        self,
+        batch_size: int,
+        seq_len: int,
+        config: CompressionConfig | Configured | str | None,
+        gradient_checkpointing: bool = False,
+    ) -> int:
+        """`Estimate.device_bytes` alone, in less time."""
+        setting = self._case(batch_size, seq_len, config)
+        found = self._step(setting, gradient_checkpointing, roles=False)
+        return sum(self._state_bytes(gradient_checkpointing)) + found.step.peak + context_bytes(setting)
+
+    def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
+        resolved = None if config is None or config == "stock" else resolve(config)
+        return replace(self._setting, batch_size=batch_size, seq_len=seq_len, config=resolved)
+
+    def _model(self, checkpointing: bool) -> nn.Module:
+        if checkpointing not in self._models:
+            # out of the other one, which is there already
+            model, dtype, lora = (self._model(False), None, None) if checkpointing else self._source
+            self._models[checkpointing] = skeleton(model, dtype, lora, checkpointing)
+        return self._models[checkpointing]
+
+    def _state_bytes(self, checkpointing: bool) -> tuple[int, int, int]:
+        if checkpointing not in self._states:
+            self._states[checkpointing] = state_bytes(self._model(checkpointing), self._setting, self._rule)
+        return self._states[checkpointing]
+
+    def _step(self, setting: Setting, checkpointing: bool, *, roles: bool) -> Extrapolated:
+        whole, config = self._model(checkpointing), setting.config or CompressionConfig()
+        single = config.overrides, config.checkpoint
+        if single not in self._runs:
+            self._runs[single] = find_runs(whole, config)
+        # layers that are alike under one config are alike under another; that they are not is looked at again
+        key = setting.config, checkpointing
+        known = self._on_a_line.get(key, True if True in self._on_a_line.values() else None)
+        found = _step(whole, setting, self._runs[single], roles, known)
+        self._on_a_line[key] = found.on_a_line
+        return found
+
+
+def _step(
+    whole: nn.Module, setting: Setting, layers: Sequence[LayerRun], roles: bool, on_a_line: bool | None = None
+) -> Extrapolated:
+    def run(part: nn.Module, wanted: bool) -> FakeStep:
+        return run_step(part, setting, roles=roles and wanted)
+
+    return whole_step(whole, run, layers, on_a_line)
 
 
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
     """The estimate of a model on the meta device; `name` is what its config is called."""
-    found = whole_step(whole, lambda part, roles: run_step(part, setting, roles=roles), setting.config)
-    weights, gradients, states = state_bytes(whole, setting, rule)
+    found = _step(whole, setting, find_runs(whole, setting.config), True)
+    return _estimate(found, whole, setting, state_bytes(whole, setting, rule), name)
+
+
+def _estimate(
+    found: Extrapolated, whole: nn.Module, setting: Setting, state: tuple[int, int, int], name: str
+) -> Estimate:
+    weights, gradients, states = state
     return Estimate(
         model=type(root_module(whole)).__name__,
         device="cuda" if setting.cuda else "cpu",

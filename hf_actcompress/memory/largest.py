@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .estimate import estimate
+from .estimate import Estimates
 from .sizes import parse_size
 
 _STEP = 64
@@ -27,10 +27,8 @@ def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: An
         As `estimate`.
     """
 
-    def needed(batch_size: int) -> int:
-        return estimate(model, batch_size=batch_size, seq_len=seq_len, **options).device_bytes
-
-    return largest(needed, parse_size(budget))
+    needed = _needed(model, **options)
+    return largest(lambda batch_size: needed(batch_size, seq_len), parse_size(budget))
 
 
 def max_seq_len(
@@ -54,12 +52,21 @@ def max_seq_len(
     """
     limit = limit or _positions(model)
 
-    def needed(steps: int) -> int:
-        length = steps * step if limit is None else min(steps * step, limit)
-        return estimate(model, batch_size=batch_size, seq_len=length, **options).device_bytes
+    needed = _needed(model, **options)
 
-    steps = largest(needed, parse_size(budget), None if limit is None else -(-limit // step))
-    return steps * step if limit is None else min(steps * step, limit)
+    def length(steps: int) -> int:
+        return steps * step if limit is None else min(steps * step, limit)
+
+    most = None if limit is None else -(-limit // step)
+    return length(largest(lambda steps: needed(batch_size, length(steps)), parse_size(budget), most))
+
+
+def _needed(
+    model: Any, *, config: Any = "exact", gradient_checkpointing: bool = False, **options: Any
+) -> Callable[[int, int], int]:
+    """Bytes that a device has to have for so many sequences of so many tokens."""
+    several = Estimates(model, **options)
+    return lambda batch_size, seq_len: several.device_bytes(batch_size, seq_len, config, gradient_checkpointing)
 
 
 def largest(needed: Callable[[int], int], budget: int, limit: int | None = None) -> int:

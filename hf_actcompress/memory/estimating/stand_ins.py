@@ -4,39 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from ... import dispatch, reference
+from ... import dispatch
 from ...codecs import offload
-from ...kernels import KERNELS
 from ...models import attention
-from ...reference import block_sparse, groups
+from ...reference import block_sparse, groups, linear_cross_entropy
+from .fake_kernels import KernelResults, Kernels
 from .tracker import FakeAllocator
 
 _Swap = tuple[Any, str, Any]
 
 
 @contextmanager
-def stand_ins(allocator: FakeAllocator, *, cuda: bool) -> Iterator[None]:
-    """Everything that code on real tensors asks and that a fake tensor answers wrongly."""
+def stand_ins(allocator: FakeAllocator, kernels: KernelResults | None) -> Iterator[None]:
+    """Everything that code on real tensors asks and that a fake tensor answers wrongly.
+
+    Args:
+        allocator: Counts.
+        kernels: For a CUDA device: what its kernels are known to make; what is found out is added. None for a CPU.
+    """
+    cuda = kernels is not None
     swaps: list[_Swap] = [
         # a mask that can be skipped is skipped, as outside of tracing
         (masking_utils, "is_tracing", lambda tensor=None: False),
         *((module, "chunk_starts", _few_starts) for module in (groups, block_sparse)),
+        (linear_cross_entropy, "_chunks", _few_chunks(allocator)),
         *((module, "get_rng_state", _counted_state(allocator, cuda)) for module in (torch, torch.random)),
     ]
-    if cuda:
+    if kernels is not None:
         swaps += [
             (attention, "on_cpu", lambda x: False),
             (offload, "_to_host", _to_host(allocator)),
             (offload, "_to_device", lambda tensors, device: tuple(x.clone() for x in tensors)),
             *((module, "chunk_rows", _device_rows) for module in (groups, block_sparse)),
-            (dispatch, "reference", _Kernels(allocator)),
+            (dispatch, "reference", Kernels(allocator, kernels)),
         ]
     before = [(home, name, getattr(home, name)) for home, name, _ in swaps]
     try:
@@ -52,6 +58,23 @@ def _few_starts(count: int, step: int) -> Sequence[int]:
     """The first turns of a loop over chunks and its last: the turns between hold no more than the second."""
     starts = range(0, count, step)
     return starts if len(starts) <= 3 else (*starts[:2], starts[-1])
+
+
+def _few_chunks(allocator: FakeAllocator) -> Callable[..., Iterator[slice]]:
+    """The same for chunks of logits, whose results are joined: the turns between are one that counts nothing."""
+    stock = linear_cross_entropy._chunks
+
+    def chunks(total: int, others: int, budget: int) -> Iterator[slice]:
+        every = list(stock(total, others, budget))
+        if len(every) <= 4:
+            yield from every
+            return
+        yield from every[:2]
+        with allocator.elsewhere():
+            yield slice(every[2].start, every[-2].stop)
+        yield every[-1]
+
+    return chunks
 
 
 def _device_rows(features: int, device: torch.device) -> int:
@@ -76,22 +99,3 @@ def _to_host(allocator: FakeAllocator) -> Callable[[Tensor], Tensor]:
             return x.clone()
 
     return to_host
-
-
-class _Kernels:
-    """`reference` as a device has it: a function that is one kernel there makes nothing but its results."""
-
-    def __init__(self, allocator: FakeAllocator) -> None:
-        self._allocator = allocator
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(reference, name)
-        if name not in KERNELS:
-            return function
-
-        @wraps(function)
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            with self._allocator.results_only():
-                return function(*args, **kwargs)
-
-        return kernel

@@ -8,7 +8,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..allocator import loss_of
 from ..attribution import module_roles, role_of
 from ..saved import saved_tensors, storages
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
+from .fake_kernels import KernelResults
 from .source import empty_like
 from .stand_ins import stand_ins
 from .tracker import FakeAllocator
@@ -39,6 +40,7 @@ class Setting:
         config: What the model is patched with; None: not at all.
         cuda: By the rules of a CUDA device, otherwise those of a CPU.
         autocast: Dtype of an autocast context around the forward, or None.
+        kernels: What each kernel was found to make, by the shapes of its arguments; a copy by `replace` shares it.
     """
 
     batch_size: int
@@ -46,6 +48,7 @@ class Setting:
     config: CompressionConfig | None
     cuda: bool
     autocast: torch.dtype | None = None
+    kernels: KernelResults = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def block(self) -> int:
@@ -88,7 +91,7 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
     Args:
         model: Is copied.
         setting: How.
-        roles: Attribute what is kept, at the price of another forward.
+        roles: Attribute what is kept.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -101,9 +104,7 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
             apply_config(fake, _present(setting.config, fake))
-    kept, peak = _measure(fake, batch, setting, mode)
-    by_role = _by_role(fake, batch, setting, mode, names) if roles else {}
-    return FakeStep(kept, peak, by_role)
+    return _measure(fake, batch, setting, mode, names)
 
 
 def _present(config: CompressionConfig, model: nn.Module) -> CompressionConfig:
@@ -122,7 +123,7 @@ def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> 
     gc.collect(0)
     try:
         with ExitStack() as stack:
-            stack.enter_context(stand_ins(allocator, cuda=setting.cuda))
+            stack.enter_context(stand_ins(allocator, setting.kernels if setting.cuda else None))
             stack.enter_context(torch.enable_grad())
             for context in (mode, allocator):
                 stack.enter_context(context)
@@ -140,18 +141,40 @@ def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Fak
     return allocator
 
 
-def _measure(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode) -> tuple[int, int]:
+def _measure(
+    model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, str]
+) -> FakeStep:
     allocator = _allocator(model, batch, setting)
     with mode:
         for p in model.parameters():
             p.grad = torch.empty_like(p) if p.requires_grad else None
     allocator.leave_out(p.grad for p in model.parameters() if p.grad is not None)
     with _world(setting, mode, allocator):
-        loss = _loss(model, batch, setting)
+        loss, by_role = _forward(model, batch, setting, allocator, roles)
         gc.collect(0)
         kept = allocator.live_bytes
         _backward(loss)
-    return kept, allocator.peak_bytes
+    return FakeStep(kept, allocator.peak_bytes, by_role)
+
+
+def _forward(
+    model: nn.Module, batch: dict[str, Any], setting: Setting, allocator: FakeAllocator, roles: dict[str, str]
+) -> tuple[Tensor, dict[str, int]]:
+    """The loss, and what is kept by role if there are any."""
+    if not roles:
+        return _loss(model, batch, setting), {}
+    held: list[Tensor] = []
+
+    def forward() -> Tensor:
+        held.append(_loss(model, batch, setting))
+        return held[0]
+
+    # hooks that hold what autograd would hold: the bytes are the same
+    seen = saved_tensors(model, forward, loss_of, storages(batch.values()), allocator.size_of)
+    sizes: Counter[str] = Counter()
+    for tensor in seen.tensors:
+        sizes[role_of(tensor, roles, seen.hidden_from_view)] += tensor.nbytes
+    return held[0], dict(sizes)
 
 
 def _backward(loss: Tensor) -> None:
@@ -166,19 +189,6 @@ def _backward(loss: Tensor) -> None:
 def _loss(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Tensor:
     with torch.autocast("cpu", dtype=setting.autocast or torch.bfloat16, enabled=setting.autocast is not None):
         return loss_of(model(**batch))
-
-
-def _by_role(
-    model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, str]
-) -> dict[str, int]:
-    allocator = _allocator(model, batch, setting)
-    before = storages(batch.values())
-    with _world(setting, mode, allocator):
-        seen = saved_tensors(model, lambda: _loss(model, batch, setting), loss_of, before, allocator.size_of)
-        sizes: Counter[str] = Counter()
-        for tensor in seen.tensors:
-            sizes[role_of(tensor, roles, seen.hidden_from_view)] += tensor.nbytes
-    return dict(sizes)
 
 
 def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode) -> dict[str, Any]:

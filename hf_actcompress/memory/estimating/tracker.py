@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from .workspaces import CPU_WORKSPACES, Workspace
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 IGNORE_INDEX = -100
 # of a CPU's fused attention, as `torch._fused_sdp_choice` counts
@@ -59,7 +60,15 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._appended_labels = 0
         self._muted = self._elsewhere = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap each of the calls below, to keep a compiler out that is not there
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # more than half of all calls: autograd asks for every tensor that it touches
+            return args[0].fake_device
         kwargs = kwargs or {}
         answer = self._answer(func, args)
         if answer is not None:
@@ -72,7 +81,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(x, FakeTensor):
                 self.count(x)
         workspace = self.workspaces.get(func)
-        if workspace is not None:
+        if workspace is not None and not self._elsewhere:
             self._note_peak(self.live_bytes + self.rounded(workspace(args, kwargs)))
         return result
 
@@ -113,7 +122,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """What is made inside lies in host memory."""
+        """What is made inside lies in host memory, or stands for something that was counted."""
         self._elsewhere = True
         try:
             yield
