@@ -1,18 +1,20 @@
 """Every Triton kernel: right first, then how close to the memory's speed, beside torch's reference and Liger's kernel.
 
     python recipes/benchmark_kernels.py --device cuda --out results/
+    python recipes/benchmark_kernels.py --device cuda --on-request       # those alone that `auto` does not run
     python recipes/benchmark_kernels.py --quick                          # a CPU: Triton's interpreter, no speeds
 
 Sizes are those of Llama-3.2-1B in training: 16384 tokens, hidden 2048, MLP 8192. "of copy" is the achieved bandwidth
 (bytes of arguments and results over the median time) over that of a plain copy in the same run. A kernel that
-disagrees with the reference gets no figure, and the command fails. Writes kernels.jsonl and kernels.md.
+disagrees with the reference gets no figure, and the command fails. In the reference's place, weight gradients out of
+codes have what `auto` runs: the kernel that unpacks, and torch's product. Below the table: where a kernel that `auto`
+runs is slower, and where one that it does not run is faster. Writes kernels.jsonl and kernels.md, after every line.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -20,47 +22,25 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from common.bench_kernel_cases import CASES, Args, Case, Functions, Shape
+from common.bench_kernel_peers import liger
+from common.versions import versions
 from tqdm import tqdm
 
 from hf_actcompress import reference
-from hf_actcompress.kernels import KERNELS
+from hf_actcompress.kernels import KERNELS, ON_REQUEST
 
-TOKENS, HIDDEN, MLP, VOCAB, HEADS = 16384, 2048, 8192, 32064, 32
+TOKENS, HIDDEN, MLP = 16384, 2048, 8192
 PACKAGES = ("torch", "triton", "liger-kernel", "hf-actcompress")
 MIB = 2**20
 COLUMNS = (
     "kernel", "case", "correct", "MiB moved", "ms", "GiB/s", "of copy", "reference ms", "x reference", "Liger ms",
     "x Liger",
 )  # fmt: skip
-
-Args = tuple[Any, ...]
-Functions = Callable[[str], Callable[..., Any]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One line of the table.
-
-    Args:
-        name: A row of KERNELS.
-        label: What distinguishes it from the name's other lines.
-        mlp: Whether its rows are as wide as the MLP, else as the hidden state.
-        arguments: Which of the module's samples; or what makes the arguments.
-        run: What is timed, from a choice of implementations and the arguments; by default a call of `name`.
-        bandwidth: Whether memory is what bounds it; a matrix product inside is not.
-    """
-
-    name: str
-    label: str = ""
-    mlp: bool = False
-    arguments: Callable[..., Any] | None = None
-    run: Callable[[Functions, Args], Any] | None = None
-    bandwidth: bool = True
 
 
 @dataclass
@@ -79,74 +59,13 @@ class Result:
     note: str = ""
 
 
-def of(*wanted: Any) -> Callable[[Args], bool]:
-    """The sample that has these among its arguments that are no tensors."""
-    return lambda args: all(any(type(a) is type(w) and a == w for a in args) for w in wanted)
-
-
-def heads(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> Args:
-    """A query as attention has it: heads before tokens, a view of a projection."""
-    q = torch.randn(1, tokens, HEADS, max(width // HEADS, 1), device=device).to(dtype).transpose(1, 2)
-    return q, 8, 64, False, None
-
-
-def head(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> Args:
-    """Hidden states, a vocabulary, targets."""
-    tokens, vocab = max(tokens // 4, 1), VOCAB if width == HIDDEN else 4 * width
-    h, weight = torch.randn(tokens, width, device=device), torch.randn(vocab, width, device=device) * width**-0.5
-    return h.to(dtype), weight.to(dtype), None, torch.randint(vocab, (tokens,), device=device), (), torch.float32
-
-
-def forward_and_backward(functions: Functions, args: Args) -> Any:
-    """The loss head as a training step has it, which Liger's forward does as a whole."""
-    h, weight, bias, target, pointwise, _ = args
-    losses, maximum, log_sum = functions("linear_cross_entropy_fwd")(*args)
-    dlosses = torch.full_like(losses, 1 / len(losses))
-    backward = functions("linear_cross_entropy_bwd")
-    return losses, backward(dlosses, h, weight, bias, target, maximum, log_sum, pointwise, (True, True, False))
-
-
-CASES = (
-    Case("rms_norm_fwd", arguments=of("weight_after_cast")),
-    Case("rms_norm_rebuild", arguments=of("weight_after_cast")),
-    Case("rms_norm_bwd", arguments=of("weight_after_cast")),
-    Case("rms_norm_output_bwd", arguments=of("weight_after_cast")),
-    Case("layer_norm_bwd", arguments=lambda args: isinstance(args[-2], torch.Tensor)),
-    Case("layer_norm_output_bwd", arguments=lambda args: isinstance(args[-2], torch.Tensor)),
-    Case("activation_value", "gelu_new", mlp=True, arguments=of("gelu_new")),
-    Case("activation_bwd", "gelu_new", mlp=True, arguments=of("gelu_new")),
-    Case("activation_bwd", "relu_squared", mlp=True, arguments=of("relu_squared")),
-    Case("activation_derivative", "gelu", mlp=True, arguments=of("gelu")),
-    Case("activation_output_bits", "gelu", mlp=True, arguments=of("gelu")),
-    Case("activation_output_bwd", "gelu", mlp=True, arguments=of("gelu")),
-    Case("fewbit_codes", "gelu, 4 bits, values", mlp=True, arguments=of("gelu", 4)),
-    Case("fewbit_bwd", "silu, 4 bits", mlp=True, arguments=of("silu", 4)),
-    Case("gated_product", "silu", mlp=True, arguments=of("silu")),
-    Case("gated_product_bwd", "silu", mlp=True, arguments=of("silu")),
-    Case("gated_product_bwd", "gelu_tanh", mlp=True, arguments=of("gelu_tanh")),
-    *(Case("int_group_pack", f"{b} bits", arguments=of(b, 64, False)) for b in (8, 4, 2)),
-    Case("int_group_pack", "4 bits, stochastic", arguments=of(4, 64, True)),
-    Case("int_group_pack", "8 bits, heads before tokens", arguments=heads),
-    *(Case("int_group_unpack", f"{b} bits", arguments=of(b, 64)) for b in (8, 4, 2)),
-    Case("float8_pack", "e4m3", arguments=of(torch.float8_e4m3fn, 128)),
-    Case("float8_unpack", "e4m3", arguments=lambda args: args[0].dtype == torch.float8_e4m3fn and args[-1] == 128),
-    Case("topk_unpack", "bit mask", arguments=of(True)),
-    Case("topk_unpack", "index", arguments=of(False)),
-    Case("topk_grad_weight", "bit mask", arguments=of(True), bandwidth=False),
-    Case("linear_cross_entropy_fwd", arguments=head, bandwidth=False),
-    Case("linear_cross_entropy_bwd", "with forward", arguments=head, run=forward_and_backward, bandwidth=False),
-)
-# what takes the four arguments of a sample, not one sample
-MAKERS = (heads, head)
-
-
-def arguments(case: Case, device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> Args:
+def arguments(case: Case, device: torch.device, args: argparse.Namespace) -> Args:
+    dtype = getattr(torch, args.dtype)
     torch.manual_seed(0)
-    if case.arguments in MAKERS:
-        made: Args = case.arguments(device, dtype, tokens, width)
-        return made
-    samples = module(case.name).SAMPLES[case.name](device, dtype, tokens, width)
-    return next(args for args in samples if case.arguments is None or case.arguments(args))
+    if case.make is not None:
+        return case.make(Shape(device, dtype, args.tokens, args.hidden, args.mlp), specification)
+    samples = module(case.name).SAMPLES[case.name](device, dtype, args.tokens, args.mlp if case.mlp else args.hidden)
+    return next(sample for sample in samples if case.sample is None or case.sample(sample))
 
 
 def module(name: str) -> Any:
@@ -175,76 +94,6 @@ def moved_bytes(*values: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tensors(values))
 
 
-def liger(case: Case, args: Args) -> Callable[[], Any] | None:
-    """Liger's kernel for the same result from the same tensors, or None. Some of them write into their arguments."""
-    if importlib.util.find_spec("liger_kernel") is None:
-        return None
-    of_liger = {
-        "rms_norm_fwd": _liger_rms_norm_fwd,
-        "rms_norm_bwd": _liger_rms_norm_bwd,
-        "layer_norm_bwd": _liger_layer_norm_bwd,
-        "gated_product": _liger_gated_product,
-        "gated_product_bwd": _liger_gated_product_bwd,
-        "activation_bwd": _liger_activation_bwd,
-        "linear_cross_entropy_bwd": _liger_loss_head,
-    }
-    return of_liger[case.name](*args) if case.name in of_liger else None
-
-
-def _liger(name: str) -> Any:
-    return importlib.import_module(f"liger_kernel.ops.{name}")
-
-
-def _liger_rms_norm_fwd(x: Any, weight: Any, eps: float, variant: str) -> Callable[[], Any]:
-    forward = _liger("rms_norm").rms_norm_forward
-    return lambda: forward(x, weight, eps, 0.0, "llama", None)
-
-
-def _liger_rms_norm_bwd(dy: Any, x: Any, weight: Any, rstd: Any, *_: Any) -> Callable[[], Any]:
-    of_liger = _liger("rms_norm")
-    _, _, rstd, *launch, mode = of_liger.rms_norm_forward(x, weight, 1e-6, 0.0, "llama", None)
-    return lambda: of_liger.rms_norm_backward(dy, x, weight, rstd, 0.0, mode, *launch, False, None)
-
-
-def _liger_layer_norm_bwd(dy: Any, x: Any, *rest: Any) -> Callable[[], Any] | None:
-    weight, bias = rest[-3:-1]
-    if weight is None or bias is None:
-        return None
-    of_liger = _liger("layer_norm")
-    _, _, mean, rstd, *_ = of_liger.layer_norm_forward(x, weight, bias, 1e-5)
-    return lambda: of_liger.layer_norm_backward(dy, x, weight, bias, mean, rstd)
-
-
-def _liger_gated_product(gate: Any, up: Any, *_: Any) -> Callable[[], Any]:
-    forward = _liger("swiglu").swiglu_forward
-    return lambda: forward(gate, up)
-
-
-def _liger_gated_product_bwd(dh: Any, gate: Any, up: Any, stock: Any, kind: str, _: Any) -> Callable[[], Any]:
-    gate, up = gate.clone(), up.clone()
-    backward = _liger("swiglu").swiglu_backward if kind == "silu" else _liger("geglu").geglu_backward
-    return lambda: backward(gate, up, dh)
-
-
-def _liger_activation_bwd(dy: Any, x: Any, kind: str, _: Any) -> Callable[[], Any] | None:
-    if kind != "relu_squared" or importlib.util.find_spec("liger_kernel.ops.relu_squared") is None:
-        return None
-    backward = _liger("relu_squared").relu_squared_backward
-    return lambda: backward(x, dy)
-
-
-def _liger_loss_head(h: Any, weight: Any, bias: Any, target: Any, *_: Any) -> Callable[[], Any]:
-    forward = _liger("fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction.apply
-    leaves = h.detach().requires_grad_(), weight.detach().requires_grad_()
-
-    def run() -> Any:
-        with torch.enable_grad():
-            # newer versions return more than the loss
-            return torch.autograd.grad(next(tensors(forward(*leaves, target))), leaves)
-
-    return run
-
-
 def milliseconds(run: Callable[[], Any]) -> float:
     """Median of many runs, each from a cold cache."""
     from triton.testing import do_bench
@@ -266,19 +115,24 @@ def measure(case: Case, device: torch.device, args: argparse.Namespace, copy: fl
 
     from hf_actcompress.kernels.probe import agree
 
-    width = args.mlp if case.mlp else args.hidden
-    given = arguments(case, device, getattr(torch, args.dtype), args.tokens, width)
+    given = arguments(case, device, args)
 
     def call(functions: Functions) -> Any:
         return case.run(functions, given) if case.run else functions(case.name)(*given)
 
-    ours, expected = list(tensors(call(kernels))), list(tensors(call(specification)))
-    correct = len(ours) == len(expected) and all(agree(a, b, False) for a, b in zip(ours, expected, strict=True))
+    def rival() -> Any:
+        return case.rival(kernels, given) if case.rival else call(specification)
+
+    ours, correct = list(tensors(call(kernels))), True
+    for other in (call(specification), rival() if case.rival else None):
+        expected = list(tensors(other))
+        correct &= other is None or len(ours) == len(expected)
+        correct &= all(agree(a, b, False) for a, b in zip(ours, expected, strict=False))
     result = Result(case.name, case.label, correct, moved_bytes(given, ours) / MIB)
-    del ours, expected
+    del ours, expected, other
     if not correct or copy is None:
         return result
-    result.ms, result.reference_ms = milliseconds(lambda: call(kernels)), milliseconds(lambda: call(specification))
+    result.ms, result.reference_ms = milliseconds(lambda: call(kernels)), milliseconds(rival)
     if case.bandwidth:
         result.gib_per_second = result.moved_mib / 1024 / (result.ms / 1e3)
         result.of_copy = result.gib_per_second / copy
@@ -292,15 +146,9 @@ def measure(case: Case, device: torch.device, args: argparse.Namespace, copy: fl
 
 
 def environment(device: torch.device, args: argparse.Namespace, copy: float | None, command: str) -> dict[str, Any]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, interpreter"
     sizes = {"tokens": args.tokens, "hidden": args.hidden, "mlp": args.mlp, "dtype": args.dtype}
-    return {"command": command, "device": where, "copy_gib_per_second": copy, **versions, **sizes}
+    return {"command": command, "device": where, "copy_gib_per_second": copy, **versions(PACKAGES), **sizes}
 
 
 def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
@@ -321,7 +169,19 @@ def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
         cells += [_cell(r.ms, ".3f"), _cell(r.gib_per_second, ".0f"), _cell(r.of_copy, ".2f")]
         cells += [_cell(r.reference_ms, ".3f"), ratios[0], _cell(r.liger_ms, ".3f"), ratios[1]]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"{r.kernel}, {r.label}: {r.note}" for r in results if r.note), ""])
+    notes = [f"{r.kernel}, {r.label}: {r.note}" for r in results if r.note]
+    return "\n".join([*lines, "", *_misplaced(results), *notes, ""])
+
+
+def _misplaced(results: Sequence[Result]) -> Iterator[str]:
+    """What the measurement says about which implementation `auto` should choose."""
+    measured = [r for r in results if r.ms and r.reference_ms]
+    faster = [r for r in measured if r.kernel in ON_REQUEST and r.ms < r.reference_ms]
+    slower = [r for r in measured if r.kernel not in ON_REQUEST and r.ms > r.reference_ms]
+    for said, found in (("On request only, and faster", faster), ("Run by `auto`, and slower", slower)):
+        if measured:
+            names = "; ".join(f"{r.kernel} ({r.label})" if r.label else r.kernel for r in found)
+            yield f"{said} than the reference: {names or 'none'}."
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -332,6 +192,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--names", nargs="+", choices=sorted(KERNELS), default=sorted(KERNELS))
+    parser.add_argument("--on-request", action="store_true", help="those of --names that `auto` does not run")
+    parser.add_argument("--automatic", action="store_true", help="those that it runs")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--hidden", type=int, default=HIDDEN)
@@ -343,6 +205,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: this machine or this torch has no CUDA device")
     if args.quick:
         args.tokens, args.hidden, args.mlp = 8, 128, 256
+    for wanted, on_request in ((args.on_request, True), (args.automatic, False)):
+        if wanted:
+            args.names = [name for name in args.names if (name in ON_REQUEST) is on_request]
+    if not args.names:
+        parser.error("none of these kernels is left to measure")
     return args
 
 
@@ -352,19 +219,27 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     device = torch.device(args.device)
     cases = [case for case in CASES if case.name in args.names]
+    command = shlex.join(["python", "recipes/benchmark_kernels.py", *(argv or sys.argv[1:])])
+    results: list[Result] = []
     with torch.no_grad():
         copy = copy_bandwidth(device) if device.type == "cuda" else None
-        results = [measure(case, device, args, copy) for case in tqdm(cases, unit="case", disable=None)]
-    about = environment(
-        device, args, copy, shlex.join(["python", "recipes/benchmark_kernels.py", *(argv or sys.argv[1:])])
-    )
-    args.out.mkdir(parents=True, exist_ok=True)
-    records = (json.dumps({**asdict(result), **about}) for result in results)
-    (args.out / "kernels.jsonl").write_text("\n".join(records) + "\n")
-    text = markdown(results, about)
-    (args.out / "kernels.md").write_text(text)
+        about = environment(device, args, copy, command)
+        for case in tqdm(cases, unit="case", disable=None):
+            results.append(measure(case, device, args, copy))
+            # a run that is cut off leaves what it has measured
+            text = write(results, about, args.out)
     print(text)
     return 0 if all(result.correct for result in results) else 1
+
+
+def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> str:
+    """kernels.jsonl (one record per result) and kernels.md. Returns the markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = (json.dumps({**asdict(result), **about}) for result in results)
+    (folder / "kernels.jsonl").write_text("\n".join(records) + "\n")
+    text = markdown(results, about)
+    (folder / "kernels.md").write_text(text)
+    return text
 
 
 if __name__ == "__main__":

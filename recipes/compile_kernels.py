@@ -46,6 +46,8 @@ OUT = Path(__file__).parent / "results" / "aot"
 # what a wide access moves
 WIDE_BYTES = 16
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
+# from global to shared memory, past the registers
+_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -100,7 +102,8 @@ class _Target:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # one for each, or a kernel compiled for one in this process would be taken for the other's
+        return self.capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -151,19 +154,24 @@ def accesses(ptx: str) -> tuple[dict[int, int], dict[int, int]]:
     loads, stores = Counter[int](), Counter[int]()
     for kind, lanes, bits in _ACCESS.findall(ptx):
         (loads if kind == "ld" else stores)[int(lanes or 1) * int(bits) // 8] += 1
+    loads.update(int(size, 0) for size in _COPY.findall(ptx))
     return dict(sorted(loads.items())), dict(sorted(stores.items()))
 
 
 def compile_kernel(name: str, dtype: str, capability: int, samples: int | None) -> list[Row]:
     """Every variant of a kernel that its first `samples` samples reach, all of them for None."""
     module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
-    torch.manual_seed(0)
     with _compiling(capability) as compiled:
-        arguments = module.SAMPLES[name](torch.device("cpu"), getattr(torch, dtype), ROWS, WIDTH)
-        for args in islice(arguments, samples):
-            getattr(module, name)(*args)
+        # products of fp32 are made in tf32 where torch's may be
+        for precision in ("highest", "high") if dtype == "float32" else ("highest",):
+            torch.set_float32_matmul_precision(precision)
+            torch.manual_seed(0)
+            arguments = module.SAMPLES[name](torch.device("cpu"), getattr(torch, dtype), ROWS, WIDTH)
+            for args in islice(arguments, samples):
+                getattr(module, name)(*args)
     rows = []
     for made, launch in compiled:
+        assert made.metadata.target.arch == capability, "triton took what it had compiled for another one"
         registers, shared, spilled = usage(made.asm["cubin"])
         options = {key: str(value) for key, value in launch.items() if key.isupper()}
         warps = made.metadata.num_warps

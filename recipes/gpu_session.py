@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command of under nine minutes: correctness first, then kernels, then models.
+"""Everything that needs a GPU, in one command of under ten minutes: correctness first, then kernels, then models.
 
     python recipes/gpu_session.py --out recipes/results/gpu
     python recipes/gpu_session.py --rehearse --out /tmp/rehearsal      # the same commands on a CPU, at tiny sizes
@@ -36,7 +36,9 @@ def _benchmark(name: str, seconds: int, *options: str) -> Job:
 
 JOBS = (
     Job("correctness", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"), 90),
-    Job("kernels", ("recipes/benchmark_kernels.py",), 80),
+    Job("kernels", ("recipes/benchmark_kernels.py", "--automatic"), 80),
+    # per shape: a weight gradient out of what is stored, by a kernel or by a pass and torch's product
+    Job("weight-gradients", ("recipes/benchmark_kernels.py", "--on-request"), 65),
     _benchmark("llama-1b", 70, "--models", "llama-1b", "--batch", "2", "--seq-len", "2048", "--modes", *_MODES),
     _benchmark("gpt2", 40, "--models", "gpt2-small", "--batch", "8", "--seq-len", "1024", "--modes", *_MODES),
     _benchmark("bert-large", 40, "--models", "bert-large", "--batch", "8", "--seq-len", "512", "--modes", *_MODES),

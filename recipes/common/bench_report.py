@@ -4,13 +4,13 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .bench_suites import Result
+from .versions import versions
 
 PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "peft", "hf-actcompress")
 
@@ -40,18 +40,12 @@ def _number(value: float | None, form: str) -> str:
 
 def environment(device: str, command: str, options: dict[str, Any]) -> dict[str, Any]:
     """What a figure needs to be worth something."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     return {
         "command": command,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        **versions,
+        **versions(PACKAGES),
         "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
     }
 

@@ -6,7 +6,6 @@ import platform
 import shlex
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from rich.table import Table
 from hf_actcompress import PRESETS
 
 from .compare import Comparison, RunResult
+from .versions import versions
 
 MIB = 2**20
 PACKAGES = ("hf-actcompress", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers")
@@ -24,12 +24,7 @@ PACKAGES = ("hf-actcompress", "torch", "transformers", "accelerate", "peft", "da
 
 def environment() -> dict[str, str]:
     """What the figures depend on: versions and hardware."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
+    found = {"python": platform.python_version(), "platform": platform.platform(), **versions(PACKAGES)}
     on_gpu = torch.cuda.is_available()
     found["device"] = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
     found["threads"] = str(torch.get_num_threads())

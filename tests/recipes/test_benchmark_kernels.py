@@ -59,3 +59,21 @@ def test_what_is_wrong_has_no_figure(benchmark: ModuleType, monkeypatch: pytest.
     assert not result.correct and result.ms is None and result.reference_ms is None
     assert benchmark.main(["--quick", "--names", "rms_norm_rebuild", "rms_norm_bwd", "--out", str(tmp_path)]) == 1
     assert "NO" in (tmp_path / "kernels.md").read_text()
+
+
+def test_what_auto_should_run(benchmark: ModuleType) -> None:
+    times = {"pooled_grad_weight": (1.0, 2.0), "row_sample_grad_weight": (2.0, 1.0), "rms_norm_bwd": (3.0, 1.0)}
+    results = [
+        benchmark.Result(name, "a", True, 1.0, ms=ours, reference_ms=stock) for name, (ours, stock) in times.items()
+    ]
+    about = benchmark.environment(torch.device("cpu"), benchmark.parse_args([]), 1.0, "command")
+    said = benchmark.markdown(results, about).splitlines()
+    assert "On request only, and faster than the reference: pooled_grad_weight (a)." in said
+    assert "Run by `auto`, and slower than the reference: rms_norm_bwd (a)." in said
+
+
+def test_on_request_or_not(benchmark: ModuleType) -> None:
+    apart = [set(benchmark.parse_args([option]).names) for option in ("--on-request", "--automatic")]
+    assert all(apart) and not set.intersection(*apart) and set.union(*apart) == set(KERNELS)
+    with pytest.raises(SystemExit):
+        benchmark.parse_args(["--names", "rms_norm_bwd", "--on-request"])
