@@ -13,6 +13,7 @@ recipes/benchmark_kernels.py.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> Iterator[Result]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    command = " ".join(["python", "recipes/benchmark.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "recipes/benchmark.py", *(sys.argv[1:] if argv is None else argv)])
     about = environment(args.device, command, vars(args))
     results: list[Result] = []
     text = ""

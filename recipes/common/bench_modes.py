@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._inductor.compile_fx import compile_fx
 
-from hf_actcompress import PRESETS, patch_model
+from common.liger import apply_liger, has_kernels
+from hf_actcompress import PRESETS, CompressionConfig, patch_model
 
 Forward = Callable[..., Any]
 EXACT = ("exact", "offload")
@@ -31,12 +33,14 @@ class Mode:
     same_masks: bool = True
     needs: str = ""
 
-    def reason_missing(self, device: str) -> str:
-        """Why it cannot run here, or ""."""
+    def reason_missing(self, family: str, device: str) -> str:
+        """Why it cannot run here with models of that family, or ""."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         if self.needs == "liger_kernel" and device != "cuda":
             return "its kernels need a GPU"
+        if self.needs == "liger_kernel" and not has_kernels(family):
+            return f"it has no kernels for {family}"
         return ""
 
 
@@ -47,24 +51,14 @@ def _checkpointed(model: Any) -> Any:
     return model
 
 
-def _liger(model: Any) -> Any:
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(
-        model=getattr(model, "base_model", model) if hasattr(model, "peft_config") else model
-    )
-    return model
-
-
 def _compiled(model: Any, memory_budget: float = 1.0) -> Forward:
-    compiled = torch.compile(model)
-
-    def forward(**batch: Any) -> Any:
-        # read when the graph is partitioned, at the first call
+    def backend(graph: Any, inputs: Any) -> Any:
+        # read when the graph is partitioned
         with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-            return compiled(**batch)
+            return compile_fx(graph, inputs)
 
-    return forward
+    # a backend of its own: from the same one dynamo takes what it compiled for another model of the class
+    return torch.compile(model, backend=backend)
 
 
 MODES: dict[str, Mode] = {
@@ -72,10 +66,14 @@ MODES: dict[str, Mode] = {
     "checkpointing": Mode(_checkpointed),
     "compile": Mode(_compiled, same_masks=False),
     "compile, budget 0.5": Mode(partial(_compiled, memory_budget=0.5), same_masks=False),
-    "liger": Mode(_liger, needs="liger_kernel"),
-    "liger+checkpointing": Mode(lambda model: _checkpointed(_liger(model)), needs="liger_kernel"),
+    "liger": Mode(apply_liger, needs="liger_kernel"),
+    "liger+checkpointing": Mode(lambda model: _checkpointed(apply_liger(model)), needs="liger_kernel"),
     **{name: Mode(partial(patch_model, config=name), exact=name in EXACT) for name in PRESETS},
     "exact+checkpointing": Mode(lambda model: _checkpointed(patch_model(model))),
+    "exact+compressed checkpoint": Mode(
+        lambda model: _checkpointed(patch_model(model, CompressionConfig(checkpoint_input="int8_outliers"))),
+        exact=False,
+    ),
     "exact+compile": Mode(lambda model: _compiled(patch_model(model)), same_masks=False),
 }
 DEFAULT_MODES = ("stock", "checkpointing", "exact", "exact+checkpointing")

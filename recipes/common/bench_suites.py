@@ -125,7 +125,7 @@ def equal_batch(name: str, args: argparse.Namespace) -> list[Result]:
     for mode in args.modes:
         result = Result("equal", name, mode, args.batch, args.seq_len)
         results.append(result)
-        result.note = MODES[mode].reason_missing(args.device)
+        result.note = MODES[mode].reason_missing(family, args.device)
         if result.note:
             continue
         result.gradient_error = gradient_error(name, mode, args)
@@ -174,11 +174,12 @@ def capped(cap: str, device: str) -> Iterator[None]:
 
 def largest_batch(name: str, mode: str, cap: str, args: argparse.Namespace) -> Result:
     """The largest batch that trains under the cap with AdamW, and tokens/s there."""
-    result = Result("largest", name, mode, 0, args.seq_len, note=MODES[mode].reason_missing(args.device), cap=cap)
-    if result.note:
+    family, shape = shape_of(name, args)
+    note = MODES[mode].reason_missing(family, args.device)
+    result = Result("largest", name, mode, 0, args.seq_len, note=note, cap=cap)
+    if note:
         return result
     gc.collect()
-    family, shape = shape_of(name, args)
     with capped(cap, args.device):
         model = build(family, shape, args)
         forward = MODES[mode].prepare(model)
