@@ -76,7 +76,7 @@ def test_errors_are_messages_and_exit_codes(model, arguments, code, message):
 def test_a_model_that_cannot_be_had_says_what_to_do(monkeypatch, said, advice):
     import transformers
 
-    def refuse(name):
+    def refuse(name, **options):
         raise OSError(said)
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)

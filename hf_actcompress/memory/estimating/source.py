@@ -10,15 +10,21 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
+from transformers.utils import CONFIG_NAME
 
 from ...errors import ModelConfigError, UnknownOptionError
 from ...models.adapters import with_lora
 
 # a config without usable `architectures` becomes the first of these that knows it
 _TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
+
+# seconds for an answer of the hub
+_PATIENCE = 5
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -107,10 +113,27 @@ def _config(name: Any) -> Any:
     looks_local = path.suffix == ".json" or path.is_absolute() or str(name).startswith((".", "~"))
     if looks_local and not path.expanduser().exists():
         raise ModelConfigError(f"no such file or folder: {name}; it should be a config.json or a folder that has one")
+    local = looks_local or path.exists()
+    # without a connection transformers tries for half a minute before it says so
+    options = {} if local or _reachable(str(name)) else {"local_files_only": True}
     try:
-        return AutoConfig.from_pretrained(str(path.expanduser() if looks_local else name))
+        return AutoConfig.from_pretrained(str(path.expanduser() if looks_local else name), **options)
     except (OSError, ValueError, KeyError) as error:
         raise ModelConfigError(_help(str(name), error)) from error
+
+
+def _reachable(name: str) -> bool:
+    """Whether the hub answers for that model, be it that there is none; one short attempt."""
+    if is_offline_mode():
+        return False
+    try:
+        get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME), timeout=_PATIENCE)
+    except (HfHubHTTPError, HFValidationError):
+        return True
+    except Exception:
+        # what is raised without a connection depends on the HTTP library that the hub's client uses
+        return False
+    return True
 
 
 def _help(name: str, error: Exception) -> str:
