@@ -91,14 +91,15 @@ def test_bytes_per_layer(model: Any, dtype_bytes: int) -> None:
 
         return patch
 
-    plain, int8, int4, away = (
+    plain, int8, outliers, int4, away = (
         slope(model, prepare=prepare(packed(codec)), length=128).kept
-        for codec in ("identity", "int8", "int4", "offload")
+        for codec in ("identity", "int8", "int8_outliers", "int4", "offload")
     )
     # RNG states of the region and of its dropouts: some 5 KB each, of 256 tokens
     rest = plain - dtype_bytes
     assert 0 <= rest < 0.2
     assert int8 - rest == pytest.approx(1.0625, abs=0.01)
+    assert int8 < outliers <= 1.1 + rest
     assert int4 - rest == pytest.approx(0.5625, abs=0.01)
     # host memory is the CPU's own
     assert away == pytest.approx(plain, abs=0.01)
