@@ -67,6 +67,7 @@ class Row:
         spilled_bytes: Per thread, local memory and stack.
         loads, stores: Instructions on global memory by the bytes that each moves per thread.
         variants: How many.
+        widest: The share of wide accesses in the one that has most of them.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Row:
     loads: dict[int, int]
     stores: dict[int, int]
     variants: int = 1
+    widest: float = 0.0
 
     @property
     def wide_share(self) -> float:
@@ -177,14 +179,15 @@ def compile_kernel(name: str, dtype: str, capability: int, samples: int | None) 
         warps = made.metadata.num_warps
         loads, stores = accesses(made.asm["ptx"])
         shared = max(shared, made.metadata.shared)
-        rows.append(Row(name, made.name, options, dtype, capability, warps, registers, shared, spilled, loads, stores))
+        row = Row(name, made.name, options, dtype, capability, warps, registers, shared, spilled, loads, stores)
+        rows.append(replace(row, widest=round(row.wide_share, 3)))
     return rows
 
 
 def worst(variants: list[Row]) -> Row:
     """What holds for all of them."""
     narrowest = min(variants, key=lambda row: row.wide_share)
-    names = ("warps", "registers", "shared_bytes", "spilled_bytes")
+    names = ("warps", "registers", "shared_bytes", "spilled_bytes", "widest")
     largest = {name: max(getattr(row, name) for row in variants) for name in names}
     return replace(narrowest, variants=sum(row.variants for row in variants), **largest)
 
@@ -207,7 +210,7 @@ def table(rows: list[Row]) -> str:
         f"Compiled ahead of time by triton {metadata.version('triton')} with `python recipes/compile_kernels.py`; per",
         "architecture: registers per thread / shared bytes per block / spilled bytes per thread, the largest of a",
         "function's variants; wide: of the bytes that its loads and stores move, the share in instructions of 16 bytes",
-        "or more per thread, the smallest of its variants on any architecture.",
+        "or more per thread, the smallest and the largest of its variants on any architecture.",
         "",
         "| function | dtype | variants | " + " | ".join(f"sm_{c}" for c in capabilities) + " | wide |",
         "|---|---|---|" + "---|" * len(capabilities) + "---|",
@@ -219,7 +222,8 @@ def table(rows: list[Row]) -> str:
             cells[capability] = f"{row.registers} / {row.shared_bytes} / {row.spilled_bytes}"
         columns = " | ".join(cells.get(capability, "") for capability in capabilities)
         overall = worst(group)
-        lines.append(f"| {name} | {dtype} | {overall.variants // len(cells)} | {columns} | {overall.wide_share:.0%} |")
+        wide = dict.fromkeys((f"{overall.wide_share:.0%}", f"{overall.widest:.0%}"))
+        lines.append(f"| {name} | {dtype} | {overall.variants // len(cells)} | {columns} | {' to '.join(wide)} |")
     return "\n".join(lines) + "\n"
 
 

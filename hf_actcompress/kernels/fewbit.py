@@ -159,13 +159,11 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
         stored = fewbit_stored_bits(kind, bits, method)
         mode, table, count, flat = _encoding(kind, options, bits, method)
         low, high = constants(kind, options)
-        # two fields of codes: half as much per thread needs no stack
-        tile = POINTWISE_TILE // 2 if stored == 3 else POINTWISE_TILE
         with on(x):
-            _codes_kernel[(triton.cdiv(x.numel(), tile),)](
+            _codes_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
                 x.contiguous(), scale, codes, x.numel(), x.size(-1) if x.dim() else 1, *_field_bytes(x, stored),
                 MODE=mode, TABLE=table, COUNT=count, KIND=kind, A=low, B=high, FLAT=flat,
-                BITS=stored, TILE=tile, num_warps=POINTWISE_WARPS, **STRICT,
+                BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return codes, scale
 

@@ -64,7 +64,8 @@ def _pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
     if dy.numel() == 0 or pooled.numel() == 0:
         return dy.new_zeros(dy.size(-1), features)
     rows, x = as_rows(dy), pooled.contiguous()
-    tile = tile_for(rows, features, short=True)
+    # a step holds several tokens' dy
+    tile = tile_for(rows, features, short=rows.element_size() == 2)
     sums, grid, tile = plan(rows, features, x.numel() // features, tile)
     with on(rows):
         _pooled_kernel[grid](

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ... import reference
-from ...kernels import KERNELS
+from ...kernels import KERNELS, ON_REQUEST
 from .tracker import FakeAllocator
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -69,7 +69,7 @@ class Kernels:
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(reference, name)
-        if name not in KERNELS:
+        if name not in KERNELS or name in ON_REQUEST:
             return function
 
         @wraps(function)
