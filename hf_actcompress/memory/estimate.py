@@ -102,8 +102,8 @@ class Estimates:
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}
         self._states: dict[bool, tuple[int, int, int]] = {}
-        # (config, checkpointing) -> `Extrapolated.on_a_line`
-        self._on_a_line: dict[Any, bool] = {}
+        # (config, checkpointing) -> `Extrapolated.alike`
+        self._alike: dict[Any, bool] = {}
         # what a config has for single layers -> the runs of equal layers
         self._runs: dict[Any, list[LayerRun]] = {}
 
@@ -155,19 +155,19 @@ class Estimates:
             self._runs[single] = find_runs(whole, config)
         # layers that are alike under one config are alike under another; that they are not is looked at again
         key = setting.config, checkpointing
-        known = self._on_a_line.get(key, True if True in self._on_a_line.values() else None)
+        known = self._alike.get(key, True if True in self._alike.values() else None)
         found = _step(whole, setting, self._runs[single], roles, known)
-        self._on_a_line[key] = found.on_a_line
+        self._alike[key] = found.alike
         return found
 
 
 def _step(
-    whole: nn.Module, setting: Setting, layers: Sequence[LayerRun], roles: bool, on_a_line: bool | None = None
+    whole: nn.Module, setting: Setting, layers: Sequence[LayerRun], roles: bool, alike: bool | None = None
 ) -> Extrapolated:
     def run(part: nn.Module, wanted: bool) -> FakeStep:
         return run_step(part, setting, roles=roles and wanted)
 
-    return whole_step(whole, run, layers, on_a_line)
+    return whole_step(whole, run, layers, alike)
 
 
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:

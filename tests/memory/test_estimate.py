@@ -60,8 +60,10 @@ def check(
     adapters: LoraConfig | None = None,
     checkpointing: bool = False,
     layers: int = LAYERS,
+    tolerance: float = 0.05,
+    **options: Any,
 ) -> None:
-    built = BUILDS[family](layers).to(dtype)
+    built = BUILDS[family](layers, **options).to(dtype)
     found = estimate(
         built,
         batch_size=batch,
@@ -74,7 +76,7 @@ def check(
     kept, peak = real(built, config, batch, length, adapters, checkpointing)
     print(f"kept {found.kept_bytes} for {kept}, peak {found.step_peak_bytes} for {peak}")
     assert found.kept_bytes == pytest.approx(kept, rel=0.01)
-    assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
+    assert found.step_peak_bytes == pytest.approx(peak, rel=tolerance)
     assert sum(found.kept_by_role.values()) == found.kept_bytes
 
 
@@ -122,7 +124,3 @@ def test_attention_dropout_takes_the_path_of_a_cpu():
     kept, peak = real(model, "stock", 2, 128, None, False)
     assert found.kept_bytes == pytest.approx(kept, rel=0.01)
     assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
-
-
-def test_sixteen_times_the_layers():
-    check("llama", "exact", layers=16 * FEW, batch=1, length=64)

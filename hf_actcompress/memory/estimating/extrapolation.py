@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from torch import nn
 
@@ -23,44 +24,89 @@ class Extrapolated:
     Args:
         step: Its bytes.
         per_layer: What one layer keeps, on average over the runs; 0 where no runs were found.
-        on_a_line: Whether three sizes lay on a line; otherwise all layers were run.
+        alike: Whether further layers were found to add the same; otherwise all layers were run.
     """
 
     step: FakeStep
     per_layer: int
-    on_a_line: bool
+    alike: bool
 
 
-def whole_step(model: nn.Module, run: Run, layers: Sequence[LayerRun], on_a_line: bool | None = None) -> Extrapolated:
+@dataclass(frozen=True)
+class _Growth:
+    """What one more unit of a run adds, and where in the timeline of the shorter model.
+
+    Args:
+        step: Its bytes.
+        forward: (so many of the last allocations of the forward, bytes that they have on top).
+        backward: (so many of the first ones of the backward, bytes that they have on top).
+    """
+
+    step: FakeStep
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def whole_step(model: nn.Module, run: Run, layers: Sequence[LayerRun], alike: bool | None = None) -> Extrapolated:
     """The bytes of a step of the model, out of models with fewer layers where the layers are of one kind.
+
+    What is kept grows along a line. The peak need not: with few layers it may be where none of them counts, in the
+    backward of an embedding, and with many where all of them do. So each allocation of the shortest model is followed:
+    at the end of the forward and the start of the backward a further layer's tensors are there too, elsewhere not.
 
     Args:
         model: On the meta device.
         run: Gives the step of a model; its second argument asks for the roles.
         layers: Its runs of equal layers, under the config that `run` patches with.
-        on_a_line: What another batch or config said of this model; None: find out.
+        alike: What another batch or config said of this model; None: find out.
     """
     runs = [found for found in layers if found.units > _FEWEST + 2]
-    if not runs or on_a_line is False:
+    if not runs or alike is False:
         return Extrapolated(run(model, True), 0, False)
     with shortened(model, dict.fromkeys(runs, _FEWEST)):
         base = run(model, True)
-    slopes = {}
+    growths = {}
     for longer in runs:
         one_more = _with(model, runs, longer, 1, run)
-        slopes[longer] = slope = one_more.plus(base, -1)
-        # nothing grows faster than what is kept, so a peak that grows as fast stays the peak
-        if on_a_line and slope.peak == slope.kept:
+        growth = growths[longer] = _growth(base, one_more)
+        followed = _peak(base, [(growth, 1)]) == one_more.peak
+        if followed and alike:
             continue
-        # a line through three points, or there is something that this does not know
-        if _plain(_with(model, runs, longer, 2, run).plus(one_more, -1)) != _plain(slope):
+        two_more = _with(model, runs, longer, 2, run)
+        kept = two_more.kept - one_more.kept == growth.step.kept
+        if not (kept and followed and _peak(base, [(growth, 2)]) == two_more.peak):
             return Extrapolated(run(model, True), 0, False)
+    more = [(growth, found.units - _FEWEST) for found, growth in growths.items()]
     total = base
-    for found in runs:
-        total = total.plus(slopes[found], found.units - _FEWEST)
+    for growth, times in more:
+        total = total.plus(growth.step, times)
     count = sum(found.units * found.period for found in runs)
-    kept = sum(slopes[found].kept * found.units for found in runs)
-    return Extrapolated(total, kept // count, True)
+    per_layer = sum(growths[found].step.kept * found.units for found in runs) // count
+    return Extrapolated(replace(total, peak=_peak(base, more)), per_layer, True)
+
+
+def _growth(base: FakeStep, longer: FakeStep) -> _Growth:
+    step = longer.plus(base, -1)
+    # an autocast holds its casts until the forward has ended
+    at_end = longer.forward[-1] - base.forward[-1]
+    forward = _in_common(reversed(base.forward), reversed(longer.forward), at_end)
+    return _Growth(step, (forward, at_end), (_in_common(base.backward, longer.backward, step.kept), step.kept))
+
+
+def _in_common(shorter: Iterable[int], longer: Iterable[int], apart: int) -> int:
+    """How many allocations, from the start, are the same but for `apart` bytes."""
+    return sum(1 for _ in takewhile(lambda pair: pair[1] - pair[0] == apart, zip(shorter, longer, strict=False)))
+
+
+def _peak(base: FakeStep, more: Sequence[tuple[_Growth, int]]) -> int:
+    """Of the model with so many further units of each run."""
+    forward = [(reach, times * nbytes) for growth, times in more for reach, nbytes in [growth.forward]]
+    backward = [(reach, times * nbytes) for growth, times in more for reach, nbytes in [growth.backward]]
+    return max(
+        live + sum(nbytes for reach, nbytes in added if position < reach)
+        for series, added in ((reversed(base.forward), forward), (base.backward, backward))
+        for position, live in enumerate(series)
+    )
 
 
 def _with(model: nn.Module, runs: list[LayerRun], longer: LayerRun, more: int, run: Run) -> FakeStep:
@@ -68,7 +114,3 @@ def _with(model: nn.Module, runs: list[LayerRun], longer: LayerRun, more: int, r
     with shortened(model, units):
         # the roles need two sizes
         return run(model, more == 1)
-
-
-def _plain(step: FakeStep) -> tuple[int, int]:
-    return step.kept, step.peak

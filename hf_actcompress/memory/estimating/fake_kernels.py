@@ -81,9 +81,9 @@ class Kernels:
     def _run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         key = _key(name, args, kwargs)
         result = self._known.get(key) if key is not None else None
-        if result is not None:
-            return result.made()
         with self._allocator.results_only():
+            if result is not None:
+                return result.made()
             made = function(*args, **kwargs)
         if key is not None and key not in self._known:
             self._known[key] = self._described(made, (args, kwargs))

@@ -6,7 +6,7 @@ import copy
 import gc
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -68,11 +68,14 @@ class FakeStep:
         kept: Alive between forward and backward.
         peak: The most that was alive at once above weights, gradients and the batch.
         by_role: What is kept, by role.
+        forward, backward: What was alive at each allocation, in order; empty for what was computed out of other steps.
     """
 
     kept: int
     peak: int
     by_role: dict[str, int]
+    forward: Sequence[int] = field(default=(), compare=False, repr=False)
+    backward: Sequence[int] = field(default=(), compare=False, repr=False)
 
     def plus(self, other: FakeStep, times: int) -> FakeStep:
         """This and `times` the other."""
@@ -152,9 +155,10 @@ def _measure(
     with _world(setting, mode, allocator):
         loss, by_role = _forward(model, batch, setting, allocator, roles)
         gc.collect(0)
-        kept = allocator.live_bytes
+        kept, allocations = allocator.live_bytes, len(allocator.timeline)
         _backward(loss)
-    return FakeStep(kept, allocator.peak_bytes, by_role)
+    timeline = allocator.timeline
+    return FakeStep(kept, allocator.peak_bytes, by_role, timeline[:allocations], timeline[allocations:])
 
 
 def _forward(

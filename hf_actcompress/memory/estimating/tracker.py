@@ -42,6 +42,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         live_bytes: Of the storages that are alive now.
         peak_bytes: The highest `live_bytes` so far.
+        timeline: `live_bytes` each time that something was added to them.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
         self.live_bytes = self.peak_bytes = 0
+        self.timeline: list[int] = []
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         # results of `all`: nothing is padded
@@ -131,6 +133,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_peak(self, nbytes: int) -> None:
         if not self._muted:
+            self.timeline.append(nbytes)
             self.peak_bytes = max(self.peak_bytes, nbytes)
 
     def _drop(self, key: int) -> None:
