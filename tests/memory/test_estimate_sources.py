@@ -74,6 +74,23 @@ def test_layers_of_two_kinds_in_turn():
     assert found.kept_bytes == pytest.approx(kept_bytes(lambda: model(input_ids=ids, labels=ids), "cpu"), rel=0.01)
 
 
+@pytest.mark.parametrize("config", ["stock", "exact"])
+def test_a_vocabulary_of_many_chunks(config):
+    """Of the chunks of logits an estimate runs the first ones and the last."""
+    options = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20000, **options)).train()
+    found = estimate(model, batch_size=2, seq_len=128, config=config, device="cpu")
+    ids = torch.randint(3, 20000, (2, 128))
+    if config != "stock":
+        patch_model(model, config)
+    kept = kept_bytes(lambda: model(input_ids=ids, labels=ids), "cpu")
+    model(input_ids=ids, labels=ids).loss.backward()
+    peak = measure_step(lambda: model(input_ids=ids, labels=ids).loss.backward(), "cpu").peak_bytes
+    print(found.kept_bytes, kept, found.step_peak_bytes, peak)
+    assert found.kept_bytes == pytest.approx(kept, rel=0.01)
+    assert found.step_peak_bytes == pytest.approx(peak, rel=0.03)
+
+
 def test_a_module_is_left_as_it_was():
     model = patch_model(BY_NAME["llama"].build(), "int8").eval()
     report, before = patch_report(model), copy.deepcopy(model.state_dict())
