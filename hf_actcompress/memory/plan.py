@@ -216,6 +216,8 @@ def _solve(problem: _Problem, budget: int) -> Plan:
     # with the workspace of what is then picked
     picks = problem.cheapest(room)
     room = budget - fixed - problem.transient(picks)
+    # what was too large once is not picked again
+    most = budget
     best: tuple[list[LayerOption], Estimate] | None = None
     tried: list[list[LayerOption]] = []
     while len(tried) < _ROUNDS and (picks := problem.cheapest(room)) not in tried:
@@ -226,7 +228,9 @@ def _solve(problem: _Problem, budget: int) -> Plan:
             best = picks, found
         if 0 <= left < budget // _CLOSE or (left >= 0 and problem.cost(picks) == 0):
             break
-        room += left
+        if left < 0:
+            most = min(most, sum(option.nbytes for option in picks) - 1)
+        room = min(room + left, most)
     if best is None:
         best = problem.smallest(), problem.estimate(problem.smallest())
         if best[1].device_bytes > budget:
