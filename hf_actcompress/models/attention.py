@@ -38,7 +38,8 @@ def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Decli
     codec = CODECS[config.attention]
     if name == "sdpa":
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
-        return Site(RegisteredAttentionMixin, Settings("attention", "sdpa", codec=codec, keeps=keeps))
+        settings = Settings("attention", "sdpa", codec=codec, keeps=keeps, config=module.__dict__["config"])
+        return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
         return find_eager(module, codec)
     return Declined("attention", _why_not(name))

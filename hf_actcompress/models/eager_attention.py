@@ -35,7 +35,9 @@ def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
         return Declined("attention", "eager attention of its own making, not transformers' eager_attention_forward")
     for roundings in ROUNDINGS:
         if _same(module, stock, roundings):
-            return Site(EagerAttentionMixin, Settings("attention", "eager", roundings, codec, "probabilities"))
+            config = module.__dict__["config"]
+            settings = Settings("attention", "eager", roundings, codec, "probabilities", config=config)
+            return Site(EagerAttentionMixin, settings)
     return Declined("attention", "its eager function rounds otherwise than those known (found by a numeric probe)")
 
 

@@ -49,6 +49,9 @@ class PatchedForward:
         if args and args[0] is self.model:
             # accelerate's `unwrap_model(model, keep_fp32_wrapper=False)` binds what it finds as if it were a function
             args = args[1:]
+        if self.inner is None and torch.compiler.is_compiling():
+            # torch 2.11 cannot trace how `_stock` binds it
+            return type(self.model).forward(self.model, *args, **kwargs)
         if not self.active or torch.compiler.is_compiling():
             return self._stock()(*args, **kwargs)
         self._patch_new_adapters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +48,12 @@ class AttentionMixin(_Module):
 
     @property
     def config(self) -> Any:
-        config = self.__dict__["config"]
-        return config if torch.compiler.is_compiling() else _ConfigView(config, self.actcompress.variant)
+        if torch.compiler.is_compiling():
+            # torch 2.11 cannot trace a look into __dict__ for the name of a property
+            return self.actcompress.config
+        return _ConfigView(self.__dict__["config"], self.actcompress.variant)
 
     @config.setter
     def config(self, config: Any) -> None:
         self.__dict__["config"] = config
+        self.__dict__["actcompress"] = replace(self.actcompress, config=config)

@@ -6,8 +6,9 @@ written by `torch.save` needs this package and the stock class, nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from ..errors import UnsupportedModelError
 class Settings:
     """What a patched module was told: its role, the op's variant and constants, what it keeps and through which codec.
 
-    `note` says why it keeps something else than was asked for.
+    `note` says why it keeps something else than was asked for. `config` is the module's own where the mixin shadows it.
     """
 
     role: str
@@ -30,6 +31,7 @@ class Settings:
     codec: Codec = IDENTITY
     keeps: str = "input"
     note: str = ""
+    config: Any = field(default=None, compare=False, repr=False)
 
 
 class PatchedModule:
@@ -43,6 +45,10 @@ class PatchedModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         stock: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
         return (_new, (type(self).__bases__[0], self.stock_class), *stock[2:])
+
+    def stock_forward(self) -> Callable[..., Any]:
+        """The stock forward, bound. No method: torch 2.11 can neither trace its binding nor hand it to a Function."""
+        return partial(self.stock_class.forward, self)
 
     def _replicate_for_data_parallel(self) -> Any:
         # its replicas would share the forward of the original, on the original's device

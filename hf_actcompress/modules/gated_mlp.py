@@ -24,9 +24,8 @@ class _GatedMLPMixin(_Module):
         """act(gate) * up; through our op if the activation is a patched one that nobody hooks."""
         if not isinstance(act, PatchedModule) or has_hooks(act) or not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]
-        activation = act.actcompress
-        stock = act.stock_class.forward.__get__(act)
-        return ops.gated_product(gate, up, stock, activation.variant, activation.options, codec=self.actcompress.codec)
+        activation, codec = act.actcompress, self.actcompress.codec
+        return ops.gated_product(gate, up, act.stock_forward(), activation.variant, activation.options, codec=codec)
 
 
 class SplitGatedMLPMixin(_GatedMLPMixin):

@@ -130,7 +130,7 @@ class ActivationMixin(_Module):
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         settings = self.actcompress
         keep = ACTIVATION_OPS[settings.keeps]
-        return keep(x, super().forward, settings.variant, settings.options, settings.codec)
+        return keep(x, self.stock_forward(), settings.variant, settings.options, settings.codec)
 
 
 class DropoutMixin(_Module):

@@ -11,7 +11,9 @@ from torch import Tensor
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast casts the inputs of a matmul on x's device; None where it does not."""
     device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # torch 2.11 cannot trace the question, and what is compiled for has autocast
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    if not available or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
 
