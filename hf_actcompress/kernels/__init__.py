@@ -9,10 +9,13 @@ differ from stock's in the last bit: it is held to stock's own error against fp6
 never has whole logits: its sums go by chunks, in an order that is not stock's with or without a kernel. Codes are the
 reference's bits under rounding to nearest, and of the same distribution under stochastic rounding.
 
+Rotary embeddings keep nothing in stock either: their kernels are there for the passes over memory, one for q and one
+for k in place of five to seven, with the reference's bits both ways.
+
 What is none. LayerNorm's forward, which also rebuilds its output: torch has it as one kernel. Dropout's replay: torch's
 own kernel under the generator's old state draws the stock mask, whose layout over threads is torch's and changes with
-its version. Rotary embeddings: no op here keeps or rebuilds them. Residual sums and dropout fused into a norm: leaf
-modules are patched one by one, and none sees its neighbour. Packing by size (entries, tiles, rows): a sort.
+its version. Residual sums and dropout fused into a norm: leaf modules are patched one by one, and none sees its
+neighbour. Packing by size (entries, tiles, rows): a sort.
 
 What only runs on request. Weight gradients out of what a codec kept: a product that decodes, gathers or pools inside of
 its tiles has to be faster than a pass that does so and torch's product, and nobody has measured where it is. `auto`
@@ -47,6 +50,8 @@ KERNELS: dict[str, str] = {
     "rms_norm_fwd": "rms_norm",
     "rms_norm_output_bwd": "norm_output",
     "rms_norm_rebuild": "rms_norm",
+    "rope_bwd": "rope",
+    "rope_fwd": "rope",
     "row_sample_grad_weight": "row_sample",
     "topk_grad_weight": "topk",
     "topk_unpack": "topk",
@@ -61,8 +66,8 @@ TORCH_HAS: dict[str, frozenset[str]] = {
     "activation_value": _TORCH_ACTIVATIONS,
 }
 
-# those that stand in a forward
-BITWISE = frozenset({"rms_norm_fwd", "rms_norm_rebuild"})
+# those that stand in a forward, and a backward that has the same steps
+BITWISE = frozenset({"rms_norm_fwd", "rms_norm_rebuild", "rope_bwd", "rope_fwd"})
 
 # name -> why `auto` keeps to the reference, until that is answered
 _PRODUCT = "not measured on a GPU against a pass over the codes and torch's product"

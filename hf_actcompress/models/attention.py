@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,11 @@ from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, AttentionMixin
 from ..modules.base import Settings, keeps_for_backward
 from .eager_attention import find_eager
+from .rope import RotaryMixin, calls_rope, why_stock
 from .sites import Declined, Site
 
 
-class RegisteredAttentionMixin(AttentionMixin):
+class RegisteredAttentionMixin(RotaryMixin):
     """The mixin under a name in this file: a process that unpickles a patched layer thereby registers our function."""
 
 
@@ -34,6 +36,14 @@ def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Decli
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
         return None
+    found = _site(module, config)
+    reason = why_stock(type(module)) if isinstance(found, Site) and calls_rope(type(module)) else None
+    if isinstance(found, Site) and reason is not None:
+        return replace(found, settings=replace(found.settings, note=f"rotary embeddings are stock's: {reason}"))
+    return found
+
+
+def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     name = getattr(module.__dict__["config"], "_attn_implementation", None)
     codec = CODECS[config.attention]
     if name == "sdpa":

@@ -16,6 +16,7 @@ from .. import ops
 from ..codecs import IDENTITY, Codec
 from ..modules.attention import EAGER_NAME, AttentionMixin
 from ..modules.base import Settings, keeps_for_backward
+from .rope import RotaryMixin
 from .sites import Declined, Site
 
 _Dtypes = tuple[str, str]
@@ -24,7 +25,7 @@ _Dtypes = tuple[str, str]
 ROUNDINGS: tuple[_Dtypes, ...] = (("", ""), ("", "value"), ("fp32", "query"))
 
 
-class EagerAttentionMixin(AttentionMixin):
+class EagerAttentionMixin(RotaryMixin):
     """The mixin under a name in this file: a process that unpickles a patched layer thereby registers our function."""
 
 

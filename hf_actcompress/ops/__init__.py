@@ -27,6 +27,7 @@ from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
 from .rms_norm_output import rms_norm_output
+from .rope import rope
 
 __all__ = [
     "OPS",
@@ -51,6 +52,7 @@ __all__ = [
     "recomputed_attention",
     "rms_norm",
     "rms_norm_output",
+    "rope",
 ]
 
 
@@ -76,6 +78,7 @@ OPS: tuple[Op, ...] = (
     Op("dropout", "rng", dropout, "the generator's state", "mask and output"),
     Op("attention", "fused", fused_attention, "q, k, v, output, logsumexp, the mask once", "repeated k and v"),
     Op("attention", "recomputed", recomputed_attention, "q, k, v, the mask once, RNG state", "probabilities"),
+    Op("rope", "angles", rope, "cos and sin, which all layers share", "nothing"),
     Op("cast", "record", cast, "nothing", "its output"),
     Op(
         "linear_cross_entropy",

@@ -33,6 +33,7 @@ from .pooled import (
 )
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
 from .rng import seed_codecs
+from .rope import rope_bwd, rope_fwd
 from .row_sample import row_sample_grad_weight, row_sample_pack, row_sample_unpack
 from .topk import topk_grad_weight, topk_pack, topk_unpack
 
@@ -93,6 +94,8 @@ __all__ = [
     "rms_norm_output_reasons",
     "rms_norm_rebuild",
     "rng_state",
+    "rope_bwd",
+    "rope_fwd",
     "row_sample_grad_weight",
     "row_sample_pack",
     "row_sample_unpack",

@@ -66,6 +66,25 @@ def heads(shape: Shape, _: Functions) -> Args:
     return q, 8, 64, False, None
 
 
+def rotary(shape: Shape, _: Functions) -> Args:
+    """Queries and a quarter as many keys as attention has them, heads before tokens, and the angles of one sequence."""
+    size = max(shape.hidden // HEADS, 2)
+    length = min(SEQUENCE, shape.tokens)
+    q, k = (shape.normal(shape.tokens // length, length, h, size).transpose(1, 2) for h in (HEADS, HEADS // 4))
+    angles = torch.randn(1, 1, length, size // 2, device=shape.device).repeat(1, 1, 1, 2)
+    return q, k, angles.cos().to(shape.dtype), angles.sin().to(shape.dtype)
+
+
+def rotated(functions: Functions, args: Args) -> Any:
+    q, k, cos, sin = args
+    return tuple(functions("rope_fwd")(x, cos, sin) for x in (q, k))
+
+
+def rotated_back(functions: Functions, args: Args) -> Any:
+    q, k, cos, sin = args
+    return tuple(functions("rope_bwd")(x, cos, sin, x.dtype) for x in (q, k))
+
+
 def head(shape: Shape, _: Functions) -> Args:
     """Hidden states, a vocabulary (that of a quick run is smaller), targets."""
     tokens, vocab = max(shape.tokens // 4, 1), min(VOCAB, 16 * shape.hidden)
@@ -171,6 +190,8 @@ CASES = (
     Case("gated_product", "silu", mlp=True, sample=of("silu")),
     Case("gated_product_bwd", "silu", mlp=True, sample=of("silu")),
     Case("gated_product_bwd", "gelu_tanh", mlp=True, sample=of("gelu_tanh")),
+    Case("rope_fwd", "q and k", make=rotary, run=rotated),
+    Case("rope_bwd", "q and k", make=rotary, run=rotated_back),
     *(Case("int_group_pack", f"{b} bits", sample=of(b, 64, False)) for b in (8, 4, 2)),
     Case("int_group_pack", "4 bits, stochastic", sample=of(4, 64, True)),
     Case("int_group_pack", "8 bits, heads before tokens", make=heads),

@@ -23,6 +23,8 @@ def liger(case: Case, args: Args) -> Callable[[], Any] | None:
         "gated_product": _liger_gated_product,
         "gated_product_bwd": _liger_gated_product_bwd,
         "activation_bwd": _liger_activation_bwd,
+        "rope_fwd": _liger_rope_fwd,
+        "rope_bwd": _liger_rope_bwd,
         "linear_cross_entropy_bwd": _liger_loss_head,
     }
     return of_liger[case.name](*args) if case.name in of_liger else None
@@ -68,6 +70,17 @@ def _liger_activation_bwd(dy: Any, x: Any, kind: str, _: Any) -> Callable[[], An
         return None
     backward = _liger("relu_squared").relu_squared_backward
     return lambda: backward(x, dy)
+
+
+def _liger_rope_fwd(q: Any, k: Any, cos: Any, sin: Any) -> Callable[[], Any]:
+    # it turns what it is given in place: the same work on other values each time
+    q, k, forward = q.clone(), k.clone(), _liger("rope").rope_forward
+    return lambda: forward(q, k, cos[:, 0], sin[:, 0])
+
+
+def _liger_rope_bwd(q: Any, k: Any, cos: Any, sin: Any) -> Callable[[], Any]:
+    q, k, backward = q.clone(), k.clone(), _liger("rope").rope_backward
+    return lambda: backward(q, k, cos[:, 0], sin[:, 0])
 
 
 def _liger_loss_head(h: Any, weight: Any, bias: Any, target: Any, *_: Any) -> Callable[[], Any]:

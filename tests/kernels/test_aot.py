@@ -23,7 +23,7 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 CAPABILITIES = set(SHARED)
 # what moves whole tensors and little else: an access of 16 bytes per thread for all but statistics and partial sums
 STREAMING = [
-    name for name, module in KERNELS.items() if module in {"activation", "gated_mlp", "rms_norm", "layer_norm"}
+    name for name, module in KERNELS.items() if module in {"activation", "gated_mlp", "rms_norm", "layer_norm", "rope"}
 ]
 # the same where groups or outputs are many and even; odd ones begin anywhere
 GROUPED = [
@@ -59,7 +59,7 @@ def test_every_kernel_for_one_generation(tmp_path: Path) -> None:
 
 def test_some_kernels_for_the_others(tmp_path: Path) -> None:
     others = [str(c) for c in CAPABILITIES - {90}]
-    names = ["layer_norm_bwd", "gated_product_bwd", "int_group_pack", "int_group_grad_weight"]
+    names = ["layer_norm_bwd", "gated_product_bwd", "int_group_pack", "int_group_grad_weight", "rope_fwd"]
     rows = compiled(tmp_path, "--capability", *others, "--dtype", "float32", "--samples", "1", "--name", *names)
     assert {(row["name"], row["capability"]) for row in rows} == set(product(names, map(int, others)))
     check(rows)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_actcompress import ops
 from hf_actcompress.reference import RMS_NORM_VARIANTS
@@ -190,6 +191,34 @@ def cast_cases() -> list[Case]:
     ]
 
 
+def rope_stock(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor:
+    """Both results of Llama's own function, in one tensor."""
+    return torch.cat(apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim), dim=unsqueeze_dim)
+
+
+def rope_ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor:
+    return torch.cat(ops.rope(q, k, cos, sin, unsqueeze_dim), dim=unsqueeze_dim)
+
+
+def rope_cases() -> list[Case]:
+    def inputs(batch: int, dtype: torch.dtype, dim: int, angles: torch.dtype | None, shared: bool, d: int) -> Inputs:
+        sizes = [(batch, h, 3, d) if dim == 1 else (batch, 3, h, d) for h in (4, 2)]
+        of_each = [rand(1 if shared else batch, 3, d, dtype=angles or dtype, grad=False) for _ in range(2)]
+        return [*(rand(*sizes, dtype=dtype) for sizes in sizes), of_each[0], of_each[1].flip(-1)]
+
+    def case(name: str, dim: int, angles: torch.dtype | None = None, shared: bool = False, d: int = 6) -> Case:
+        make = partial(inputs, dim=dim, angles=angles, shared=shared, d=d)
+        functions = (partial(function, unsqueeze_dim=dim) for function in (rope_ours, rope_stock))
+        return Case(f"rope_{name}", *functions, make, 2, lambda x: 0)
+
+    return [
+        case("heads_first", 1, shared=True),
+        case("tokens_first", 2),
+        case("wide_angles", 1, angles=torch.float32),
+        case("odd_width", 1, d=5),
+    ]
+
+
 BUILDERS: dict[tuple[str, str], Callable[[], list[Case]]] = {
     ("linear", "record"): linear_cases,
     ("conv2d", "record"): conv2d_cases,
@@ -200,6 +229,7 @@ BUILDERS: dict[tuple[str, str], Callable[[], list[Case]]] = {
     ("dropout", "rng"): dropout_cases,
     ("attention", "fused"): fused_attention_cases,
     ("attention", "recomputed"): recomputed_attention_cases,
+    ("rope", "angles"): rope_cases,
     ("cast", "record"): cast_cases,
 }
 

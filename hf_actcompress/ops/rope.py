@@ -1,0 +1,69 @@
+"""Rotary position embeddings of queries and keys, in one pass each; keeps the angles, which all layers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..dispatch import implementation
+from ..records import load, raw, save
+from ..reference import rope_fwd
+
+
+class RopeFunction(torch.autograd.Function):
+    """Variant "angles": keeps cos and sin by reference, of q and k nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        save(ctx, raw(cos), raw(sin))
+        ctx.unsqueeze_dim, ctx.dtypes = unsqueeze_dim, (q.dtype, k.dtype)
+        ctx.set_materialize_grads(False)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        q_out, k_out = (implementation("rope_fwd", x)(x, cos, sin) for x in (q, k))
+        needed = ctx.needs_input_grad[:2]
+        # a frozen projection's output wants no gradient in stock either
+        ctx.mark_non_differentiable(*(y for y, wanted in zip((q_out, k_out), needed, strict=True) if not wanted))
+        return q_out, k_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        cos, sin = (angles.unsqueeze(ctx.unsqueeze_dim) for angles in load(ctx))
+        dxs = [
+            implementation("rope_bwd", dy)(dy, cos, sin, dtype) if dy is not None and needed else None
+            for dy, dtype, needed in zip(dys, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
+        ]
+        return *dxs, None, None, None
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """``(x * cos) + (rotate_half(x) * sin)`` for x = q and k: transformers' ``apply_rotary_pos_emb``.
+
+    Args:
+        q, k: ``[B, heads, S, D]``, each with its own count of heads, or ``[B, S, heads, D]``; floating point.
+        cos, sin: ``[B or 1, S, D]``, of the same dtype or another one.
+        unsqueeze_dim: Where the heads are, 1 or 2.
+
+    Returns:
+        q and k rotated, in their shapes, bit-equal to stock; in the wider dtype of x and the angles.
+
+    Saves:
+        cos and sin by reference, which every layer has from one module.
+
+    Gradient:
+        Exact: bit-equal to stock by the reference and by the kernel. Where the angles want one too, or broadcast q or k
+        to another shape, torch's own graph is made.
+    """
+    if cos.requires_grad or sin.requires_grad or not all(_keeps_shape(x, cos, sin, unsqueeze_dim) for x in (q, k)):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rope_fwd(q, cos, sin), rope_fwd(k, cos, sin)
+    q, k = RopeFunction.apply(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-untyped-call]
+    return q, k
+
+
+def _keeps_shape(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+    shapes = [angles.unsqueeze(unsqueeze_dim).shape for angles in (cos, sin)]
+    return all(len(s) == x.dim() and all(n in (1, m) for n, m in zip(s, x.shape, strict=True)) for s in shapes)
