@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,15 +51,12 @@ class Rotary:
 class RotaryMixin(AttentionMixin):
     """An attention module whose rotary embeddings are ours where `why_stock` finds nothing against it."""
 
-    rotary: ClassVar[Rotary | None] = None
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # a patched class, made by patching or by unpickling
+        # a patched class, made by patching or by unpickling; no other name than forward, which could be a child's
         stock_class = cls.__dict__.get("stock_class")
         if stock_class is not None and calls_rope(stock_class) and why_stock(stock_class) is None:
-            cls.rotary = _rotary(stock_class)
-            cls.forward = _forward(stock_class, cls.rotary)  # type: ignore[method-assign, assignment]
+            cls.forward = _forward(stock_class, _rotary(stock_class))  # type: ignore[method-assign]
 
 
 def _forward(stock_class: Any, rotary: Rotary) -> Callable[..., Any]:
@@ -96,7 +93,7 @@ def why_stock(stock_class: Any) -> str | None:
         return "its forward is decorated"
     function = forward.__globals__.get(NAME)
     if not isinstance(function, FunctionType) or tuple(inspect.signature(function).parameters) != _PARAMETERS:
-        return f"its {NAME} is none of (q, k, cos, sin, unsqueeze_dim)"
+        return f"its {NAME} is no plain function of (q, k, cos, sin, unsqueeze_dim)"
     return None if _is_rope(function) else f"its {NAME} is not that of Llama (found by a numeric probe)"
 
 
@@ -121,7 +118,8 @@ def _is_rope(function: Callable[..., Any]) -> bool:
     def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(sizes, generator=generator).to(dtype)
 
-    with torch.autocast("cpu", enabled=False):
+    # when a file is loaded, whatever the default device and autocast are
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         for dtype, angles in _DTYPES:
             q, k = normal(2, 5, 6, 8, dtype=dtype), normal(2, 5, 3, 8, dtype=dtype)
             for batch in (1, 2):
