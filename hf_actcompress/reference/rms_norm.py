@@ -28,11 +28,11 @@ def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: st
     """y from x and rstd, bit-equal to `rms_norm_fwd`."""
     normed = _fp32(x) * rstd
     if weight is None:
-        return normed.to(x.dtype)
+        return _in(normed, x.dtype)
     if variant == "one_plus_weight":
-        return (normed * (1.0 + _fp32(weight))).to(x.dtype)
+        return _in(normed * (1.0 + _fp32(weight)), x.dtype)
     if variant == "weight_in_fp32":
-        return (_fp32(weight) * normed).to(x.dtype)
+        return _in(_fp32(weight) * normed, x.dtype)
     return weight * normed.to(_normed_dtype(x, weight, variant))
 
 
@@ -83,6 +83,11 @@ def _normed_dtype(x: Tensor, weight: Tensor, variant: str) -> torch.dtype:
         half = weight.dtype in (torch.float16, torch.bfloat16)
         return weight.dtype if half else torch.promote_types(x.dtype, torch.float32)
     return x.dtype
+
+
+def _in(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """y in that dtype, without an alias of it where it has it: torch 2.11 loses the gradient of one that is traced."""
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 def _fp32(x: Tensor) -> Tensor:
