@@ -17,11 +17,10 @@ class RopeFunction(torch.autograd.Function):
     """Variant "angles": keeps cos and sin by reference, of q and k nothing."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         save(ctx, raw(cos), raw(sin))
-        ctx.unsqueeze_dim, ctx.dtypes = unsqueeze_dim, (q.dtype, k.dtype)
+        ctx.dtypes = q.dtype, k.dtype
         ctx.set_materialize_grads(False)
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         q_out, k_out = (implementation("rope_fwd", x)(x, cos, sin) for x in (q, k))
         needed = ctx.needs_input_grad[:2]
         # a frozen projection's output wants no gradient in stock either
@@ -31,12 +30,12 @@ class RopeFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        cos, sin = (angles.unsqueeze(ctx.unsqueeze_dim) for angles in load(ctx))
+        cos, sin = load(ctx)
         dxs = [
             implementation("rope_bwd", dy)(dy, cos, sin, dtype) if dy is not None and needed else None
             for dy, dtype, needed in zip(dys, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
         ]
-        return *dxs, None, None, None
+        return *dxs, None, None
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -57,13 +56,14 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         Exact: bit-equal to stock by the reference and by the kernel. Where the angles want one too, or broadcast q or k
         to another shape, torch's own graph is made.
     """
-    if cos.requires_grad or sin.requires_grad or not all(_keeps_shape(x, cos, sin, unsqueeze_dim) for x in (q, k)):
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    if cos.requires_grad or sin.requires_grad or not all(_keep_shape(x, cos, sin) for x in (q, k)):
         return rope_fwd(q, cos, sin), rope_fwd(k, cos, sin)
-    q, k = RopeFunction.apply(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-untyped-call]
+    q, k = RopeFunction.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
     return q, k
 
 
-def _keeps_shape(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
-    shapes = [angles.unsqueeze(unsqueeze_dim).shape for angles in (cos, sin)]
-    return all(len(s) == x.dim() and all(n in (1, m) for n, m in zip(s, x.shape, strict=True)) for s in shapes)
+def _keep_shape(x: Tensor, *angles: Tensor) -> bool:
+    """Whether a product of x and the angles has x's shape."""
+    dims = [(a.shape, x.shape) for a in angles]
+    return all(len(s) == len(t) and all(n in (1, m) for n, m in zip(s, t, strict=True)) for s, t in dims)

@@ -61,10 +61,11 @@ def test_a_layer_is_computed_again_from_what_was_stored(codec: str) -> None:
     names, parameters = zip(*last.named_parameters(prefix="model.layers.1"), strict=True)
     expected = torch.autograd.grad(last(rounded, **seen["kwargs"]), parameters, seen["dy"])
 
-    patch_model(model, CompressionConfig(checkpoint=("layers.1",), checkpoint_input=codec))
+    patch_model(model, CompressionConfig(checkpoint=("layers.1",), checkpoint_input=codec, loss_head=False))
     _, found = step(model, batch)
+    # rounding of fp32, of the order of its eps
     for name, g in zip(names, expected, strict=True):
-        torch.testing.assert_close(found[name], g, rtol=1e-4, atol=1e-5 * float(g.abs().max()))
+        assert float((found[name] - g).norm() / g.norm()) < 1e-6, name
 
 
 @pytest.mark.parametrize("name", NAMES)
