@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from .memory.estimate import Estimate, estimate
     from .memory.largest import max_batch_size, max_seq_len
     from .memory.plan import Plan, plan
-    from .patching import PatchReport, patch_model, patch_report, patched, unpatch_model
+    from .patching import patch_model, patched, unpatch_model
+    from .reporting import PatchReport, patch_report
     from .training import ActCompressCallback, GradientNorms, MemoryCallback, log_memory
 
 _HOME = {
@@ -59,13 +60,13 @@ _HOME = {
     "CompressionConfig": "config",
     "MemoryReport": "memory",
     "PRESETS": "config",
-    "PatchReport": "patching",
+    "PatchReport": "reporting",
     "StepMemory": "memory",
     "kept_bytes": "memory",
     "measure_step": "memory",
     "memory_report": "memory",
     "patch_model": "patching",
-    "patch_report": "patching",
+    "patch_report": "reporting",
     "patched": "patching",
     "unpatch_model": "patching",
 }

@@ -26,6 +26,7 @@ from torch import Tensor
 from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
 from .kernels import BITWISE, KERNELS, ON_REQUEST, TORCH_HAS
+from .reference.device_rules import device_rules
 
 CHOICES = ("auto", "reference", "triton")
 OLDEST = (8, 0)
@@ -62,7 +63,11 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
     `row` is the argument by which a kernel has variants: the kind of an activation, the variant of a norm. Each is
     tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
-    function: Callable[..., Any] = _kernel(name) if runs_kernel(name, x, row) else getattr(reference, name)
+    if runs_kernel(name, x, row):
+        return _kernel(name)
+    # fake tensors have a type of their own
+    rules = None if type(x) is Tensor else device_rules()
+    function: Callable[..., Any] = getattr(reference, name) if rules is None else rules.function(name)
     return function
 
 

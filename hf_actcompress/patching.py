@@ -1,88 +1,29 @@
-"""patch_model and its inverse: find the sites of a model, swap their classes, report what was done."""
+"""patch_model and its inverse: find the sites of a model and swap their classes."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
 from torch import nn
 
-from .codecs import CODECS
 from .config import PRESETS, CompressionConfig, Configured, resolve
-from .errors import NothingPatchedError, NotPatchedError, UnknownOptionError, UnsupportedModelError
-from .models import Declined, Site, find_site
+from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
+from .models import Site, find_site
+from .models.adapters import rank_layers
 from .models.checkpointing import find_checkpoint_input, restore_checkpointing, switch_on
-from .models.heads import find_head, output_layers
-from .models.padding import why_not
-from .models.root import install_root, is_root, restore_root, root_module, root_of
-from .modules.base import PatchedModule, patch_instance, unpatch_instance
-from .reference import seed_codecs
+from .models.heads import find_head
+from .models.root import install_roots, is_root, restore_root, root_of
+from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
+from .reference.rng import Generators
+from .reporting import heads_of, is_parametrization, patch_report
 
 logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class PatchRow:
-    """One module: what it became and keeps, or why it was left alone (`reason`).
-
-    `note` says why a patched module keeps something else than the config asks for.
-    """
-
-    name: str
-    module: str
-    role: str
-    variant: str = ""
-    codec: str = ""
-    keeps: str = ""
-    reason: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class PatchReport:
-    """Every module that a rule knows. Prints with rich (`print()`), serialises (`to_json()`)."""
-
-    rows: tuple[PatchRow, ...]
-
-    @property
-    def patched(self) -> tuple[PatchRow, ...]:
-        return tuple(row for row in self.rows if not row.reason)
-
-    @property
-    def left_alone(self) -> tuple[PatchRow, ...]:
-        return tuple(row for row in self.rows if row.reason)
-
-    def to_json(self) -> str:
-        return json.dumps([asdict(row) for row in self.rows], indent=2)
-
-    def __str__(self) -> str:
-        roles = Counter(row.role for row in self.patched)
-        patched = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "nothing"
-        lines = [f"patched: {patched}"]
-        for (role, note), count in Counter((row.role, row.note) for row in self.patched if row.note).items():
-            lines.append(f"otherwise than asked: {count} {role}: {note}")
-        for (role, reason), count in Counter((row.role, row.reason) for row in self.left_alone).items():
-            lines.append(f"left alone: {count} {role}: {reason}")
-        return "\n".join(lines)
-
-    def print(self) -> None:
-        """A table of all modules on the console."""
-        from rich.console import Console
-        from rich.table import Table
-
-        columns = ("module", "type", "role", "variant", "codec", "keeps", "left alone or otherwise because")
-        table = Table(*columns, title="hf_actcompress")
-        for row in self.rows:
-            reason = row.reason or row.note
-            table.add_row(row.name, row.module, row.role, row.variant, row.codec, row.keeps, reason)
-        Console().print(table)
 
 
 def patch_model(
@@ -100,7 +41,9 @@ def patch_model(
         config: A preset's name, a CompressionConfig, or what carries one (a plan, a calibration). The default keeps
             gradients exact.
         strict: Raise if nothing could be patched.
-        seed: Of what stochastic codecs draw; by default torch's initial seed. Dropout is not affected.
+        seed: Of what stochastic codecs draw; by default torch's initial seed. Dropout is not affected. Each model has
+            generators of its own, which a seed starts again; a deep copy or an unpickled model goes on from where the
+            original is, without a link to it.
 
     Returns:
         The same model. A second call with the same config patches what is new in the model; with another config it
@@ -116,14 +59,17 @@ def patch_model(
     """
     resolved = resolve(config)
     _check(model)
-    if seed is not None or root_of(model) is None:
-        seed_codecs(seed)
     _check_overrides(model, resolved)
     _warn_if_lossy(resolved)
+    root = root_of(model)
+    generators = root.generators if root is not None else Generators(seed)
+    if seed is not None:
+        generators.restart(seed)
     if any(isinstance(m, PatchedModule) for m in model.modules()) and _config_of(model) != resolved:
         unpatch_model(model)
-    report = apply_config(model, resolved)
-    if strict and not report.patched:
+    apply_config(model, resolved, generators)
+    if strict and not any(settings_of(module) is not None for module in model.modules()):
+        report = patch_report(model)
         unpatch_model(model)
         raise NothingPatchedError(
             f"patch_model was asked to patch {type(model).__name__} and found nothing to patch.\n{report}\n"
@@ -132,17 +78,56 @@ def patch_model(
     return model
 
 
-def apply_config(model: nn.Module, config: CompressionConfig) -> PatchReport:
-    """Patch what is not patched yet: all of it, or nothing if something goes wrong. Says nothing and seeds nothing."""
+def apply_config(model: nn.Module, config: CompressionConfig, generators: Generators | None = None) -> None:
+    """Patch what is not patched yet: all of it, or nothing if something goes wrong. Says nothing and seeds nothing.
+
+    Args:
+        generators: From which the stochastic codecs draw; None: the model's own, or new ones.
+    """
+    root = root_of(model)
+    generators = generators or (root.generators if root is not None else Generators())
     complete = False
     try:
-        report = PatchReport(tuple(_patch_modules(model, config)))
-        install_root(model, config, report.rows, apply_config)
+        patch_new_modules(model, config, generators=generators)
+        for _ in switch_on(model, config.checkpoint):
+            pass
+        install_roots(model, config, patch_new_modules, generators)
         complete = True
-        return report
     finally:
         if not complete:
             unpatch_model(model)
+
+
+def patch_new_modules(
+    model: nn.Module, config: CompressionConfig, prefix: str = "", generators: Generators | None = None
+) -> None:
+    """Patch the modules that are not patched yet.
+
+    Args:
+        prefix: The model's name in the model that the config names.
+        generators: From which the stochastic codecs draw; None: those of the model, which has been patched before.
+    """
+    root = root_of(model)
+    generators = generators or (root.generators if root is not None else Generators())
+    heads = {id(head) for head in heads_of(model)}
+    of_rank = {id(layer) for module in model.modules() for layer in rank_layers(module)}
+    # a list: modules change their classes on the way
+    for inner, module in list(model.named_modules()):
+        name = f"{prefix}.{inner}" if prefix else inner
+        if settings_of(module) is not None or is_parametrization(name):
+            continue
+        if isinstance(module, PatchedModule):
+            # of a patched class without settings: somebody made it with the class of a patched layer
+            unpatch_instance(module)
+        local = config.at(name)
+        if id(module) in of_rank:
+            local = replace(local, linear="identity", derive_linear=True)
+        found = find_head(module, local) if id(module) in heads else None
+        if not isinstance(found, Site):
+            found = find_checkpoint_input(module, local) or find_site(module, local)
+        if isinstance(found, Site):
+            codec = found.settings.codec.drawing_from(generators)
+            patch_instance(module, found.mixin, replace(found.settings, codec=codec))
 
 
 def _warn_if_lossy(config: CompressionConfig) -> None:
@@ -191,40 +176,6 @@ def _check(model: nn.Module) -> None:
         )
 
 
-def _patch_modules(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
-    if config.drop_padding and (reason := why_not(root_module(model))):
-        yield PatchRow("", type(root_module(model)).__name__, "padding", reason=reason)
-    heads = output_layers(root_module(model))
-    root = root_of(model)
-    # a declined head is a linear layer all the same: it has two rows, and the first is known from the first time
-    before = [row for row in (root.rows if root is not None else ()) if row.role == "loss_head" and row.reason]
-    for name, module in model.named_modules():
-        if isinstance(module, PatchedModule):
-            yield from (row for row in before if f".{name}".endswith(f".{row.name}"))
-            yield _row(name, module)
-            continue
-        found = find_head(module, config.at(name)) if any(module is head for head in heads) else None
-        if isinstance(found, Declined):
-            yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
-        if not isinstance(found, Site):
-            found = find_checkpoint_input(module, config.at(name)) or find_site(module, config.at(name))
-        if isinstance(found, Declined):
-            yield PatchRow(name, type(module).__name__, found.role, reason=found.reason)
-        elif isinstance(found, Site):
-            patch_instance(module, found.mixin, found.settings)
-            assert isinstance(module, PatchedModule)
-            yield _row(name, module)
-    for name, module in switch_on(model, config.checkpoint):
-        yield PatchRow(name, type(module).__name__, "checkpoint", "layer", keeps="input")
-
-
-def _row(name: str, module: PatchedModule) -> PatchRow:
-    settings = module.actcompress
-    codec = next(name for name, codec in CODECS.items() if codec == settings.codec)
-    stock = module.stock_class.__name__
-    return PatchRow(name, stock, settings.role, settings.variant, codec, settings.keeps, note=settings.note)
-
-
 def _config_of(model: nn.Module) -> CompressionConfig | None:
     root = root_of(model)
     return root.config if root is not None else None
@@ -246,18 +197,10 @@ def patched(
     model: _Model, config: CompressionConfig | Configured | str = "exact", *, strict: bool = True
 ) -> Iterator[_Model]:
     """`with patched(model): ...`: patched inside, and afterwards as it was before (stock, or under its old config)."""
-    before = _config_of(model)
+    before = root_of(model)
     try:
         yield patch_model(model, config, strict=strict)
     finally:
         unpatch_model(model)
         if before is not None:
-            patch_model(model, before, strict=False)
-
-
-def patch_report(model: nn.Module) -> PatchReport:
-    """What was patched, and what was left alone and why. Raises NotPatchedError for a stock model."""
-    root = root_of(model)
-    if root is None:
-        raise NotPatchedError(f"{type(model).__name__} is not patched; call patch_model(model) first")
-    return PatchReport(tuple(root.rows))
+            apply_config(model, before.config, before.generators)

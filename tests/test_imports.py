@@ -28,6 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("modules",),
     ("models",),
+    ("reporting",),
     ("patching",),
     ("memory",),
     ("training", "cli"),

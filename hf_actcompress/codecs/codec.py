@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CodecError
+from ..reference.rng import Generators
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -19,7 +20,7 @@ class Codec(Protocol):
 
     A codec is a frozen dataclass (equal means the same format). It knows neither autograd nor ctx, reads nothing back
     to the host, and the shapes of what it returns follow from x's shape and dtype alone. What it draws, it draws
-    from the codecs' own generator (reference/rng.py), so that dropout draws as in the stock model.
+    from generators of its own (reference/rng.py), so that dropout draws as in the stock model.
     """
 
     @property
@@ -55,6 +56,10 @@ class Codec(Protocol):
         None: it is not cheaper; unpack x and multiply.
         """
         return None
+
+    def drawing_from(self, generators: Generators) -> Codec:
+        """The same format, equal to this one, which draws from a model's generators; itself if it draws nothing."""
+        return self
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Bytes of the tensors that `pack` returns for an x of that shape and dtype."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..dispatch import implementation, runs_kernel
 from ..errors import UnknownOptionError
+from ..reference.rng import Generators, drawn_from
 from .codec import Codec, TensorMeta, meta_of
 
 BITS = (2, 4, 8)
@@ -36,6 +37,7 @@ class IntGroup(Codec):
         group_size: Features that share a scale and a zero point; the last group of a row may be shorter.
         rounding: "nearest" or "stochastic".
         outliers: How many channels, those with the largest magnitude, are kept apart as they are.
+        generators: From which stochastic rounding draws; no part of the format. None: those of the process.
 
     Raises:
         UnknownOptionError: Another number of bits, another rounding.
@@ -46,6 +48,7 @@ class IntGroup(Codec):
     group_size: int = 64
     rounding: str = "nearest"
     outliers: int = 0
+    generators: Generators | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -66,8 +69,8 @@ class IntGroup(Codec):
             channels = torch.maximum(high, -low).topk(min(self.outliers, meta.features), sorted=False).indices
             skip = torch.zeros(meta.features, dtype=torch.bool, device=x.device).index_fill_(0, channels, True)
             kept = (rows.index_select(1, channels), channels.to(torch.int32))
-        pack = implementation("int_group_pack", x)
-        return (*pack(x, self.bits, self.group_size, self.rounding == "stochastic", skip), *kept), meta
+        pack, stochastic = implementation("int_group_pack", x), self.rounding == "stochastic"
+        return (*drawn_from(self.generators, pack, x, self.bits, self.group_size, stochastic, skip), *kept), meta
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
         known = meta_of(meta)
@@ -90,6 +93,9 @@ class IntGroup(Codec):
         grad, rows = implementation("int_group_grad_weight", dy), dy.reshape(-1, dy.size(-1))
         out: Tensor = grad(rows, codes, scale, zero, known.features, self.bits, self.group_size, *outliers)
         return out
+
+    def drawing_from(self, generators: Generators) -> Codec:
+        return replace(self, generators=generators) if self.rounding == "stochastic" else self
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         x = TensorMeta(shape, dtype)

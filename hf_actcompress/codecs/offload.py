@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..reference.device_rules import device_rules
+from ..reference.rng import Generators
 from .codec import Codec
 from .identity import Identity
 from .prefetch import Lane, Tensors, Ticket
@@ -74,11 +76,18 @@ class Offload(Codec):
             return None
         return self.inner.grad_weight(dy, _to_device(tensors, meta), meta.inner)
 
+    def drawing_from(self, generators: Generators) -> Codec:
+        inner = self.inner.drawing_from(generators)
+        return self if inner is self.inner else replace(self, inner=inner)
+
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return self.inner.nbytes(shape, dtype)
 
 
 def _to_device(tensors: Tensors, meta: OffloadedMeta) -> Tensors:
+    rules = device_rules()
+    if rules is not None:
+        return rules.to_device(tensors)
     lane = lane_of(meta.device) if meta.ticket is not None else None
     if lane is None or meta.ticket is None:
         return tuple(x.to(meta.device) for x in tensors)
@@ -97,6 +106,9 @@ def _side_stream(device: torch.device) -> Any:
 
 
 def _to_host(x: Tensor) -> Tensor:
+    rules = device_rules()
+    if rules is not None:
+        return rules.to_host(x)
     if not x.is_cuda:
         return x.to("cpu", copy=True)
     side = _side_stream(x.device)

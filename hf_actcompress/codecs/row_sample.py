@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..dispatch import implementation
 from ..errors import UnknownOptionError
+from ..reference.rng import Generators, drawn_from
 from .codec import Codec, TensorMeta, check_fraction, kept, meta_of
 from .gradient_norms import SiteNorms, samples_now
 
@@ -36,6 +37,7 @@ class RowSample(Codec):
         draws: "independent" (the paper's), or "stratified": one from each of equal parts of the distribution, which is
             as unbiased and draws the same token twice less often.
         norms: Norms of earlier gradients at the place where this codec is used; no part of the format.
+        generators: From which the tokens are drawn; no part of the format. None: those of the process.
 
     Raises:
         UnknownOptionError: Other draws.
@@ -46,6 +48,7 @@ class RowSample(Codec):
     winner_take_all: bool = True
     draws: str = "independent"
     norms: SiteNorms | None = field(default=None, compare=False, repr=False)
+    generators: Generators | None = field(default=None, compare=False, repr=False)
 
     @property
     def linear_only(self) -> bool:
@@ -62,9 +65,9 @@ class RowSample(Codec):
         pack, stratified = implementation("row_sample_pack", x), self.draws == "stratified"
         samples = samples_now() if self.norms is not None and not torch.compiler.is_compiling() else None
         if self.norms is None or samples is None or not self.norms.fits(meta.rows, samples):
-            return pack(rows, k, self.winner_take_all, stratified), meta
+            return drawn_from(self.generators, pack, rows, k, self.winner_take_all, stratified), meta
         factor = self.norms.expect(meta.rows, samples).to(x.device)
-        return (*pack(rows, k, self.winner_take_all, stratified, factor), samples), meta
+        return (*drawn_from(self.generators, pack, rows, k, self.winner_take_all, stratified, factor), samples), meta
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
         known = meta_of(meta)
@@ -77,6 +80,9 @@ class RowSample(Codec):
             self.norms.note(rows, tensors[2])
         out: Tensor = implementation("row_sample_grad_weight", dy)(rows, *tensors[:2])
         return out
+
+    def drawing_from(self, generators: Generators) -> Codec:
+        return replace(self, generators=generators)
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         x = TensorMeta(shape, dtype)

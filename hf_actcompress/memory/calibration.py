@@ -16,7 +16,8 @@ from ..codecs.int_group import BITS
 from ..config import PRESETS, CompressionConfig
 from ..errors import MeasurementError
 from ..models.root import root_module
-from ..patching import PatchReport, patch_model, patch_report, unpatch_model
+from ..patching import patch_model, unpatch_model
+from ..reporting import PatchReport, patch_report
 from .allocator import loss_of
 from .bit_allocation import Sensitivity, allocate
 from .fidelity import gradients, relative_error

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..reference.rng import codecs_undisturbed
+from .states import draws_restored
 
 _Undo = Callable[[], None]
 
@@ -129,7 +129,7 @@ def _generators(model: nn.Module) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     plain, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=list(devices)), codecs_undisturbed():
+        with torch.random.fork_rng(devices=list(devices)), draws_restored(model):
             yield
     finally:
         random.setstate(plain)

@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
 
@@ -75,7 +75,7 @@ class _Packed:
 
 
 class _Collector:
-    """Saved-tensor hooks, and hooks on the modules that tell where the forward is."""
+    """Saved-tensor hooks, and the calls of the modules, which tell where the forward is."""
 
     def __init__(self, model: nn.Module, size_of: Callable[[torch.UntypedStorage], int]) -> None:
         self.size_of = size_of
@@ -96,17 +96,25 @@ class _Collector:
     def unpack(packed: _Packed) -> Tensor:
         return packed.tensor
 
-    def enter(self, module: nn.Module, _: Any) -> None:
-        if not self._ours(module):
-            return
+    def call(self, module: nn.Module, stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """``stock(*args, **kwargs)``, the call of a module, noted if this thread makes it."""
+        if threading.get_ident() != self.thread:
+            return stock(*args, **kwargs)
+        self._enter(module)
+        output = None
+        try:
+            output = stock(*args, **kwargs)
+        finally:
+            self._leave(args, output)
+        return output
+
+    def _enter(self, module: nn.Module) -> None:
         self.stack.append(self.names[module])
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if not torch.is_grad_enabled() or top is None or top[0] != self.pack:
             self.seen.hidden_from_view = True
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._ours(module):
-            return
+    def _leave(self, args: Any, output: Any) -> None:
         name = self.stack.pop()
         if name in self.layers:
             # decoder layers return a tensor or a tuple that starts with one
@@ -115,9 +123,6 @@ class _Collector:
             if x is not None and x.dim() > 1:
                 self.seen.hidden_size = self.seen.hidden_size or x.shape[-1]
                 self.seen.tokens[name] = x.numel() // x.shape[-1]
-
-    def _ours(self, module: nn.Module) -> bool:
-        return module in self.names and threading.get_ident() == self.thread
 
     def finish(self, not_counted: set[int]) -> SavedTensors:
         """The saved tensors whose graph nodes are still alive, each storage once."""
@@ -144,18 +149,28 @@ def layer_names(model: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{index}" for index in range(len(module)))
 
 
+# the attribute that `nn.Module.compile` sets, and `nn.Module.__call__` calls in place of what it does itself
+_CALL = "_compiled_call_impl"
+
+
 @contextmanager
-def _module_hooks(collector: _Collector) -> Iterator[None]:
-    """For all modules at once, told apart by the collector: a patched parent treats a hooked child differently."""
-    handles = [
-        register_module_forward_pre_hook(collector.enter),
-        register_module_forward_hook(collector.leave, always_call=True),
-    ]
+def _noted_calls(collector: _Collector) -> Iterator[None]:
+    """Every call of these modules goes through the collector.
+
+    Without hooks: those of a module make a patched parent treat it differently, and torch's hooks for all modules are
+    seen by every other model of the process.
+    """
+    before = [(module, module.__dict__.get(_CALL)) for module in collector.names]
     try:
+        for module, compiled in before:
+            stock = module._call_impl if compiled is None else compiled
+            module.__dict__[_CALL] = partial(collector.call, module, stock)
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for module, compiled in before:
+            module.__dict__.pop(_CALL, None)
+            if compiled is not None:
+                module.__dict__[_CALL] = compiled
 
 
 def storages(tensors: Iterable[Any]) -> set[int]:
@@ -173,7 +188,7 @@ def saved_tensors(
     """Run `forward` once and list what backward would need, with nothing but the loss held.
 
     Args:
-        model: The modules to attribute to; their hooks are taken off again, however the forward ends.
+        model: The modules to attribute to; their calls are noted, and as before again, however the forward ends.
         forward: Returns an output from which `loss_of` takes the loss.
         loss_of: Raises if there is none.
         before: The `storages` of what was there before (the batch), which are not counted.
@@ -183,7 +198,7 @@ def saved_tensors(
         Each storage once, without parameters and buffers.
     """
     collector = _Collector(model, size_of)
-    with _module_hooks(collector), saved_tensors_hooks(collector.pack, collector.unpack):
+    with _noted_calls(collector), saved_tensors_hooks(collector.pack, collector.unpack):
         output = forward()
     loss = loss_of(output)
     logits = _size(getattr(output, "logits", None))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..models.root import PatchedForward
+from ..reference.rng import codecs_undisturbed
 
 _PATCH_KEYS = (
     "forward",
@@ -48,13 +49,25 @@ def _roots(model: nn.Module) -> list[PatchedForward]:
 
 
 @contextmanager
+def draws_restored(model: nn.Module) -> Iterator[None]:
+    """What stochastic codecs draw inside leaves no trace in the model's generators, nor in those of the process."""
+    of_model = {id(root.generators): root.generators for root in _roots(model)}
+    with ExitStack() as stack:
+        stack.enter_context(codecs_undisturbed())
+        for generators in of_model.values():
+            stack.enter_context(generators.undisturbed())
+        yield
+
+
+@contextmanager
 def training_forward(model: nn.Module) -> Iterator[None]:
     """Train mode and grad inside; afterwards every module's mode, buffers and the generators are as before."""
     modes = [(module, module.training) for module in model.modules()]
     buffers: list[tuple[Any, Any]] = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]), torch.enable_grad():
+        forked = torch.random.fork_rng(devices=[device.index or 0 for device in devices])
+        with forked, draws_restored(model), torch.enable_grad():
             model.train()
             yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,21 @@ def find_adapter(module: nn.Module, config: CompressionConfig) -> Site | Decline
     if peft is None or not isinstance(module, peft.BaseTunerLayer) or not hasattr(module, "_cast_input_dtype"):
         return None
     return Site(AdapterMixin, Settings("adapter"))
+
+
+def rank_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers of a PEFT tuner layer whose inputs are as narrow as the adapter's rank (``lora_B``).
+
+    Such an input is small beside everything else. A codec would cost time and accuracy for no bytes worth counting.
+    """
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    width = getattr(module, "in_features", None)
+    if peft is None or not isinstance(module, peft.BaseTunerLayer) or not isinstance(width, int):
+        return
+    for name, child in module.named_modules():
+        inside = name and not f".{name}.".startswith(".base_layer.")
+        if inside and isinstance(child, nn.Linear) and child.in_features * 4 <= width:
+            yield child
 
 
 def with_lora(model: nn.Module, lora: Any) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,8 +19,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .. import ops
 from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
-from ..modules.attention import ATTENTION_NAME, AttentionMixin
-from ..modules.base import Settings, keeps_for_backward
+from ..modules.attention import ATTENTION_NAME
+from ..modules.base import Settings, keeps_for_backward, settings_of
+from ..reference.device_rules import device_rules
 from .eager_attention import find_eager
 from .rope import RotaryMixin, calls_rope, why_stock
 from .sites import Declined, Site
@@ -52,13 +54,22 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
         return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
         return find_eager(module, codec)
-    return Declined("attention", _why_not(name))
+    return Declined("attention", _why_not(name, type(module)))
 
 
-def _why_not(name: str | None) -> str:
-    if name == "eager":
+def _why_not(name: str | None, kind: type) -> str:
+    if name == "eager" and _has_sdpa(kind):
         return 'attn_implementation is "eager", which keeps the probabilities; load the model with "sdpa"'
+    if name == "eager":
+        return 'attn_implementation is "eager", the only one of this model type; it keeps the probabilities'
     return f"attn_implementation is {name!r}; it keeps what it keeps (flash kernels: q, k, v, output, statistics)"
+
+
+def _has_sdpa(kind: type) -> bool:
+    """Whether the models of the file in which an attention class is written can be loaded with "sdpa"."""
+    classes = vars(sys.modules[kind.__module__]).values()
+    models = [c for c in classes if isinstance(c, type) and issubclass(c, PreTrainedModel) and c is not PreTrainedModel]
+    return any(getattr(model, "_supports_sdpa", False) for model in models)
 
 
 def attention_forward(
@@ -75,7 +86,7 @@ def attention_forward(
 
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
-    settings = module.actcompress if isinstance(module, AttentionMixin) else Settings("attention")
+    settings = settings_of(module) or Settings("attention")
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
@@ -96,8 +107,9 @@ def attention_forward(
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether a CPU's kernels run. A function of its own, for estimates of another device on a CPU."""
-    return x.device.type == "cpu"
+    """Whether a CPU's kernels run, in an estimate those of the device that is estimated."""
+    rules = device_rules()
+    return x.device.type == "cpu" if rules is None else rules.on_cpu
 
 
 def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:
@@ -130,10 +142,15 @@ def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cau
     if query.size(1) % key.size(1) or key.dtype != query.dtype or value.dtype != query.dtype:
         return False
     groups = query.size(1) // key.size(1)
-    b, h, s, d = key.shape
-    heads = key[:, :, None].expand(b, h, groups, s, d).flatten(1, 2) if groups > 1 else key
-    choice: int = torch._fused_sdp_choice(query, heads, heads, mask, 0.0, causal)
+    # v's heads may be of another width than k's (multi-head latent attention)
+    choice: int = torch._fused_sdp_choice(query, _expanded(key, groups), _expanded(value, groups), mask, 0.0, causal)
     return choice == SDPBackend.FLASH_ATTENTION.value
+
+
+def _expanded(x: Tensor, groups: int) -> Tensor:
+    """x [B, Hkv, S, D] in the shape that the kernel gets, without a copy: the kernel is not run on it."""
+    b, h, s, d = x.shape
+    return x if groups == 1 else x[:, :1].expand(b, h * groups, s, d)
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

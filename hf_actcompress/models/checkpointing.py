@@ -69,6 +69,11 @@ def _switch_on(layer: Any) -> None:
     layer.gradient_checkpointing = True
 
 
+def is_switched_on(module: nn.Module) -> bool:
+    """Whether `switch_on` lets this layer be computed again."""
+    return _BEFORE in module.__dict__
+
+
 def restore_checkpointing(module: nn.Module) -> None:
     """Give a layer its own flags back. Harmless on any other module."""
     before = module.__dict__.pop(_BEFORE, None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from .. import ops
 from ..codecs import IDENTITY, Codec
 from ..modules.attention import EAGER_NAME, AttentionMixin
 from ..modules.base import Settings, keeps_for_backward
+from .probe import DTYPES, REFUSALS, same_bits, undisturbed
 from .rope import RotaryMixin
 from .sites import Declined, Site
 
@@ -46,22 +49,29 @@ def _stock(kind: type) -> Callable[..., Any] | None:
     return getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
 
 
-@torch.no_grad()
 def _same(module: nn.Module, stock: Callable[..., Any], roundings: _Dtypes) -> bool:
-    """Compare on one bf16 call, bit by bit."""
+    """Compare one call in each dtype, bit by bit."""
     probe = copy.copy(module)
     probe.training = False
     groups = getattr(module, "num_key_value_groups", 1)
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 2 * groups, 7, 16, generator=generator).bfloat16()
-    k, v = (torch.randn(2, 2, 7, 16, generator=generator).bfloat16() for _ in range(2))
-    mask = torch.zeros(2, 1, 7, 7, dtype=torch.bfloat16)
-    mask[0, :, :, 5:] = torch.finfo(torch.bfloat16).min
+    # scores from near zero to some hundreds, where a softcap shows
+    scales = torch.tensor([1.0, 30.0])[:, None, None, None]
+    q = torch.randn(2, 2 * groups, 7, 16, generator=generator) * scales
+    k, v = (torch.randn(2, 2, 7, 16, generator=generator) for _ in range(2))
     try:
-        expected = stock(probe, q, k, v, mask, scaling=0.25, dropout=0.0)[0]
-    except (RuntimeError, ValueError, TypeError, AttributeError):
+        with undisturbed():
+            return all(_same_in(dtype, probe, stock, roundings, q, k, v) for dtype in DTYPES)
+    except REFUSALS:
         return False
-    return torch.equal(_attend(q, k, v, mask, 0.25, 0.0, roundings, IDENTITY)[0], expected)
+
+
+def _same_in(dtype: torch.dtype, probe: Any, stock: Callable[..., Any], how: _Dtypes, *heads: Tensor) -> bool:
+    q, k, v = (x.to(dtype) for x in heads)
+    mask = torch.zeros(2, 1, 7, 7, dtype=dtype)
+    mask[0, :, :, 5:] = torch.finfo(dtype).min
+    expected = stock(probe, q, k, v, mask, scaling=0.25, dropout=0.0)[0]
+    return same_bits(_attend(q, k, v, mask, 0.25, 0.0, how, IDENTITY)[0], expected)
 
 
 def _attend(
@@ -88,15 +98,23 @@ def eager_attention_forward(
     """The module's own eager function, keeping the probabilities once; that function itself where ours is no use."""
     assert isinstance(module, AttentionMixin)
     settings = module.actcompress
-    known = not any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
+    stock = _stock(module.stock_class)
+    assert settings is not None and stock is not None
+    plain = not any(kwargs.get(name) is not None for name in _own_keywords(stock))
     eager = not torch.compiler.is_compiling() and query.numel() > 0
-    if not (known and eager and keeps_for_backward(query, key, value)):
-        stock = _stock(module.stock_class)
-        assert stock is not None
+    if not (plain and eager and keeps_for_backward(query, key, value)):
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
     how: _Dtypes = settings.options  # type: ignore[assignment]
     return _attend(query, key, value, attention_mask, scale, dropout, how, settings.codec)
+
+
+@cache
+def _own_keywords(stock: Callable[..., Any]) -> tuple[str, ...]:
+    """What the stock function takes and our op does not know: a softcap, sinks, a position bias."""
+    standard = inspect.signature(eager_attention_forward).parameters
+    own = (name for name in inspect.signature(stock).parameters if name not in standard)
+    return (*own, "position_bias", "softcap", "s_aux", "cache")
 
 
 AttentionInterface.register(EAGER_NAME, eager_attention_forward)

@@ -13,6 +13,7 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings, patch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
+from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site
 
 
@@ -23,7 +24,6 @@ class GatedMLP:
     mixin: type
     children: tuple[str, ...]
     act: str
-    variant: str = ""
 
 
 GATED_MLPS: tuple[GatedMLP, ...] = (
@@ -45,7 +45,7 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
     for row in GATED_MLPS:
         if not set(row.children) <= names:
             continue
-        settings = Settings("gated_mlp", row.variant, row.children, CODECS[config.mlp])
+        settings = Settings("gated_mlp", "", row.children, CODECS[config.mlp])
         if _same_with_stand_ins(module, row, settings):
             return Site(row.mixin, settings)
         return Declined("gated_mlp", f"has {', '.join(row.children)} but its forward does something else with them")
@@ -65,11 +65,12 @@ class _StandIn(nn.Module):
         return torch.cat([y, 0.75 - y], dim=-1) if self.halves else y
 
 
-@torch.no_grad()
 def _same_with_stand_ins(module: nn.Module, row: GatedMLP, settings: Settings) -> bool:
-    """Run the module's forward and the mixin's on the same stand-in children: no weight is read, no RNG is drawn."""
+    """Run the module's forward and the mixin's on the same stand-in children: no weight is read."""
+    if not takes_one_tensor(module):
+        return False
     probe: Any = copy.copy(module)
-    probe._modules = dict(module._modules)
+    probe._modules, probe._buffers = dict(module._modules), copy.deepcopy(module._buffers)
     for index, name in enumerate(row.children):
         if name in ("dropout", "drop"):
             probe._modules[name] = nn.Identity()
@@ -80,10 +81,12 @@ def _same_with_stand_ins(module: nn.Module, row: GatedMLP, settings: Settings) -
     for part in (probe, act):
         part.__dict__.update({hooks: {} for hooks in HOOKS})
         part.__dict__.pop("forward", None)
-    x = torch.linspace(-3, 3, 24).view(1, 4, 6)
+    xs = [probe_rows(24).to(dtype) for dtype in DTYPES]
     try:
-        stock = probe(x)
-    except (RuntimeError, ValueError, TypeError, AttributeError):
+        with undisturbed():
+            stock = [probe(x.clone()) for x in xs]
+            patch_instance(probe, row.mixin, settings)
+            ours = [probe(x) for x in xs]
+    except REFUSALS:
         return False
-    patch_instance(probe, row.mixin, settings)
-    return isinstance(stock, Tensor) and torch.equal(stock, probe(x))
+    return all(map(same_bits, stock, ours))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from ..config import CompressionConfig
-from ..modules.base import Settings, has_hooks, patched_class
+from ..modules.base import Settings, has_hooks, patched_class, stock_type
 from ..modules.head import HeadMixin, deferring
-from ..ops import DeferredLogits, plain
+from ..ops import DeferredLogits, LinearSource, plain, returned_logits
 from .sites import Declined, Site
 
 
@@ -40,8 +41,8 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return Declined("loss_head", "switched off (loss_head=False)")
     if hasattr(module, "modules_to_save"):
         return None  # the copies inside have rows of their own
-    if type(module) is not nn.Linear:
-        return Declined("loss_head", f"the head is a {type(module).__name__}, not a plain nn.Linear")
+    if stock_type(module) is not nn.Linear:
+        return Declined("loss_head", f"the head is a {stock_type(module).__name__}, not a plain nn.Linear")
     if "forward" in module.__dict__:
         return Declined("loss_head", "forward is already bound on the instance")
     return Site(HeadMixin, Settings("loss_head", "logits" if config.logits else "no_logits"))
@@ -51,25 +52,26 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
 def deferred_logits(
     model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Callable[[Any], Any]]:
-    """Around a forward of `model`: its head defers the logits if a loss is asked for.
+    """Around a forward of `model`: its head defers the logits, for the model's own loss or for one outside of it.
 
     Yields the function that the output has to go through.
     """
-    heads = _deferrable(model) if _wants_loss(model, stock, args, kwargs) else ()
+    labelled = _labelled(stock, args, kwargs)
+    training = model.training and torch.is_grad_enabled()
+    heads = _deferrable(model) if training and (not labelled or _stock_loss(model)) else ()
     if not heads:
         yield lambda output: output
         return
     with deferring(heads):
-        yield _without_deferred
+        yield partial(_without_unreturned, labelled=labelled)
 
 
-def _wants_loss(model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not (model.training and torch.is_grad_enabled()):
-        return False
+def _labelled(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the forward computes a loss."""
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(stock).bind_partial(*args).arguments.get("labels")
-    return isinstance(labels, Tensor) and _stock_loss(model)
+    return labels is not None
 
 
 def _stock_loss(model: nn.Module) -> bool:
@@ -88,15 +90,30 @@ def _deferrable(model: nn.Module) -> tuple[HeadMixin, ...]:
     )
 
 
-def _without_deferred(output: Any) -> Any:
-    """The model's output with plain logits; where they are not kept, without: a key is absent, a tuple has None."""
+def _without_unreturned(output: Any, labelled: bool) -> Any:
+    """The model's output with logits that may leave the forward; a key without a value is absent."""
     if isinstance(output, ModelOutput):
-        values = {name: _without_deferred(value) for name, value in output.items()}
+        values = {name: _without_unreturned(value, labelled) for name, value in output.items()}
         if all(values[name] is output[name] for name in values):
             return output
         return type(output)(**{name: value for name, value in values.items() if value is not None})
     if type(output) in (tuple, list):
-        return type(output)(_without_deferred(value) for value in output)
-    if isinstance(output, DeferredLogits):
-        return plain(output) if output.head.keep_logits else None
+        return type(output)(_without_unreturned(value, labelled) for value in output)
+    if isinstance(output, DeferredLogits) and isinstance(output.chain.source, LinearSource):
+        return _returned(output, output.chain.source, labelled)
     return output
+
+
+def _returned(logits: DeferredLogits, head: LinearSource, labelled: bool) -> Tensor | None:
+    """Logits for whoever called the model.
+
+    After a loss of the model's own they are a plain tensor where they are kept, because then hardly anybody
+    differentiates them. Otherwise a loss outside may, and they stay deferred. Tensors without data (an estimate's)
+    cannot tell later which rows were meant.
+    """
+    if labelled and head.keep_logits:
+        return plain(logits)
+    deferred = returned_logits(logits) if type(head.hidden) is Tensor else None
+    if deferred is None and not labelled:
+        return plain(logits)
+    return deferred

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..modules.base import Settings
+from ..modules.base import HOOKS, Settings
 from ..modules.leaves import RMSNormMixin
 from ..reference import RMS_NORM_VARIANTS, rms_norm_fwd, rms_norm_output_reasons
+from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site, norm_keeps
+
+# dtypes of input and weight; None for the weight of a norm without one
+Pair = tuple[torch.dtype, torch.dtype | None]
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
@@ -28,10 +32,13 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
         eps_name = "eps"
     if eps_name is None:
         return Declined("norm", f"no eps found under {', '.join(EPS_NAMES)}")
-    variant = _variant(module, eps_name)
+    if not takes_one_tensor(module):
+        return Declined("norm", "its forward takes more than one argument (a gate, a residual)")
+    variant, pairs = _variant(module, eps_name)
     if variant is None:
         return Declined("norm", "its forward is none of the known RMSNorm variants (found by a numeric probe)")
-    settings = Settings("norm", variant, (eps_name,), CODECS[config.norm])
+    has_weight = module._parameters.get("weight") is not None
+    settings = Settings("norm", variant, (eps_name, has_weight, pairs), CODECS[config.norm])
     reasons = rms_norm_output_reasons(module._parameters.get("weight"), variant)
     return Site(RMSNormMixin, norm_keeps(settings, config, reasons))
 
@@ -43,41 +50,68 @@ def _looks_like_one(module: nn.Module) -> bool:
         "norm" in type(module).__name__.lower()
         and not isinstance(module, nn.LayerNorm)
         and not module._modules
+        and not module._buffers
         and names in ([], ["weight"])
         and (weight is None or weight.dim() == 1)
     )
 
 
-def _variant(module: nn.Module, eps_name: str) -> str | None:
-    """The variant whose values equal the module's bit by bit, on a stand-in weight, in every dtype it may meet."""
+def _variant(module: nn.Module, eps_name: str) -> tuple[str | None, frozenset[Pair] | None]:
+    """The variant whose values equal the module's bit by bit in its own dtype and in most others, and in which.
+
+    The dtypes are None if the variant holds in all of them.
+    """
     weight = module._parameters.get("weight")
-    dtype = weight.dtype if weight is not None else torch.float32
-    device = weight.device if weight is not None else torch.device("cpu")
     # ZeRO-3 may have left an empty tensor here, and says how many elements there are
     width = int(getattr(weight, "ds_numel", weight.numel())) if weight is not None else 64
     if width == 0:  # on which every variant is the same
-        return None
-    generator = torch.Generator().manual_seed(0)
-    probe = copy.copy(module)
-    probe._parameters = {}
-    stand_in: Tensor | None = None
-    if weight is not None:
-        stand_in = (1 + 0.5 * torch.randn(width, generator=generator)).to(device=device, dtype=dtype)
-        probe._parameters["weight"] = nn.Parameter(stand_in, requires_grad=False)
-    xs = [3 * torch.randn(5, width, generator=generator) + 0.3 for _ in range(2)]
-    inputs = [xs[0].to(device=device, dtype=dtype), xs[1].to(device=device, dtype=torch.float32)]
+        return None, None
+    stock = _stock_values(module, weight, width)
+    own = weight.dtype if weight is not None else None
+    best, most = None, frozenset[Pair]()
     for variant in RMS_NORM_VARIANTS:
-        if all(_equal(probe, x, stand_in, getattr(module, eps_name), variant) for x in inputs):
-            return variant
-    return None
+        eps = getattr(module, eps_name)
+        pairs = frozenset(pair for pair, (x, gain, y) in stock.items() if _equal(x, gain, eps, variant, y))
+        has_own = any(gain == own and (own is None or x == own) for x, gain in pairs)
+        if has_own and len(pairs) > len(most):
+            best, most = variant, pairs
+    every = len(DTYPES) if weight is None else len(DTYPES) ** 2
+    return best, None if len(most) == every else most
 
 
-@torch.no_grad()
-def _equal(probe: Any, x: Tensor, weight: Tensor | None, eps: float | None, variant: str) -> bool:
-    try:
-        # not called: the user's hooks are not for our probe
-        stock = type(probe).forward(probe, x)
-    except (RuntimeError, ValueError, TypeError, AttributeError):  # not callable on one tensor: not an RMSNorm
-        return False
-    ours, _ = rms_norm_fwd(x, weight, eps, variant)
-    return isinstance(stock, Tensor) and stock.dtype == ours.dtype and torch.equal(stock, ours)
+def _stock_values(
+    module: nn.Module, weight: Tensor | None, width: int
+) -> dict[Pair, tuple[Tensor, Tensor | None, Tensor]]:
+    """Input, stand-in weight and output of the module's own forward, for each pair of dtypes that it takes."""
+    device = weight.device if weight is not None else torch.device("cpu")
+    rows = probe_rows(width).to(device)
+    gain = 1 + 0.5 * torch.randn(width, generator=torch.Generator().manual_seed(1)).to(device)
+    found: dict[Pair, tuple[Tensor, Tensor | None, Tensor]] = {}
+    for weight_dtype in DTYPES if weight is not None else (None,):
+        stand_in = gain.to(weight_dtype) if weight_dtype is not None else None
+        probe = _copy_with(module, weight, stand_in)
+        for dtype in DTYPES:
+            x = rows.to(dtype)
+            try:
+                with undisturbed():
+                    # not called: the user's hooks are not for our probe
+                    y = type(probe).forward(probe, x.clone())
+            except REFUSALS:
+                continue
+            if isinstance(y, Tensor):
+                found[dtype, weight_dtype] = x, stand_in, y
+    return found
+
+
+def _copy_with(module: nn.Module, weight: Tensor | None, stand_in: Tensor | None) -> Any:
+    """A deep copy of the module with another weight; the module's own is not copied."""
+    memo: dict[int, Any] = {}
+    if weight is not None and stand_in is not None:
+        memo[id(weight)] = nn.Parameter(stand_in, requires_grad=False)
+    memo.update({id(getattr(module, hooks)): {} for hooks in HOOKS})
+    return copy.deepcopy(module, memo)
+
+
+def _equal(x: Tensor, gain: Tensor | None, eps: float | None, variant: str, stock: Tensor) -> bool:
+    with undisturbed():
+        return same_bits(rms_norm_fwd(x, gain, eps, variant)[0], stock)

@@ -1,4 +1,8 @@
-"""The patched model itself: its forward is bounded by a registry frame, and what is new in it gets patched.
+"""The forwards of the transformers models in a patched model: each is bounded by a registry frame.
+
+Every PreTrainedModel in the tree gets a patched forward, because other libraries call inner ones past the outermost:
+TRL's fused loss calls the decoder below the language-modelling head, a retrieval model calls each of its encoders. The
+first one that is called does the work for all inside of it.
 
 A PreTrainedModel's class must stay (output capture is keyed by it), so the forward is bound on the instance. PEFT calls
 `model.forward` directly, past hooks, which an instance attribute survives.
@@ -7,7 +11,8 @@ A PreTrainedModel's class must stay (output capture is keyed by it), so the forw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,26 +20,45 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import CompressionConfig
-from ..records import dropping, frame
+from ..records import dropping, frame, in_frame
+from ..reference.rng import Generators
 from .heads import deferred_logits
 from .padding import padding_of_call
 
 _ATTRIBUTE = "actcompress_root"
-# patch_model, handed in because this package does not know the one above it
-_Patch = Callable[[nn.Module, CompressionConfig], object]
+# patches what is new below a module of that name; handed in because this package does not know the one above it
+_Patch = Callable[[nn.Module, CompressionConfig, str], object]
+# the children of each module that has any
+_Structure = list[tuple[dict[str, Any], tuple[Any, ...]]]
 
 
 class PatchedForward:
-    """The forward of a patched model, and the state of its patch. Deep-copies and pickles with the model."""
+    """The forward of one PreTrainedModel of a patched model. Deep-copies and pickles with the model.
 
-    def __init__(self, model: nn.Module, config: CompressionConfig, rows: tuple[Any, ...], patch: _Patch) -> None:
+    Args:
+        model: The PreTrainedModel, or the patched module itself if it holds none.
+        name: Its dotted name in the module that `patch_model` was called with.
+        config: What the model was patched with.
+        patch: Patches what is new below it.
+        generators: From which the stochastic codecs of the whole model draw.
+    """
+
+    def __init__(
+        self, model: nn.Module, name: str, config: CompressionConfig, patch: _Patch, generators: Generators
+    ) -> None:
         self.model = model
+        self.name = name
         self.patch = patch
         self.config = config
-        self.rows = rows
+        self.generators = generators
         self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
-        self.adapters = _adapters(model)
         self.active = True
+        self._known: _Structure | None = None
+        self.note_structure()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy looks its own modules up
+        return {**self.__dict__, "_known": None}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -54,43 +78,56 @@ class PatchedForward:
             return type(self.model).forward(self.model, *args, **kwargs)
         if not self.active or torch.compiler.is_compiling():
             return self._stock()(*args, **kwargs)
-        self._patch_new_adapters()
         stock = self._stock()
-        padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
-        with frame(), dropping(padding), deferred_logits(self.model, stock, args, kwargs) as finished:
+        with self._outermost(stock, args, kwargs), deferred_logits(self.model, stock, args, kwargs) as finished:
             return finished(stock(*args, **kwargs))
 
-    def _patch_new_adapters(self) -> None:
-        adapters = _adapters(self.model)
-        if adapters != self.adapters:
-            self.adapters = adapters
-            self.patch(self.model, self.config)
+    @contextmanager
+    def _outermost(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """What one forward does once, whichever of its models was called first."""
+        if in_frame():
+            yield
+            return
+        self._patch_new_modules()
+        padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
+        with frame(), dropping(padding):
+            yield
+
+    def _patch_new_modules(self) -> None:
+        """Patch adapters that were injected, heads that were resized, whatever has come since the last forward."""
+        known = self._known
+        if known is None or any(tuple(children.values()) != before for children, before in known):
+            self.patch(self.model, self.config, self.name)
+            self.note_structure()
+
+    def note_structure(self) -> None:
+        """Take what is below the model now as patched."""
+        parents = (module._modules for module in self.model.modules() if module._modules)
+        self._known = [(children, tuple(children.values())) for children in parents]
 
 
-def _adapters(model: nn.Module) -> tuple[str, ...]:
-    """Names of the PEFT adapters that have been injected so far."""
-    return tuple(getattr(model, "peft_config", None) or ())
+def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Every PreTrainedModel in the tree by its dotted name, outer ones first; the module itself if there is none."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    return found or {"": model}
 
 
 def root_module(model: nn.Module) -> nn.Module:
     """The outermost transformers model, e.g. inside a PeftModel; the module itself if it holds none."""
-    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    return next(iter(pretrained_models(model).values()))
 
 
-def install_root(model: nn.Module, config: CompressionConfig, rows: tuple[Any, ...], patch: _Patch) -> None:
-    """Bind the patched forward, or update the one that is there; `patch` is called when adapters have been added."""
-    root = root_of(model)
-    if root is not None:
-        root.rows = rows
-        return
-    module = root_module(model)
-    root = PatchedForward(module, config, rows, patch)
-    module.__dict__[_ATTRIBUTE] = root
-    module.__dict__["forward"] = root
+def install_roots(model: nn.Module, config: CompressionConfig, patch: _Patch, generators: Generators) -> None:
+    """Bind the patched forwards that are not there yet. `patch` is called when the modules below have changed."""
+    for name, module in pretrained_models(model).items():
+        if not is_root(module):
+            root = PatchedForward(module, name, config, patch, generators)
+            module.__dict__[_ATTRIBUTE] = root
+            module.__dict__["forward"] = root
 
 
 def root_of(model: nn.Module) -> PatchedForward | None:
-    """The patch state of a model, or None."""
+    """The outermost patched forward of a model, which has its config; None if the model is not patched."""
     return next((m.__dict__[_ATTRIBUTE] for m in model.modules() if is_root(m)), None)
 
 

@@ -24,6 +24,7 @@ class AdapterMixin(_Module):
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
         cast_enabled = getattr(self, "cast_input_dtype_enabled", True)
         # below the first trainable layer x needs no gradient, but the adapters' weights need x
-        if not isinstance(x, Tensor) or not cast_enabled or not recording(x):
+        settings = self.actcompress
+        if settings is None or not isinstance(x, Tensor) or not cast_enabled or not recording(x):
             return super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
-        return ops.cast(x, dtype, codec=self.actcompress.codec)
+        return ops.cast(x, dtype, codec=settings.codec)

@@ -17,10 +17,33 @@ if TYPE_CHECKING:
 else:
     _Module = PatchedModule
 
-# under these names models/ registers the functions; free of "sdpa" and "flash", which transformers looks for
+# models/ registers our functions under these names in transformers' attention interface
 ATTENTION_NAME = "hf_actcompress"
 EAGER_NAME = "hf_actcompress_probabilities"
 OURS = {"sdpa": ATTENTION_NAME, "eager": EAGER_NAME}
+
+
+class _AttentionName(str):
+    """The stock name of an attention implementation, under which the attention interface finds our function.
+
+    Model code compares the name (``in ("eager", "sdpa")``) to decide which mask it builds: all comparisons answer as
+    the stock name does. A dictionary looks it up by its hash, which is that of our name.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or OURS[str(self)] == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(OURS[str(self)])
+
+    def __str__(self) -> str:
+        # an exact str: `str(x)` of a subclass calls this method
+        return str.__str__(self)
 
 
 class _ConfigView:
@@ -28,16 +51,27 @@ class _ConfigView:
 
     def __init__(self, config: Any, patched: str) -> None:
         object.__setattr__(self, "_config", config)
-        object.__setattr__(self, "_patched", patched)
+        object.__setattr__(self, "_patched", _AttentionName(patched))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(object.__getattribute__(self, "_config"), name)
+        if name != "_attn_implementation":
+            return value
         # whoever sets another implementation later gets that one
-        same = name == "_attn_implementation" and value == object.__getattribute__(self, "_patched")
-        return OURS[value] if same else value
+        patched = object.__getattribute__(self, "_patched")
+        return patched if value == patched else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(object.__getattribute__(self, "_config"), name, value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # for `isinstance(config, LlamaConfig)` in model code
+        return type(object.__getattribute__(self, "_config"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # a copy is a copy of the config itself
+        return object.__getattribute__(self, "_config").__reduce_ex__(protocol)
 
 
 class AttentionMixin(_Module):
@@ -48,12 +82,16 @@ class AttentionMixin(_Module):
 
     @property
     def config(self) -> Any:
+        settings = self.actcompress
+        if settings is None:
+            return self.__dict__["config"]
         if torch.compiler.is_compiling():
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
-            return self.actcompress.config
-        return _ConfigView(self.__dict__["config"], self.actcompress.variant)
+            return settings.config
+        return _ConfigView(self.__dict__["config"], settings.variant)
 
     @config.setter
     def config(self, config: Any) -> None:
         self.__dict__["config"] = config
-        self.__dict__["actcompress"] = replace(self.actcompress, config=config)
+        if self.actcompress is not None:
+            self.__dict__["actcompress"] = replace(self.actcompress, config=config)

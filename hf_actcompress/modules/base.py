@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from ..codecs import IDENTITY, Codec
 from ..errors import UnsupportedModelError
@@ -35,12 +37,16 @@ class Settings:
 
 
 class PatchedModule:
-    """Base of the mixins. `stock_class` is the type before patching, and what unpatching restores."""
+    """Base of the mixins. `stock_class` is the type before patching, and what unpatching restores.
+
+    A module without settings runs its stock forward. Other libraries make such modules: ``type(layer)(...)`` of a
+    patched layer, as PEFT does it for the adapters of a convolution.
+    """
 
     stock_class: ClassVar[type[nn.Module]]
     # of the name of the class, as it shows in `repr(model)`
     prefix: ClassVar[str] = "ActCompress"
-    actcompress: Settings
+    actcompress: Settings | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         stock: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
@@ -56,6 +62,11 @@ class PatchedModule:
             "nn.DataParallel cannot replicate a patched model; start one process per GPU (torchrun, accelerate launch) "
             "for DDP, or show one GPU to the process (CUDA_VISIBLE_DEVICES=0)"
         )
+
+
+def stock_type(module: nn.Module) -> type[nn.Module]:
+    """The type of a module, before it was patched if it is."""
+    return module.stock_class if isinstance(module, PatchedModule) else type(module)
 
 
 def _new(mixin: type, stock_class: Any) -> nn.Module:
@@ -81,7 +92,12 @@ def patch_instance(module: nn.Module, mixin: type, settings: Settings) -> None:
 def unpatch_instance(module: nn.Module) -> None:
     """Restore the stock class of a patched module."""
     module.__class__ = module.stock_class  # type: ignore[assignment]
-    del module.__dict__["actcompress"]
+    module.__dict__.pop("actcompress", None)
+
+
+def settings_of(module: nn.Module) -> Settings | None:
+    """What a patched module was told; None for a stock module."""
+    return module.actcompress if isinstance(module, PatchedModule) else None
 
 
 # what a module carries that only a call, and not its forward, runs
@@ -100,16 +116,29 @@ def is_sharded(module: nn.Module) -> bool:
     return any(hasattr(p, "ds_id") for p in module._parameters.values())
 
 
-def recording(*tensors: Tensor | None) -> bool:
-    """Whether autograd is on and these are ordinary tensors: not under torch.func transforms, not distributed.
+# tensors that are what they seem. A subclass may stand for something else: a quantised weight, shards of one, logits
+# that are not computed yet. Fake tensors are plain, or an estimate would take another path than the training.
+PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 
-    Elsewhere the stock code runs.
+
+def recording(*tensors: Tensor | None) -> bool:
+    """Whether autograd is on, in reverse mode alone, and these are plain tensors. Elsewhere the stock code runs.
+
+    Under transforms of torch.func and under forward-mode differentiation it does, too.
     """
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    return not any(hasattr(x, "placements") for x in tensors if x is not None)
+    return all(x is None or type(x) in PLAIN_TENSORS for x in tensors)
 
 
 def keeps_for_backward(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors keeps anything for backward that ours could keep better."""
     return recording(*tensors) and any(x.requires_grad for x in tensors if x is not None)
+
+
+def only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor of a call with one argument, by position or by whatever name the stock forward has for it."""
+    if len(args) + len(kwargs) != 1:
+        return None
+    x = args[0] if args else next(iter(kwargs.values()))
+    return x if isinstance(x, Tensor) else None

@@ -26,7 +26,9 @@ class CheckpointInputMixin(PatchedModule):
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
         if _NAME not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} has no attribute {_NAME!r}")
-        return partial(_checkpoint, self.__dict__[_NAME], self.actcompress.codec)
+        checkpoint: Callable[..., Any] = self.__dict__[_NAME]
+        settings = self.actcompress
+        return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings.codec)
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .base import PatchedModule, has_hooks, keeps_for_backward
+from .base import PatchedModule, Settings, has_hooks, keeps_for_backward, only_tensor, settings_of
 
 if TYPE_CHECKING:
 
@@ -22,42 +22,50 @@ else:
 class _GatedMLPMixin(_Module):
     def _product(self, gate: Tensor, up: Tensor, act: Any) -> Tensor:
         """act(gate) * up; through our op if the activation is a patched one that nobody hooks."""
-        if not isinstance(act, PatchedModule) or has_hooks(act) or not keeps_for_backward(gate, up):
+        activation, settings = settings_of(act), self.actcompress
+        if activation is None or settings is None or has_hooks(act) or not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]
-        activation, codec = act.actcompress, self.actcompress.codec
-        return ops.gated_product(gate, up, act.stock_forward(), activation.variant, activation.options, codec=codec)
+        stock, options = act.stock_forward(), activation.options
+        return ops.gated_product(gate, up, stock, activation.variant, options, codec=settings.codec)
+
+    def _parts(self, settings: Settings) -> list[Any]:
+        return [getattr(self, name) for name in settings.options]
 
 
 class SplitGatedMLPMixin(_GatedMLPMixin):
     """down(act(gate(x)) * up(x)); options: the names of gate, up, down and act."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up, down, act = (getattr(self, name) for name in self.actcompress.options)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None:
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        gate, up, down, act = self._parts(settings)
         return down(self._product(gate(x), up(x), act))  # type: ignore[no-any-return]
 
 
 class FusedGatedMLPMixin(_GatedMLPMixin):
-    """down(act(gate) * up) with gate and up the halves of one projection; options: the names of it, down and act.
+    """down(act(gate) * up) with gate and up the halves of one projection; options: the names of it, down and act."""
 
-    Variant "up_first" where the second half is the one that is activated.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        both, down, act, *rest = self.actcompress.options
-        gate, up = getattr(self, both)(x).chunk(2, dim=-1)
-        if self.actcompress.variant == "up_first":
-            gate, up = up, gate
-        h = self._product(gate, up, getattr(self, act))
-        for name in rest:  # dropout between the product and the last projection
-            h = getattr(self, name)(h)
-        return getattr(self, down)(h)  # type: ignore[no-any-return]
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None:
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        both, down, act, *rest = self._parts(settings)
+        gate, up = both(x).chunk(2, dim=-1)
+        h = self._product(gate, up, act)
+        for dropout in rest:  # between the product and the last projection
+            h = dropout(h)
+        return down(h)  # type: ignore[no-any-return]
 
 
 class T5GatedMLPMixin(_GatedMLPMixin):
     """T5's wo(dropout(act(wi_0(x)) * wi_1(x))), with its cast to wo's dtype."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up, down, act, dropout = (getattr(self, name) for name in self.actcompress.options)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None:
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        gate, up, down, act, dropout = self._parts(settings)
         h = dropout(self._product(gate(x), up(x), act))
         weight = getattr(down, "weight", None)
         if isinstance(weight, Tensor) and weight.dtype not in (h.dtype, torch.int8):

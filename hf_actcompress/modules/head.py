@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 from .. import ops
 from ..ops.autocast import autocast_dtype
-from .base import keeps_for_backward
+from .base import keeps_for_backward, only_tensor
 from .leaves import LinearMixin
 
 
@@ -38,13 +39,19 @@ def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
 class HeadMixin(LinearMixin):
     """nn.Linear whose output are the logits; variant "logits" or "no_logits". Elsewhere a patched linear layer."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if any(head is self for head in _scope.heads) and self._fits(x):
-            return ops.deferred_linear(x, self.weight, self.bias, keep_logits=self.actcompress.variant == "logits")
-        return super().forward(x)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None or not any(head is self for head in _scope.heads):
+            return super().forward(*args, **kwargs)
+        # read once: a parametrisation computes the weight each time that it is read
+        weight, bias = self.weight, self.bias
+        if not _fits(x, weight, bias):
+            return super().forward(x)
+        return ops.deferred_linear(x, weight, bias, keep_logits=settings.variant == "logits")
 
-    def _fits(self, x: Tensor) -> bool:
-        """Whether stock would compute logits of it: what it would refuse, it shall refuse."""
-        same = x.dtype == self.weight.dtype or autocast_dtype(x) is not None
-        plain = x.dim() > 1 and x.numel() > 0 and x.device == self.weight.device and x.size(-1) == self.weight.size(1)
-        return same and plain and keeps_for_backward(x, self.weight, self.bias)
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether stock would compute logits of it: what it would refuse, it shall refuse."""
+    same = x.dtype == weight.dtype or autocast_dtype(x) is not None
+    plain = x.dim() > 1 and x.numel() > 0 and x.device == weight.device and x.size(-1) == weight.size(1)
+    return same and plain and keeps_for_backward(x, weight, bias)

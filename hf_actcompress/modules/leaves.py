@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..codecs import IDENTITY, Codec
-from ..reference import draws_like_any
-from .base import PatchedModule, is_sharded, keeps_for_backward, recording
+from ..reference import draws_like_any, linear_fwd
+from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor, recording
 
 if TYPE_CHECKING:
     # for the type checker the mixins are modules, which they are once combined with their stock class
@@ -25,31 +25,33 @@ else:
 class LinearMixin(_Module):
     """nn.Linear (variant "") or transformers' Conv1D (variant "transposed")."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not keeps_for_backward(x, self.weight, self.bias):
-            return super().forward(x)  # type: ignore[no-any-return]
-        settings = self.actcompress
-        return ops.linear(
-            x,
-            self.weight,
-            self.bias,
-            transposed=settings.variant == "transposed",
-            codec=settings.codec,
-            derive=settings.keeps == "input",
-        )
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None or not recording(x):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        # read once: a parametrisation computes the weight each time that it is read
+        weight, bias = self.weight, self.bias
+        transposed = settings.variant == "transposed"
+        if not keeps_for_backward(x, weight, bias):
+            return linear_fwd(x, weight, bias, transposed)
+        derive = settings.keeps == "input"
+        return ops.linear(x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
 
 
 class Conv2dMixin(_Module):
     """nn.Conv2d; options: its stride, padding and dilation, in pixels, and groups."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() != 4 or not x.numel() or not keeps_for_backward(x, self.weight, self.bias):
-            return super().forward(x)  # type: ignore[no-any-return]
-        settings = self.actcompress
-        # an input without gradient are the pixels, which the batch holds as they are
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None or x.dim() != 4 or not x.numel() or not recording(x):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        weight, bias = self.weight, self.bias
+        if not keeps_for_backward(x, weight, bias):
+            return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
+        # pixels, which need no gradient, are held by the batch as they are
         codec = settings.codec if x.requires_grad else IDENTITY
         derive = settings.keeps == "input"
-        return ops.conv2d(x, self.weight, self.bias, settings.options, codec=codec, derive=derive)  # type: ignore[arg-type]
+        return ops.conv2d(x, weight, bias, settings.options, codec=codec, derive=derive)  # type: ignore[arg-type]
 
 
 class LayerNormMixin(_Module):
@@ -58,31 +60,36 @@ class LayerNormMixin(_Module):
     normalized_shape: tuple[int, ...]
     eps: float
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not keeps_for_backward(x, self.weight, self.bias):
-            return super().forward(x)  # type: ignore[no-any-return]
-        if self.actcompress.keeps == "output":
-            return ops.layer_norm_output(x, self.normalized_shape, self.weight, self.bias, self.eps)
-        return ops.layer_norm(
-            x,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            codec=self.actcompress.codec,
-            copy_affine=is_sharded(self),
-        )
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None or not recording(x):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        weight, bias = self.weight, self.bias
+        if not keeps_for_backward(x, weight, bias):
+            return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        if settings.keeps == "output":
+            return ops.layer_norm_output(x, self.normalized_shape, weight, bias, self.eps)
+        copy = is_sharded(self)
+        return ops.layer_norm(x, self.normalized_shape, weight, bias, self.eps, codec=settings.codec, copy_affine=copy)
 
 
 class RMSNormMixin(_Module):
-    """Any RMSNorm whose forward was shown to be one of the variants; options: the name of its eps attribute."""
+    """Any RMSNorm whose forward was shown to be one of the variants.
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self._parameters.get("weight")
-        if not keeps_for_backward(x, weight):
-            return super().forward(x)  # type: ignore[no-any-return]
-        settings = self.actcompress
-        eps = getattr(self, settings.options[0])
+    Options: the name of its eps attribute; whether it has a weight; the dtypes of input and weight for which the
+    variant was shown to hold, None for all of them.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None or not recording(x):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        eps_name, has_weight, pairs = settings.options
+        weight = self.weight if has_weight else None
+        shown = pairs is None or (x.dtype, weight.dtype if weight is not None else None) in pairs
+        if not shown or not keeps_for_backward(x, weight):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        eps = getattr(self, eps_name)
         if settings.keeps == "output":
             return ops.rms_norm_output(x, weight, eps, settings.variant)
         return ops.rms_norm(x, weight, eps, settings.variant, codec=settings.codec, copy_affine=is_sharded(self))
@@ -125,10 +132,10 @@ ACTIVATION_OPS: dict[str, Callable[..., Tensor]] = {
 class ActivationMixin(_Module):
     """A pointwise activation; variant: its row of `reference.ACTIVATIONS`, options: that row's constants."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or not keeps_for_backward(x):
-            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        settings = self.actcompress
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None or not keeps_for_backward(x):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         keep = ACTIVATION_OPS[settings.keeps]
         return keep(x, self.stock_forward(), settings.variant, settings.options, settings.codec)
 
@@ -138,9 +145,14 @@ class DropoutMixin(_Module):
 
     p: float
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None or not (self.training and self.p > 0 and self._replays(x)):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        return ops.dropout(x, self.p, codec=settings.codec)
+
+    @staticmethod
+    def _replays(x: Tensor) -> bool:
         eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
         # x need not require a gradient: an adapter on the output may be the first thing that does
-        if not (self.training and self.p > 0 and eager and recording(x) and draws_like_any(x)):
-            return super().forward(x)  # type: ignore[no-any-return]
-        return ops.dropout(x, self.p, codec=self.actcompress.codec)
+        return eager and recording(x) and draws_like_any(x)

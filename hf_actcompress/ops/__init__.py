@@ -18,13 +18,15 @@ from .attention import fused_attention, recomputed_attention
 from .attention_tempo import attention_tempo
 from .cast import cast
 from .conv2d import conv2d
-from .deferred_linear import DeferredLogits, deferred_linear, plain
+from .deferred_linear import LinearSource, deferred_linear
+from .deferred_logits import DeferredLogits, plain
 from .dropout import dropout
 from .gated_mlp import gated_product
 from .layer_norm import layer_norm
 from .layer_norm_output import layer_norm_output
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
+from .returned_logits import returned_logits
 from .rms_norm import rms_norm
 from .rms_norm_output import rms_norm_output
 from .rope import rope
@@ -32,6 +34,7 @@ from .rope import rope
 __all__ = [
     "OPS",
     "DeferredLogits",
+    "LinearSource",
     "Op",
     "activation",
     "activation_derivative",
@@ -50,6 +53,7 @@ __all__ = [
     "linear_cross_entropy",
     "plain",
     "recomputed_attention",
+    "returned_logits",
     "rms_norm",
     "rms_norm_output",
     "rope",

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..records import Stored, declare, load, raw, record_of, save
 from .autocast import SameAutocast
+from .first_order import once_differentiable
 
 
 class _Rebuild:

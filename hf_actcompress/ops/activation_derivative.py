@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..records import keep, load, save
+from .first_order import once_differentiable
 
 
 class ActivationDerivativeFunction(torch.autograd.Function):

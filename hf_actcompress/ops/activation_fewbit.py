@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import implementation
 from ..records import load, raw, save
 from ..reference import fewbit_stored_bits
+from .first_order import once_differentiable
 
 
 class ActivationFewbitFunction(torch.autograd.Function):

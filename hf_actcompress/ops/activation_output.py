@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import implementation
 from ..errors import UnknownOptionError
 from ..records import load, raw, save
 from ..reference import INVERTED
+from .first_order import once_differentiable
 from .kept_output import keep_output
 
 

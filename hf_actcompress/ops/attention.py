@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..records import load, raw, save
 from .autocast import SameAutocast, autocast_dtype
+from .first_order import once_differentiable
 from .heads import keep_heads, keep_output_heads, keep_row_heads
 
 _Attend = Callable[..., Tensor]

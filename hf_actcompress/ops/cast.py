@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..records import Derived, Record, Stored, declare_as, known_record, shared_copy, shared_derivation
+from .first_order import once_differentiable
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Stored, dropping, is_dropped, load, raw, save
+from ..records import Stored, dropping, is_dropped, load, parameter, save
 from ..reference import ConvGeometry
 from .autocast import autocast_dtype
+from .first_order import once_differentiable
 from .linear import input_record
 
 
@@ -31,7 +31,7 @@ class Conv2dFunction(torch.autograd.Function):
             record = input_record(x, dtype, codec, derive) if needs_weight else None
         if record is not None and is_dropped(record):
             record = Stored(codec, *codec.pack(x.detach().to(dtype)))
-        save(ctx, record, raw(weight) if needs_x else None)
+        save(ctx, record, parameter(weight) if needs_x else None)
         ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry
         # what comes back from a codec is contiguous; the kernel is chosen by this

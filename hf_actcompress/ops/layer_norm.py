@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import declare, load, raw, record_of, save, whole_record_of
+from ..records import declare, load, parameter, raw, record_of, save, whole_record_of
 from .autocast import autocast_widens, in_fp32
+from .first_order import once_differentiable
 
 _Shape = tuple[int, ...]
 
@@ -45,7 +45,7 @@ class LayerNormFunction(torch.autograd.Function):
         y, mean, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
         # a norm over tokens needs them all
         x_record = record_of(x, codec) if x.dim() > len(shape) + 1 else whole_record_of(x, codec)
-        affine = tuple(raw(t) for t in (weight, bias) if t is not None)
+        affine = tuple(parameter(t) for t in (weight, bias) if t is not None)
         save(ctx, x_record, raw(mean), raw(rstd), *affine)
         rebuild = partial(_rebuild, shape=shape, eps=eps, wide=wide, has_weight=weight is not None)
         if copy:

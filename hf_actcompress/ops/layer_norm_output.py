@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import implementation
-from ..records import load, raw, save
+from ..records import load, parameter, raw, save
 from .autocast import autocast_widens, in_fp32
+from .first_order import once_differentiable
 from .kept_output import keep_output
 
 _Shape = tuple[int, ...]
@@ -24,7 +24,7 @@ class LayerNormOutputFunction(torch.autograd.Function):
         wide = autocast_widens(x)
         inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
         y, _, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
-        affine = [raw(t) if t is not None else None for t in (weight, bias)]
+        affine = [parameter(t) if t is not None else None for t in (weight, bias)]
         save(ctx, keep_output(y, rows=x.dim() > len(shape) + 1), raw(rstd), *affine)
         ctx.shape, ctx.x_dtype = shape, x.dtype
         return y  # type: ignore[no-any-return]

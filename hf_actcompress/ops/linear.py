@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Packed, Record, encoded, load_packed, raw, record_of, save
+from ..records import Packed, Record, encoded, load_packed, parameter, record_of, save
 from .autocast import autocast_dtype
 from .cast import cast_record
+from .first_order import once_differentiable
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]
 
@@ -28,13 +28,13 @@ class LinearFunction(torch.autograd.Function):
         dtype = autocast or x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         record = input_record(x, dtype, codec, derive) if needs_weight else None
-        save(ctx, record, raw(weight) if needs_x else None)
+        save(ctx, record, parameter(weight) if needs_x else None)
         ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.transposed = transposed
         if autocast is not None:
             # nothing else is cast: mixed dtypes are an error, as in stock
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
-        return implementation("linear_fwd", x)(x, weight, bias, transposed)  # type: ignore[no-any-return]
+        return no_view(implementation("linear_fwd", x)(x, weight, bias, transposed))
 
     @staticmethod
     @once_differentiable
@@ -61,6 +61,17 @@ def _packed_dweight(dy: Tensor, x: Packed, transposed: bool) -> Tensor | None:
     """dweight straight from what the codec kept; None if unpacking is cheaper."""
     dweight = x.codec.grad_weight(dy, x.tensors, x.meta)
     return dweight.t() if dweight is not None and transposed else dweight
+
+
+def no_view(y: Tensor) -> Tensor:
+    """y over the same memory, as a tensor of its own.
+
+    A linear layer with a bias returns a view of the product over rows. Autograd lets nobody write in place on a view
+    that a Function returned, and model code does (``Sequential(Linear, ReLU(inplace=True))``, adapters).
+    """
+    if torch.compiler.is_compiling() or not y._is_view():
+        return y
+    return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]
 
 
 def input_record(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..dispatch import implementation
-from ..records import Record, declare, is_lossless, load, raw, record_of, save
+from ..records import Record, declare, is_lossless, load, parameter, raw, record_of, save
 from ..reference.linear_cross_entropy import Pointwise
 from .autocast import autocast_dtype
 from .cast import cast_record
+from .first_order import once_differentiable
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None, None]
 
@@ -47,9 +47,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             else:
                 chunked = implementation("linear_cross_entropy_fwd", h)
                 losses, maximum, log_sum = chunked(h.to(dtype), weight, bias, target, pointwise, loss_dtype)
-        bias_record = raw(bias) if bias is not None else None
+        bias_record = parameter(bias) if bias is not None else None
         rows_record = raw(rows) if rows is not None else None
-        save(ctx, _record(h, dtype), raw(weight), bias_record, raw(target), raw(maximum), raw(log_sum), rows_record)
+        save(ctx, exact_record(h, dtype), parameter(weight), bias_record, raw(target), raw(maximum), raw(log_sum), rows_record)
         ctx.pointwise, ctx.h_dtype = pointwise, h.dtype
         return losses  # type: ignore[no-any-return]
 
@@ -63,7 +63,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return dh.to(ctx.h_dtype) if dh is not None else None, dweight, dbias, None, None, None, None, None, None
 
 
-def _record(h: Tensor, dtype: torch.dtype) -> Record:
+def exact_record(h: Tensor, dtype: torch.dtype) -> Record:
+    """The record of ``h.to(dtype)`` from which the logits come out as they were."""
     record = record_of(h) if h.dtype == dtype else cast_record(h, dtype)
     # logits of a lossy h would not fit the statistics; one exact tensor per model is cheap
     return record if is_lossless(record) else raw(h.detach().to(dtype))

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import declare, load, raw, record_of, save
+from ..records import declare, load, parameter, raw, record_of, save
+from .first_order import once_differentiable
 
 
 def _rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None = None, *, variant: str) -> Tensor:
@@ -29,7 +29,7 @@ class RMSNormFunction(torch.autograd.Function):
         y, rstd = implementation("rms_norm_fwd", x, variant)(x, weight, eps, variant)
         kept = [record_of(x, codec), raw(rstd)]
         if weight is not None:
-            kept.append(raw(weight))
+            kept.append(parameter(weight))
         save(ctx, *kept)
         if copy and weight is not None:
             kept[-1] = raw(weight.detach().clone())

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import implementation
-from ..records import load, raw, save
+from ..records import load, parameter, raw, save
+from .first_order import once_differentiable
 from .kept_output import keep_output
 
 
@@ -19,7 +19,7 @@ class RMSNormOutputFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str) -> Tensor:
         y, rstd = implementation("rms_norm_fwd", x, variant)(x, weight, eps, variant)
-        save(ctx, keep_output(y), raw(rstd), raw(weight) if weight is not None else None)
+        save(ctx, keep_output(y), raw(rstd), parameter(weight) if weight is not None else None)
         ctx.variant, ctx.x_dtype = variant, x.dtype
         return y  # type: ignore[no-any-return]
 

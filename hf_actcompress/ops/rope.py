@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..dispatch import implementation
 from ..records import load, raw, save
 from ..reference import rope_fwd
+from .first_order import once_differentiable
 
 
 class RopeFunction(torch.autograd.Function):

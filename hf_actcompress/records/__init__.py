@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from .hooks import kept_through
 from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of
-from .record import Derived, Recipe, Record, Stored, is_lossless, raw
+from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, raw
 from .registry import (
     clear,
     declare,
     declare_as,
     encoded,
     frame,
+    in_frame,
     known_record,
     live_entries,
     record_in_order_of,
@@ -30,6 +31,7 @@ __all__ = [
     "Derived",
     "Packed",
     "Padding",
+    "Pending",
     "Recipe",
     "Record",
     "Stored",
@@ -39,6 +41,7 @@ __all__ = [
     "dropping",
     "encoded",
     "frame",
+    "in_frame",
     "is_dropped",
     "is_lossless",
     "keep",
@@ -49,6 +52,7 @@ __all__ = [
     "load_packed",
     "padding_in",
     "padding_of",
+    "parameter",
     "raw",
     "record_in_order_of",
     "record_of",

@@ -16,13 +16,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..codecs import BlockSparse, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
+from ..codecs import IDENTITY, BlockSparse, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
 from ..errors import PaddingError
-from .record import Derived, Recipe, Record, Stored, raw
+from .record import Derived, Pending, Recipe, Record, Stored, raw
 
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
 _ATTENTION = "an attention mask lets real tokens attend to padding"
@@ -170,7 +171,19 @@ def drops(x: Tensor, codec: Codec) -> bool:
 
 def keep(x: Tensor, codec: Codec) -> Record:
     """The record of x itself through `codec`, without its padding rows where there are any to drop."""
+    return _keep(x, codec, padding_in(x))
+
+
+def keep_later(x: Tensor, codec: Codec) -> Record:
+    """As `keep`, but nothing is packed before the first consumer saves the record."""
     padding = padding_in(x)
+    dropped = padding is not None and _takes_rows(codec)
+    if codec == IDENTITY and not dropped:
+        return raw(x)
+    return Pending(x, partial(_keep, codec=codec, padding=padding), dropped=dropped, lossless=codec.lossless)
+
+
+def _keep(x: Tensor, codec: Codec, padding: Padding | None) -> Record:
     if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
         # its means are of neighbours, so rows stay; those of padding do not count
         return Stored(codec, *codec.pack(x.detach(), padding.mask.to(x.device)))
@@ -209,4 +222,6 @@ def is_dropped(record: Record) -> bool:
     """Whether the record gives zeros, or what is made of them, for padding rows."""
     if isinstance(record, Stored):
         return False
+    if isinstance(record, Pending):
+        return record.dropped
     return isinstance(record.recipe.recompute, RealRows) or any(is_dropped(source) for source in record.sources)

@@ -31,7 +31,43 @@ class Derived:
     sources: tuple[Record, ...]
 
 
-Record = Stored | Derived
+class Pending:
+    """Bytes that are kept if somebody saves them: packed by the first consumer, and shared by all others.
+
+    A producer declares its output as derived from its input before anyone knows whether that output is kept. If it
+    is not (a dropout before a residual sum), nothing is packed.
+
+    Args:
+        x: The activation; an alias of its data is held until it is packed.
+        pack: Makes the record of it. Holds no tensor.
+        dropped: Whether that record leaves padding rows out.
+        lossless: Whether it gives x back bit by bit.
+    """
+
+    __slots__ = ("_made", "_version", "_x", "dropped", "lossless", "pack")
+
+    def __init__(self, x: Tensor, pack: Callable[[Tensor], Record], *, dropped: bool, lossless: bool) -> None:
+        self._x: Tensor | None = x.detach()
+        self.pack, self.dropped, self.lossless = pack, dropped, lossless
+        self._version = x._version
+        self._made: Record | None = None
+
+    @property
+    def version(self) -> int:
+        """x's version now, and once it is packed that of then."""
+        return self._x._version if self._x is not None else self._version
+
+    def packed(self) -> Record:
+        """The record, made now unless it has been."""
+        if self._made is None:
+            assert self._x is not None
+            self._version = self._x._version
+            self._made = self.pack(self._x)
+            self._x = None
+        return self._made
+
+
+Record = Stored | Derived | Pending
 
 
 def raw(x: Tensor) -> Stored:
@@ -39,19 +75,35 @@ def raw(x: Tensor) -> Stored:
     return Stored(IDENTITY, (x,))
 
 
-def leaves(record: Record) -> Iterator[Tensor]:
-    """The tensors that keeping `record` keeps."""
+def parameter(x: Tensor) -> Stored:
+    """The record of a weight: by reference, as its data are now.
+
+    Autograd keeps a parameter itself, and would see other data that ``param.data = ...`` gives it before backward;
+    stock ops keep views of the data. ZeRO-3 frees the data after a forward and gathers them again for the backward:
+    there the parameter itself is kept, because an alias would hold the gathered data.
+    """
+    if torch.compiler.is_compiling() or hasattr(x, "ds_id"):
+        return raw(x)
+    return raw(x.detach())
+
+
+def versions(record: Record) -> Iterator[int]:
+    """The version counters of the tensors that the record is made of: another one if somebody wrote in place."""
     if isinstance(record, Stored):
-        yield from record.tensors
+        yield from (x._version for x in record.tensors)
+    elif isinstance(record, Pending):
+        yield record.version
     else:
         for source in record.sources:
-            yield from leaves(source)
+            yield from versions(source)
 
 
 def is_lossless(record: Record) -> bool:
     """Whether the record gives the activation back bit by bit."""
     if isinstance(record, Stored):
         return record.codec.lossless
+    if isinstance(record, Pending):
+        return record.lossless
     return all(is_lossless(source) for source in record.sources)
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from .padding import drops, is_dropped, keep
-from .record import Derived, Recipe, Record, Stored, leaves
+from .padding import drops, is_dropped, keep, keep_later
+from .record import Derived, Recipe, Record, Stored, versions
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
@@ -59,13 +59,14 @@ class _Entry:
 
 
 def _versions(record: Record | None) -> tuple[int, ...]:
-    return tuple(x._version for x in leaves(record)) if record is not None else ()
+    return tuple(versions(record)) if record is not None else ()
 
 
 class _State(threading.local):
     def __init__(self) -> None:
         self.entries: dict[_Key, _Entry] = {}
         self.hooks: Callable[[], object] | None = None
+        self.in_frame = False
 
 
 _state = _State()
@@ -233,7 +234,7 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
         return _viewed(entry, entry.record, order)
     if codec == IDENTITY and not drops(order, codec):
         return Stored(IDENTITY, (order,))
-    record = keep(order, codec)
+    record = keep_later(order, codec)
     entry = entry or _insert(x, None)
     if entry is not None and entry.record is None:
         entry.describe(order, record)
@@ -267,14 +268,25 @@ class _View:
 
 @contextmanager
 def frame() -> Iterator[None]:
-    """One forward of a patched model: it begins with an empty registry and, however it ends, leaves nothing behind."""
+    """One forward of a patched model: it begins with an empty registry and, however it ends, leaves nothing behind.
+
+    A frame inside of another one joins it: what an inner model declares (its last norm) goes to the outer one's layers.
+    """
+    if _state.in_frame:
+        yield
+        return
     outer, outer_hooks = _state.entries, _state.hooks
-    _state.entries, _state.hooks = {}, None
+    _state.entries, _state.hooks, _state.in_frame = {}, None, True
     try:
         yield
     finally:
         _state.entries.clear()
-        _state.entries, _state.hooks = outer, outer_hooks
+        _state.entries, _state.hooks, _state.in_frame = outer, outer_hooks, False
+
+
+def in_frame() -> bool:
+    """Whether a forward of a patched model is in progress in this thread."""
+    return _state.in_frame
 
 
 def clear() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from .padding import RealRows
-from .record import Recipe, Record, Stored
+from .record import Pending, Recipe, Record, Stored
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,11 @@ class _Leaves:
 
 
 def _slot(record: Record, leaves: _Leaves, counted: bool = True) -> _Slot:
+    if isinstance(record, Pending):
+        record = record.packed()
     if isinstance(record, Stored):
         return _StoredSlot(record.codec, record.meta, tuple(leaves.add(t) for t in record.tensors))
+    assert not isinstance(record, Pending), "what packs makes a stored or a derived record"
     first = False
     if counted:
         record.recipe.uses += 1
@@ -89,8 +92,11 @@ def save(ctx: Any, *records: Record | None) -> None:
 
 def _stored_tensor(record: Record) -> Tensor:
     """Under `torch.compile` the partitioner decides what is kept; hand it the plain value."""
+    if isinstance(record, Pending):
+        record = record.packed()
     if isinstance(record, Stored):
         return record.codec.unpack(record.tensors, record.meta)
+    assert not isinstance(record, Pending)
     return record.recipe.recompute(*(_stored_tensor(source) for source in record.sources))
 
 

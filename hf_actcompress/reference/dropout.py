@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .device_rules import device_rules
+
 # one swap of a device's default generator at a time
 _lock = threading.RLock()
 
@@ -19,6 +21,9 @@ _ALIGNMENT = 64
 
 def rng_state(device: torch.device) -> Tensor:
     """State of the default generator of `device`: a uint8 tensor on the host (5,056 bytes CPU, 16 bytes CUDA)."""
+    rules = device_rules()
+    if rules is not None:
+        return rules.rng_state()
     if device.type == "cpu":
         return torch.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -51,6 +56,12 @@ def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
 @contextmanager
 def replayed_rng(state: Tensor, device: torch.device) -> Iterator[None]:
     """Run a block with `device`'s default generator set to `state`, then put it back as it was."""
+    rules = device_rules()
+    if rules is not None:
+        # nothing is drawn for tensors without data: the generator of the process is left alone
+        current = rules.rng_state()
+        yield
+        return
     with _lock:
         module = torch if device.type == "cpu" else torch.get_device_module(device)
         where = () if device.type == "cpu" else (device,)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .device_rules import device_rules
+
 # elements that are widened to the work dtype at once: a CPU's cache, a small part of a GPU's memory
 _CHUNK = {"cpu": 1 << 18}
 CHUNK_ELSEWHERE = 1 << 24
@@ -42,12 +44,16 @@ def chunk_rows(features: int, device: torch.device) -> int:
     if torch.compiler.is_compiling():
         # the compiler fuses; a loop would only be unrolled
         return torch.iinfo(torch.int64).max
-    return max(1, _CHUNK.get(device.type, CHUNK_ELSEWHERE) // max(features, 1))
+    rules = device_rules()
+    elsewhere = rules is not None and not rules.on_cpu
+    chunk = CHUNK_ELSEWHERE if elsewhere else _CHUNK.get(device.type, CHUNK_ELSEWHERE)
+    return max(1, chunk // max(features, 1))
 
 
 def chunk_starts(count: int, step: int) -> Sequence[int]:
-    """Where the chunks of `count` things begin. A function of its own: an estimate leaves out most turns of a loop."""
-    return range(0, count, step)
+    """Where the chunks of `count` things begin. An estimate leaves out most turns of a loop."""
+    starts, rules = range(0, count, step), device_rules()
+    return starts if rules is None else rules.turns(starts)
 
 
 def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:

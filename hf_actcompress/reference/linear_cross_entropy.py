@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .device_rules import device_rules
 
 Pointwise = Sequence[Callable[[Tensor], Tensor]]
 Losses = tuple[Tensor, Tensor, Tensor]
@@ -20,12 +22,13 @@ MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 25
 ALIGNMENT = 16
 
 
-def _chunks(total: int, others: int, budget: int) -> Iterator[slice]:
+def _chunks(total: int, others: int, budget: int) -> Iterable[slice]:
     """Slices of `total` rows or columns with about `budget` elements in each, `others` the size of the other side."""
     budget = min(max(budget, MIN_CHUNK), MAX_CHUNK)
     step = max(budget // max(others, 1) // ALIGNMENT, 1) * ALIGNMENT
-    for start in range(0, total, step):
-        yield slice(start, min(start + step, total))
+    every = [slice(start, min(start + step, total)) for start in range(0, total, step)]
+    rules = device_rules()
+    return every if rules is None else rules.parts(every)
 
 
 def _applied(pointwise: Pointwise, x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from transformers import TrainerCallback
 
 from ..config import CompressionConfig, resolve
 from ..models.root import root_of
-from ..patching import PatchReport, patch_model, patch_report
+from ..patching import patch_model
+from ..reporting import PatchReport, patch_report
 
 logger = logging.getLogger(__name__)
 

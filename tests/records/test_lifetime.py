@@ -1,4 +1,4 @@
-"""When an entry ends: with its tensor, its hooks, its frame, its thread."""
+"""When an entry ends: with its tensor, its hooks, its frame, in_frame, its thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_actcompress.records import frame, live_entries, shared_derivation
+from hf_actcompress.records import frame, in_frame, live_entries, shared_derivation
 from tests.records.toys import declared, is_derived
 
 
@@ -76,14 +76,16 @@ def test_frame_ends_by_an_exception():
     assert live_entries() == 0 and not is_derived(held[0])
 
 
-def test_nested_and_interleaved_frames():
+def test_an_inner_frame_joins_the_outer_one():
+    """What an inner model declares, such as its last norm, goes to the layers of the outer model."""
+    assert not in_frame()
     with frame():
         a = declared(torch.randn(4))
         with frame():
-            assert live_entries() == 0
             b = declared(torch.randn(4))
-            assert is_derived(b) and not is_derived(a)
-        assert is_derived(a) and not is_derived(b)
+            assert is_derived(a) and is_derived(b)
+        assert in_frame() and is_derived(a) and is_derived(b)
+    assert not in_frame() and live_entries() == 0
 
 
 def test_threads_have_registries_of_their_own():

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_actcompress.codecs import IDENTITY
-from hf_actcompress.records import Derived, Stored, frame, live_entries, load, raw, record_of, save
-from hf_actcompress.records.record import Recipe, leaves
+from hf_actcompress.records import Derived, Stored, declare, frame, live_entries, load, raw, record_of, save
+from hf_actcompress.records.record import Recipe, versions
 from tests.oracle import graph_nodes, kept_bytes, nbytes, tensors_in
-from tests.records.toys import SHAPE, Half, KeepRecords, consume, leaf, produce, two_consumers
+from tests.records.toys import SHAPE, Half, KeepRecords, consume, is_derived, leaf, produce, two_consumers
 
 
 def test_none_keeps_a_place():
@@ -131,7 +131,29 @@ def test_everything_dies_by_reference_count_alone():
         gc.enable()
 
 
-def test_leaves_lists_every_kept_tensor():
+def test_versions_count_every_tensor_that_a_record_is_made_of():
     a, b = torch.randn(2), torch.randn(2)
     record = Derived(Recipe(torch.add), (raw(a), Derived(Recipe(torch.sin), (raw(b),))))
-    assert [t is u for t, u in zip(leaves(record), (a, b), strict=True)] == [True, True]
+    b.mul_(2)
+    assert list(versions(record)) == [0, 1]
+
+
+def test_nothing_is_packed_before_somebody_saves_it():
+    codec, x = Half(), leaf()
+    y = torch.sin(x)
+    declare(y, torch.sin, record_of(x, codec))
+    assert codec.log == []
+    z = KeepRecords.apply(x, record_of(y), record_of(x, codec))
+    assert codec.log == ["pack"] and len(z.grad_fn.saved_tensors) == 1
+    z.sum().backward()
+    kept = x.detach().bfloat16().float()
+    assert torch.equal(x.grad, torch.ones(SHAPE) + (torch.sin(kept) + kept))
+
+
+def test_what_was_written_before_it_is_packed_is_not_derived_from():
+    x = torch.randn(SHAPE)
+    y = torch.sin(x)
+    declare(y, torch.sin, record_of(x, Half()))
+    assert is_derived(y)
+    x.add_(1.0)
+    assert not is_derived(y)

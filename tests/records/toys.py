@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_actcompress.codecs import IDENTITY, Codec
-from hf_actcompress.records import Derived, declare, load, raw, record_of, save
+from hf_actcompress.records import Derived, Pending, declare, load, raw, record_of, save
 
 SHAPE = (16, 32)
 
@@ -120,6 +120,8 @@ def is_derived(x: Tensor) -> bool:
 
 def value_of(record: Any) -> Tensor:
     """What a record stands for, rebuilt on the spot."""
+    if isinstance(record, Pending):
+        record = record.packed()
     if hasattr(record, "codec"):
         return record.codec.unpack(record.tensors, record.meta)
     return record.recipe.recompute(*map(value_of, record.sources))

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+
+from .masks import KnownMasks
 
 aten = torch.ops.aten
 
@@ -36,7 +37,7 @@ _MASK_ALIGNMENT = 16
 _FLASH_HEAD = 256
 
 
-class CudaRules(TorchFunctionMode):
+class CudaRules(KnownMasks):
     """Runs fused CUDA ops of fake tensors in place of what a CPU composes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +46,7 @@ class CudaRules(TorchFunctionMode):
             return _dropout(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

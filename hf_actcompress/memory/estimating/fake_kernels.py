@@ -57,7 +57,7 @@ KernelResults = dict[Hashable, Result | None]
 
 
 class Kernels:
-    """`reference` for a step on fake tensors.
+    """The functions of `reference` for a step on fake tensors.
 
     Args:
         allocator: Counts results alone.
@@ -67,8 +67,9 @@ class Kernels:
     def __init__(self, allocator: FakeAllocator, known: KernelResults) -> None:
         self._allocator, self._known = allocator, known
 
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(reference, name)
+    def function(self, name: str) -> Callable[..., Any]:
+        """The function of that name, as one kernel if it is one on the device."""
+        function: Callable[..., Any] = getattr(reference, name)
         if name not in KERNELS or name in ON_REQUEST:
             return function
 

@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from ...errors import ModelConfigError, UnknownOptionError
 from ...models.adapters import with_lora
+from .meta_device import OnMeta
 
 # a config without usable `architectures` becomes the first of these that knows it
 _TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
@@ -87,10 +88,20 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     config = copy.deepcopy(config)
     # as the Trainer has it
     config.use_cache = False
-    with torch.device("meta"):
-        model: nn.Module = cls._from_config(config, dtype=dtype)
+    with OnMeta(dtype):
+        # without a dtype transformers does not exchange torch's default one
+        model: nn.Module = cls._from_config(config, dtype=None)
+    _note_dtype(config, dtype)
     model.tie_weights()  # type: ignore[operator]
     return model
+
+
+def _note_dtype(config: Any, dtype: torch.dtype) -> None:
+    """What transformers writes into the configs of a model that it makes in that dtype."""
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            _note_dtype(getattr(config, name), dtype)
 
 
 def _class_of(config: Any) -> Any:

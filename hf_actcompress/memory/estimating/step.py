@@ -20,13 +20,15 @@ from ...config import CompressionConfig
 from ...errors import ModelConfigError
 from ...models.checkpointing import below, checkpointable
 from ...patching import apply_config, unpatch_model
+from ...reference.device_rules import under_rules
 from ..allocator import loss_of
 from ..attribution import module_roles, role_of
 from ..saved import saved_tensors, storages
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
 from .fake_kernels import KernelResults
+from .masks import KnownMasks
 from .source import empty_like
-from .stand_ins import stand_ins
+from .stand_ins import StepRules, counted_checkpoints
 from .tracker import FakeAllocator
 from .workspaces import CPU_WORKSPACES
 
@@ -107,6 +109,7 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
             apply_config(fake, _present(setting.config, fake))
+    counted_checkpoints(fake, cuda=setting.cuda)
     return _measure(fake, batch, setting, mode, names)
 
 
@@ -126,16 +129,20 @@ def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> 
     gc.collect(0)
     try:
         with ExitStack() as stack:
-            stack.enter_context(stand_ins(allocator, setting.kernels if setting.cuda else None))
+            stack.enter_context(under_rules(StepRules(allocator, setting.kernels if setting.cuda else None)))
             stack.enter_context(torch.enable_grad())
             for context in (mode, allocator):
                 stack.enter_context(context)
-            if setting.cuda:
-                stack.enter_context(CudaRules())
+            stack.enter_context(CudaRules(allocator) if setting.cuda else KnownMasks(allocator))
             yield
     finally:
         if enabled:
             gc.enable()
+
+
+def _older_collections() -> int:
+    """How often garbage has been collected in this process so that what is young becomes older."""
+    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
@@ -153,8 +160,10 @@ def _measure(
             p.grad = torch.empty_like(p) if p.requires_grad else None
     allocator.leave_out(p.grad for p in model.parameters() if p.grad is not None)
     with _world(setting, mode, allocator):
+        collections = _older_collections()
         loss, by_role = _forward(model, batch, setting, allocator, roles)
-        gc.collect(0)
+        # if another thread has collected, what is garbage here may have become old
+        gc.collect(0 if _older_collections() == collections else 2)
         kept, allocations = allocator.live_bytes, len(allocator.timeline)
         _backward(loss)
     timeline = allocator.timeline

@@ -1,0 +1,88 @@
+"""Modules that no rule knows and that keep activations of their own: named in the report, and left alone.
+
+They are found by their structure, because a report has no batch on which it could measure them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import CodeType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
+from transformers import PreTrainedModel
+
+from .sites import Declined
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict, ParametrizationList)
+_NORMS = (_NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+# functions that keep their input, their output or a mask when code calls them outside of a module that is ours
+_KEEPING = frozenset(
+    {
+        "baddbmm", "bmm", "conv1d", "conv2d", "cumprod", "cumsum", "dropout", "einsum", "elu", "exp", "gelu",
+        "grouped_mm", "layer_norm", "leaky_relu", "logsumexp", "matmul", "relu", "relu_", "rms_norm", "rsqrt",
+        "scaled_dot_product_attention", "sigmoid", "silu", "softmax", "softplus", "tanh",
+    }
+)  # fmt: skip
+_SAME = "it keeps what it keeps in stock"
+
+
+def find_foreign(module: nn.Module) -> Declined | None:
+    """Why a module without a rule is left alone; None for one that keeps nothing itself: its children have rows."""
+    if isinstance(module, (PreTrainedModel, nn.Embedding, *_CONTAINERS)) or type(module) is nn.Identity:
+        return None
+    if isinstance(module, _ConvNd):
+        return Declined("conv", f"no rule for {type(module).__name__}: {_SAME}")
+    if isinstance(module, _NORMS):
+        return Declined("norm", f"no rule for {type(module).__name__}: {_SAME}")
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if any(p.dim() > 2 for p in parameters) and len(parameters) > 1:
+        return Declined("experts", f"no rule for fused weights ({type(module).__name__}): {_SAME}")
+    functions = _functions(type(module))
+    if "attention" in type(module).__name__.lower() and functions:
+        return Declined("attention", f"computes attention itself, not through the attention interface: {_SAME}")
+    if functions:
+        return Declined("functions", f"no rule for its own calls of {', '.join(functions)}: {_SAME}")
+    if parameters and "norm" in type(module).__name__.lower():
+        return Declined("norm", f"no rule for {type(module).__name__}: {_SAME}")
+    if parameters:
+        return Declined("parameters", f"no rule for the parameters that it uses itself: {_SAME}")
+    return None
+
+
+def _functions(kind: type) -> tuple[str, ...]:
+    """Which keeping functions the forward of a class names, its own methods that it calls and their helpers included."""
+    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    found: set[str] = set()
+    pending, seen = [forward], set[int]()
+    while pending:
+        function = pending.pop()
+        code = getattr(function, "__code__", None)
+        if code is None or id(code) in seen:
+            continue
+        seen.add(id(code))
+        names = set(_names(code))
+        found |= names & _KEEPING
+        pending += [inspect.unwrap(called) for name in names if (called := _called(kind, function, name)) is not None]
+    return tuple(sorted(found))
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return [*code.co_names, *inner]
+
+
+def _called(kind: type, function: Any, name: str) -> Any:
+    """A method of the class, or a function of the same file, that goes by a name; None for everything else."""
+    method = inspect.getattr_static(kind, name, None)
+    own = sys.modules.get(kind.__module__)
+    helper = getattr(function, "__globals__", {}).get(name)
+    for candidate in (method, helper):
+        code = getattr(candidate, "__code__", None)
+        if code is not None and own is not None and code.co_filename == getattr(own, "__file__", None):
+            return candidate
+    return None

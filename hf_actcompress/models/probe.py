@@ -1,0 +1,52 @@
+"""What the numeric probes have in common: they ask what a module computes, and leave no trace in it.
+
+A probe compares a module's own forward with ours, bit by bit. It has to try every dtype and every magnitude that a
+training meets, because modules that agree in fp32 near zero may differ elsewhere: a clamp acts on large values alone,
+and the place of a cast is seen only where input and weight have different dtypes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# of the rows of `probe_rows`; fp16 holds their squares only in part, which shows where a module computes in fp32
+MAGNITUDES = (0.0, 1e-3, 1e-2, 0.1, 1.0, 3.0, 10.0, 100.0, 1000.0)
+
+# what a forward raises on an input that it was not written for
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+
+
+def probe_rows(width: int, seed: int = 0) -> Tensor:
+    """Random rows [1, M, width] in fp32 on the CPU, one for each magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(len(MAGNITUDES), width, generator=generator) + 0.1
+    return (rows * torch.tensor(MAGNITUDES)[:, None])[None]
+
+
+def same_bits(a: object, b: object) -> bool:
+    """Whether two results are tensors of one dtype, shape and value; NaN equals NaN."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def takes_one_tensor(module: nn.Module) -> bool:
+    """Whether the forward has one parameter besides self. Another one (a gate, a residual) changes what it computes."""
+    return len(inspect.signature(type(module).forward).parameters) == 2
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No gradient, no autocast, and the generators of all devices are afterwards as before."""
+    with torch.no_grad(), torch.random.fork_rng(), torch.autocast("cpu", enabled=False):
+        if torch.cuda.is_available():
+            with torch.autocast("cuda", enabled=False):
+                yield
+            return
+        yield

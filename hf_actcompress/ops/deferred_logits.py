@@ -1,0 +1,340 @@
+"""`DeferredLogits`: a tensor whose values are computed when something asks for them.
+
+Row selections, casts and scales of it stay deferred. Every other op runs on the values, unless the source of the logits
+knows something better. Autograd sees an ordinary tensor throughout, so gradients are right whichever way a model goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .first_order import once_differentiable
+
+aten = torch.ops.aten
+
+# which rows there are and in what shape; that the last dimension stays is checked by its size
+ROW_OPS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+}
+# those of them whose result has memory of its own
+_COPIES = {aten.clone.default, aten._unsafe_view.default}
+# elementwise functions of the logits alone: casts, scales, softcaps
+POINTWISE_OPS = {
+    aten._to_copy.default,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten.tanh.default,
+}
+# the same written into the logits
+_IN_PLACE_OPS = {
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.mul_.Scalar: aten.mul.Scalar,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.div_.Scalar: aten.div.Scalar,
+}
+# several row selections at once
+_SPLITTING_OPS = {aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default}
+
+# what reads or hands out the memory itself; True: the memory can then be written unseen
+_MEMORY: dict[Any, bool] = {
+    Tensor.numpy: True,
+    Tensor.__array__: True,
+    Tensor.__dlpack__: True,
+    Tensor.data_ptr: True,
+    Tensor.share_memory_: True,
+    Tensor.data.__get__: True,  # type: ignore[attr-defined]
+    Tensor.untyped_storage: False,
+    Tensor.tolist: False,
+    Tensor.__format__: False,
+    Tensor.__reduce_ex__: False,
+    Tensor.__deepcopy__: False,
+}
+
+
+class Step:
+    """One op on logits, with its arguments but for the logits."""
+
+    __slots__ = ("args", "func", "kwargs")
+
+    def __init__(self, func: Callable[..., Tensor], args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs or {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.func(x, *self.args, **self.kwargs)
+
+
+class LogitsSource:
+    """One call of a head: how its logits are computed, and which functions of them need not have their values."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # where the row numbers of `DeferredLogits.rows` are
+        self.rows_device = device
+        # whether somebody may write into the memory of the values unseen
+        self.exposed = False
+        self.chains: weakref.WeakSet[Values] = weakref.WeakSet()
+
+    def logits(self) -> Tensor:
+        """The values, outside autograd."""
+        raise NotImplementedError
+
+    def function(self, func: Any) -> Callable[..., Any] | None:
+        """What runs instead of a function of torch, or None; it returns NotImplemented for arguments it cannot do."""
+        return None
+
+    def before_write(self) -> None:
+        """Compute what was derived from the values so far and may still be asked for: they are about to change."""
+        for chain in list(self.chains):
+            if chain.owner() is not None:
+                chain.get()
+
+
+class Values:
+    """How the values of deferred logits come about: from the source, or by a step from those before. Made once.
+
+    It holds none of the tensors that autograd sees: their graph may hold this, and the cycle would never end.
+    """
+
+    __slots__ = ("__weakref__", "_made", "_version", "owner", "parent", "seen", "source", "step")
+
+    def __init__(
+        self, source: LogitsSource, parent: Values | None = None, step: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.source, self.parent, self.step = source, parent, step
+        self.owner: Callable[[], Tensor | None] = lambda: None
+        self._made: Tensor | None = None
+        self._version = 0
+        # writes in place that the steps know of
+        self.seen = 0
+        source.chains.add(self)
+
+    def get(self) -> Tensor:
+        """The plain tensor without gradient, as the stock ops make it from the head's output."""
+        if self._made is not None:
+            return self._made
+        with torch.no_grad():
+            if self.parent is None or self.step is None:
+                values, wanted = self.source.logits(), True
+            else:
+                # where the tensor is gone nobody else can ask again
+                values, wanted = self.step(self.parent.get()), self.owner() is not None
+        if wanted:
+            self._made, self._version = values, values._version
+        return values
+
+    @property
+    def made(self) -> bool:
+        return self._made is not None
+
+    def root(self) -> Values:
+        return self if self.parent is None else self.parent.root()
+
+    def written(self) -> bool:
+        """Whether something has changed the values in place, here, in a view of them or further up."""
+        if self.source.exposed or (self._made is not None and self._made._version > self._version):
+            return True
+        # autograd counts the writes on what it sees, which is the deferred tensor and not its values
+        owner = self.owner()
+        return (owner is not None and owner._version > self.seen) or (self.parent is not None and self.parent.written())
+
+
+class DeferredLogits(Tensor):
+    """Logits ``[..., V]`` that are computed when something asks for their values, once."""
+
+    chain: Values
+    # rows [..., 1]: which row of the source each of ours is; None where they are all there, in order
+    rows: Tensor | None
+    # what happens to each row of the source
+    pointwise: tuple[Callable[[Tensor], Tensor], ...]
+
+    @staticmethod
+    def __new__(cls, chain: Values, like: Tensor) -> DeferredLogits:
+        x: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=chain.source.device
+        )
+        x.chain, x.rows, x.pointwise = chain, None, ()
+        chain.owner = weakref.ref(x)
+        return x
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        if self.chain.root().made:
+            return repr(plain(self))
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _MEMORY:
+            return _on_memory(func, args, kwargs)
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, DeferredLogits)), None)
+        better = x.chain.source.function(func) if x is not None else None
+        if better is not None:
+            result = better(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if args else None
+        if isinstance(x, DeferredLogits) and not x.chain.written():
+            deferred = _deferred(x, func, args[1:], kwargs)
+            if deferred is not None:
+                return deferred
+        if func._schema.is_mutable:
+            for written in _deferred_in((args, kwargs)):
+                written.chain.source.before_write()
+        args_of, kwargs_of = tree_map_only(DeferredLogits, lambda deferred: deferred.chain.get(), (args, kwargs))
+        result = func(*args_of, **kwargs_of)
+        # an op in place returns the tensor that it was given
+        return x if isinstance(x, DeferredLogits) and func._schema.is_mutable and result is x.chain.get() else result
+
+
+def _deferred_in(value: Any) -> Iterable[DeferredLogits]:
+    return [x for x in tree_leaves(value) if isinstance(x, DeferredLogits)]
+
+
+def _on_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of the memory, on that of the values."""
+    if func is Tensor.untyped_storage and not args[0].chain.root().made:
+        # whoever looks for shared memory finds none
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
+    for x in _deferred_in((args, kwargs)):
+        x.chain.source.exposed |= _MEMORY[func]
+    args, kwargs = tree_map_only(DeferredLogits, plain, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _deferred(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op below autograd makes of x, without its values; None where it needs them."""
+    if func in _IN_PLACE_OPS:
+        return _scaled_in_place(x, Step(_IN_PLACE_OPS[func], args, kwargs))
+    if func in _SPLITTING_OPS:
+        return _parts(x, func, args, kwargs)
+    return _child(x, Step(func, args, kwargs))
+
+
+def _child(x: DeferredLogits, step: Step) -> DeferredLogits | None:
+    """x after the step if that leaves rows of logits, or one function of each logit; else None."""
+    pointwise = step.func in POINTWISE_OPS
+    if pointwise:
+        if not _keeps_device(step, x) or any(isinstance(a, Tensor) for a in step.args):
+            return None
+    elif step.func not in ROW_OPS or x.size(-1) < 2:
+        return None
+    like = step(_empty_like(x))
+    if like.dim() == 0 or like.size(-1) != x.size(-1):
+        return None
+    return mapped(x, step, like) if pointwise else _selected(x, step, like, step.func not in _COPIES)
+
+
+def mapped(
+    x: DeferredLogits,
+    step: Callable[[Tensor], Tensor],
+    like: Tensor,
+    of_rows: Callable[[Tensor], Tensor] | None = None,
+) -> DeferredLogits:
+    """A function of each row of x, which looks like `like`; `of_rows` is the step for some rows, if it is another."""
+    child = DeferredLogits(Values(x.chain.source, x.chain, step), like)
+    child.rows, child.pointwise = x.rows, (*x.pointwise, of_rows or step)
+    return child
+
+
+def _selected(x: DeferredLogits, step: Callable[[Tensor], Tensor], like: Tensor, view: bool) -> DeferredLogits:
+    """Some rows of x, in the shape of `like`."""
+    child = DeferredLogits(Values(x.chain.source, x.chain, step), like)
+    # autograd counts the writes on a tensor and on its views together
+    child.chain.seen = x._version if view else 0
+    child.rows, child.pointwise = x.rows, x.pointwise
+    if like.numel() != x.numel():
+        child.rows = step(_rows(x))
+    elif x.rows is not None:
+        child.rows = x.rows.reshape(*like.shape[:-1], 1)
+    return child
+
+
+def _parts(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The parts that x is split into along a dimension before the last; None for the last."""
+    wholes = func(_empty_like(x), *args, **kwargs)
+    if x.size(-1) < 2 or any(part.dim() == 0 or part.size(-1) != x.size(-1) for part in wholes):
+        return None
+
+    def taken(position: int) -> Step:
+        return Step(lambda whole: func(whole, *args, **kwargs)[position])
+
+    return [_selected(x, taken(position), like, True) for position, like in enumerate(wholes)]
+
+
+def _scaled_in_place(x: DeferredLogits, step: Step) -> DeferredLogits | None:
+    """x after `x *= scalar`, deferred as before, if nobody else can see it change."""
+    before = x.chain
+    others = [chain for chain in before.source.chains if chain is not before and chain.owner() is not None]
+    if others or x._is_view() or any(isinstance(a, Tensor) for a in step.args):
+        return None
+    x.chain = Values(before.source, before, step)
+    x.chain.owner, x.chain.seen = before.owner, before.seen + 1
+    before.owner = lambda: None
+    x.pointwise = (*x.pointwise, step)
+    return x
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _keeps_device(step: Step, x: Tensor) -> bool:
+    """Drops a device that is x's own, so that the step works on any tensor; False for another device."""
+    device = step.kwargs.get("device")
+    step.kwargs = {name: value for name, value in step.kwargs.items() if name not in ("device", "pin_memory")}
+    return device is None or torch.device(device) == x.device
+
+
+def _rows(x: DeferredLogits) -> Tensor:
+    if x.rows is not None:
+        return x.rows
+    rows = torch.arange(x.numel() // x.size(-1), device=x.chain.source.rows_device)
+    return rows.view(*x.shape[:-1], 1)
+
+
+class _ValuesFunction(torch.autograd.Function):
+    """From deferred logits to the plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DeferredLogits) -> Tensor:
+        # the values themselves get no graph: they may be asked for again
+        return x.chain.get().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def plain(x: Tensor) -> Tensor:
+    """The values of deferred logits as an ordinary, differentiable tensor; any other tensor as it is."""
+    if not isinstance(x, DeferredLogits):
+        return x
+    y: Tensor = _ValuesFunction.apply(x)  # type: ignore[no-untyped-call]
+    return y

@@ -1,0 +1,39 @@
+"""Backward functions that are differentiated once: what happens to who asks for a second derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MESSAGE = (
+    "hf_actcompress has no second derivatives: an op of a patched model was differentiated twice (create_graph=True, a "
+    "gradient penalty, a Hessian product). Restore the stock model first: unpatch_model(model)"
+)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that runs without autograd, and whose gradients raise when they are differentiated again.
+
+    torch's decorator of that name does so only if an incoming gradient requires grad. That of the loss does not, and
+    then ``create_graph=True`` gives second derivatives from which the terms of this op are missing, without a word.
+    """
+
+    @wraps(backward)
+    def once(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        results = results if isinstance(results, tuple) else (results,)
+        return torch._C._functions.DelayedError(_MESSAGE.encode(), len(results))(*map(_requiring, results))  # type: ignore[attr-defined]
+
+    return once
+
+
+def _requiring(grad: Tensor | None) -> Tensor | None:
+    """An alias that requires grad, so that autograd makes a node for it."""
+    return grad.detach().requires_grad_() if grad is not None else None

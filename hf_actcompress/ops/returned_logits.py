@@ -1,0 +1,165 @@
+"""Logits that leave the forward of a model, for losses that are computed outside of it.
+
+They behave like any tensor. Slices and scales of them stay deferred, and the functions of `row_functions` (log-softmax,
+gather, logsumexp, entropy, cross entropy, ...) keep nothing of vocabulary size for backward: their gradient arrives at
+the head as a `LogitsGradient`, for which the logits are computed again, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..records import Record, is_dropped, load, parameter, raw, save
+from ..reference.linear_cross_entropy import Pointwise
+from ..reference.linear_rows import linear_rows, linear_rows_bwd
+from .deferred_linear import LinearSource
+from .deferred_logits import DeferredLogits, LogitsSource, Values
+from .first_order import once_differentiable
+from .gradient_parts import Chunk, Read
+from .linear_cross_entropy import exact_record
+from .logits_gradient import LogitsGradient
+from .row_functions import row_function
+from .row_set import Where, shifted, taken
+
+_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
+_GONE = (
+    "the values of these logits were not kept and cannot be computed any more; patch the model with "
+    "CompressionConfig(logits=True), or read them before backward and before the step of the optimizer"
+)
+
+
+class HeadOrigin:
+    """The node of autograd that keeps the head's input. It holds no tensor itself."""
+
+    __slots__ = ("device", "dtype", "edge", "pointwise")
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, pointwise: Pointwise) -> None:
+        self.device, self.dtype, self.pointwise = device, dtype, tuple(pointwise)
+        self.edge: GradientEdge | None = None
+
+    def read(self) -> Read:
+        """How to compute rows of the logits [K, V] from what the node keeps."""
+        assert self.edge is not None
+        try:
+            h, weight, bias = _operands(load(self.edge.node), self.dtype)
+        except RuntimeError as error:
+            raise RuntimeError(f"{_GONE} ({error})") from error
+        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
+            raise RuntimeError(f"{_GONE} (the head's weight is sharded outside of the model's forward)")
+        return lambda rows: linear_rows(taken(h, rows), weight, bias, self.pointwise)
+
+
+def _operands(kept: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    h, weight, bias = kept
+    return h.reshape(-1, h.size(-1)), weight.to(dtype), bias.to(dtype) if bias is not None else None
+
+
+class ReturnedSource(LogitsSource):
+    """The logits of one forward: their values, or None where they were not kept, and the node of their head."""
+
+    def __init__(self, origin: HeadOrigin, values: Tensor | None, like: Tensor) -> None:
+        super().__init__(origin.device)
+        self.rows_device = torch.device("cpu")
+        self.origin, self.values, self.like = origin, values, like
+
+    def logits(self) -> Tensor:
+        if self.values is None:
+            with torch.no_grad():
+                self.values = self.origin.read()(slice(0, self.like.shape[:-1].numel())).view(self.like.shape)
+        return self.values
+
+    def read(self) -> Read:
+        """How to have rows of the logits, outside autograd."""
+        if self.values is None:
+            return self.origin.read()
+        values = self.values.flatten(0, -2)
+        return lambda rows: taken(values, rows)
+
+    def function(self, func: Any) -> Callable[..., Any] | None:
+        return row_function(func)
+
+
+class ReturnedLogitsFunction(torch.autograd.Function):
+    """Keeps the head's input by its record, and the weight by reference, as it was. No logits."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, source: ReturnedSource) -> Tensor:
+        origin = source.origin
+        bias_record = parameter(bias) if bias is not None else None
+        save(ctx, _whole_record(h, origin.dtype), parameter(weight), bias_record)
+        ctx.dtype, ctx.pointwise = origin.dtype, origin.pointwise
+        ctx.inputs = (h.shape, h.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        return DeferredLogits(Values(source), source.like)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> _Grads:
+        h, weight, bias = _operands(load(ctx), ctx.dtype)
+
+        def gradient(part: slice, logits: Callable[[], Tensor]) -> Tensor | None:
+            if not isinstance(dy, LogitsGradient):
+                return dy.reshape(-1, dy.size(-1))[part]
+            out = torch.zeros((part.stop - part.start, dy.size(-1)), dtype=dy.dtype, device=dy.device)
+            chunk = Chunk(_rows_from(part.start, logits))
+            return out if dy.part.add_to(out, part.start, chunk) else None
+
+        grads = linear_rows_bwd(gradient, h, weight, bias, ctx.pointwise, ctx.needs_input_grad[:3])
+        shape, *dtypes = ctx.inputs
+        dh, dweight, dbias = (g.to(dtype) if g is not None else None for g, dtype in zip(grads, dtypes, strict=True))
+        return dh.view(shape) if dh is not None else None, dweight, dbias, None
+
+
+def _rows_from(first: int, logits: Callable[[], Tensor]) -> Read:
+    """How to have rows of a chunk that begins with row `first`, which is computed once if somebody asks."""
+    made: list[Tensor] = []
+
+    def read(rows: Where) -> Tensor:
+        if not made:
+            made.append(logits())
+        return taken(made[0], shifted(rows, first))
+
+    return read
+
+
+def _whole_record(h: Tensor, dtype: torch.dtype) -> Record:
+    """The record of the head's input with its padding rows, whose logits may be asked for."""
+    record = exact_record(h, dtype)
+    return raw(h.detach().to(dtype)) if is_dropped(record) else record
+
+
+def returned_logits(x: Tensor) -> Tensor | None:
+    """Deferred logits as they may leave the forward in which their head ran; any other tensor as it is.
+
+    Args:
+        x: What `deferred_linear` returned, ``[..., V]``, or a function of each element of it.
+
+    Returns:
+        DeferredLogits ``[..., V]``, or None for a selection of rows. With `keep_logits` they hold the values, computed
+        now: whatever happens to the model's weights, those of the forward. Without, the values are computed when they
+        are asked for, and cannot be had after backward or after a step of the optimizer.
+
+    Saves:
+        The head's input by its record, the weight by reference; nothing of vocabulary size.
+
+    Gradient:
+        Exact.
+
+    Raises:
+        RuntimeError: When values that were not kept are asked for too late.
+    """
+    if not isinstance(x, DeferredLogits):
+        return x
+    head = x.chain.source
+    if not isinstance(head, LinearSource) or x.rows is not None or x.chain.written():
+        return None
+    origin = HeadOrigin(head.device, head.dtype, x.pointwise)
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like)
+    y: Tensor = ReturnedLogitsFunction.apply(head.hidden, head.weight, head.bias, source)  # type: ignore[no-untyped-call]
+    origin.edge = get_gradient_edge(y)
+    return y

@@ -1,0 +1,69 @@
+"""What holds on a device that is estimated and not there; nothing (None) while real tensors are worked on.
+
+An estimate runs a step on tensors without data and counts what another device would allocate. The functions that behave
+differently there ask `device_rules()`. The answer is a context variable: the thread that estimates sees it, and a
+training in another thread does not. The backward of an estimate runs in the thread that called it, because the autograd
+engine has threads of its own only for devices that are not the CPU, and the estimate's tensors are all on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class DeviceRules(Protocol):
+    """The rules of one estimated device."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is a CPU."""
+        ...
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The function of `reference/` as that device runs it."""
+        ...
+
+    def turns(self, starts: range) -> Sequence[int]:
+        """The turns of a loop over chunks that have to be run; the others hold no more than these."""
+        ...
+
+    def parts(self, every: list[slice]) -> Iterator[slice]:
+        """The same for slices whose results are joined afterwards: together the parts are all of them."""
+        ...
+
+    def rng_state(self) -> Tensor:
+        """The state of the default generator, counted if that device keeps it."""
+        ...
+
+    def to_host(self, x: Tensor) -> Tensor:
+        """A copy of x in host memory."""
+        ...
+
+    def to_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What `to_host` returned, back on the device."""
+        ...
+
+
+_rules: ContextVar[DeviceRules | None] = ContextVar("hf_actcompress_device_rules", default=None)
+
+
+def device_rules() -> DeviceRules | None:
+    """The rules that hold in this thread; None: those of the device that the tensors are on."""
+    # a compiler that traces this must not look into a context variable, and never traces an estimate
+    return None if torch.compiler.is_compiling() else _rules.get()
+
+
+@contextmanager
+def under_rules(rules: DeviceRules) -> Iterator[None]:
+    """While the block runs, `device_rules()` returns these in this thread."""
+    token = _rules.set(rules)
+    try:
+        yield
+    finally:
+        _rules.reset(token)

@@ -1,0 +1,76 @@
+"""The backward of a linear layer whose outgoing gradient is made a few rows at a time and is never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .linear_cross_entropy import Pointwise, _accumulate, _applied, _chunks, _sum_dtype
+
+_Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+# the gradient [K, V] of some rows, from the way to have their logits [K, V]; None if it is zero
+RowGradient = Callable[[slice, Callable[[], Tensor]], Tensor | None]
+
+
+def row_chunks(rows: int, width: int) -> Iterable[slice]:
+    """Slices of the rows of a matrix of that width: at least sixteen where it is large."""
+    return _chunks(rows, width, rows * width // 16)
+
+
+def linear_rows(h: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise) -> Tensor:
+    """``pointwise(h W^T + b)`` [K, V] of h [K, D] and weight [V, D] of one dtype."""
+    with torch.autocast(h.device.type, enabled=False):
+        return _applied(pointwise, F.linear(h, weight, bias))
+
+
+def linear_rows_bwd(
+    gradient: RowGradient,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pointwise: Pointwise,
+    needs: tuple[bool, bool, bool],
+) -> _Grads:
+    """dh [M, D], dweight [V, D], dbias [V], as far as `needs` asks; sums over several chunks are in fp32.
+
+    Args:
+        gradient: Gives the gradient at ``pointwise(h W^T + b)`` of a slice of rows.
+        h: ``[M, D]``.
+        weight: ``[V, D]`` in h's dtype.
+        bias: ``[V]`` in h's dtype, or None.
+        pointwise: Elementwise functions of the product.
+        needs: Which of the three are wanted.
+    """
+    parts = list(row_chunks(h.size(0), weight.size(0)))
+    wide = h.dtype if len(parts) == 1 else torch.promote_types(h.dtype, torch.float32)
+    dh = torch.zeros_like(h) if needs[0] else None
+    dweight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+    dbias = weight.new_zeros(weight.size(0), dtype=_sum_dtype(h)) if needs[2] else None
+    for part in parts:
+        dx = _product_gradient(gradient, part, h[part], weight, bias, pointwise)
+        if dx is None:
+            continue
+        if dh is not None:
+            torch.mm(dx, weight, out=dh[part])
+        if dweight is not None:
+            _accumulate(dweight, dx.t(), h[part])
+        if dbias is not None:
+            dbias.add_(dx.sum(0, dtype=dbias.dtype))
+        del dx
+    return dh, dweight, dbias
+
+
+def _product_gradient(
+    gradient: RowGradient, part: slice, h: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise
+) -> Tensor | None:
+    """The gradient at the product itself."""
+    if not pointwise:
+        return gradient(part, lambda: linear_rows(h, weight, bias, ()))
+    x = linear_rows(h, weight, bias, ())
+    with torch.enable_grad():
+        y = _applied(pointwise, x.requires_grad_())
+    dy = gradient(part, y.detach)
+    return torch.autograd.grad(y, x, dy)[0] if dy is not None else None

@@ -1,0 +1,155 @@
+"""What `patch_model` did to a model and what it left alone: read off the model as it is now."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from .codecs import CODECS
+from .config import CompressionConfig
+from .errors import NotPatchedError
+from .models import Declined, Site, find_site
+from .models.checkpointing import is_switched_on
+from .models.foreign import find_foreign
+from .models.heads import find_head, output_layers
+from .models.padding import why_not
+from .models.root import pretrained_models, root_module, root_of
+from .modules.base import PLAIN_TENSORS, Settings, settings_of, stock_type
+
+_INERT = (
+    "its forward has been bound on the instance since it was patched (device_map or offload hooks, Liger), so the "
+    "patched forward does not run"
+)
+_NEW = "came after patch_model; the next forward in training patches it"
+
+
+@dataclass(frozen=True)
+class PatchRow:
+    """One module: what it became and keeps, or why it was left alone (`reason`).
+
+    `note` says why a patched module keeps something else than the config asks for.
+    """
+
+    name: str
+    module: str
+    role: str
+    variant: str = ""
+    codec: str = ""
+    keeps: str = ""
+    reason: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Every module that a rule knows. Prints with rich (`print()`), serialises (`to_json()`)."""
+
+    rows: tuple[PatchRow, ...]
+
+    @property
+    def patched(self) -> tuple[PatchRow, ...]:
+        return tuple(row for row in self.rows if not row.reason)
+
+    @property
+    def left_alone(self) -> tuple[PatchRow, ...]:
+        return tuple(row for row in self.rows if row.reason)
+
+    def to_json(self) -> str:
+        return json.dumps([asdict(row) for row in self.rows], indent=2)
+
+    def __str__(self) -> str:
+        roles = Counter(row.role for row in self.patched)
+        patched = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "nothing"
+        lines = [f"patched: {patched}"]
+        for (role, note), count in Counter((row.role, row.note) for row in self.patched if row.note).items():
+            lines.append(f"otherwise than asked: {count} {role}: {note}")
+        for (role, reason), count in Counter((row.role, row.reason) for row in self.left_alone).items():
+            lines.append(f"left alone: {count} {role}: {reason}")
+        return "\n".join(lines)
+
+    def print(self) -> None:
+        """A table of all modules on the console."""
+        from rich.console import Console
+        from rich.table import Table
+
+        columns = ("module", "type", "role", "variant", "codec", "keeps", "left alone or otherwise because")
+        table = Table(*columns, title="hf_actcompress")
+        for row in self.rows:
+            reason = row.reason or row.note
+            table.add_row(row.name, row.module, row.role, row.variant, row.codec, row.keeps, reason)
+        Console().print(table)
+
+
+def patch_report(model: nn.Module) -> PatchReport:
+    """What is patched in a model, and what is left alone and why.
+
+    It is read off the model as it is now: adapters, heads and weights that were exchanged after `patch_model` show as
+    what they have become. Modules that no rule knows and that keep activations of their own are named, too.
+
+    Raises:
+        NotPatchedError: The model is in stock.
+    """
+    root = root_of(model)
+    if root is None:
+        raise NotPatchedError(f"{type(model).__name__} is not patched; call patch_model(model) first")
+    return PatchReport(tuple(_rows(model, root.config)))
+
+
+def is_parametrization(name: str) -> bool:
+    """Whether a module computes a parameter: it sees no activation."""
+    return ".parametrizations." in f".{name}."
+
+
+def heads_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The output layers of all transformers models in the tree."""
+    return tuple(head for part in pretrained_models(model).values() for head in output_layers(part))
+
+
+def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
+    if config.drop_padding and (reason := why_not(root_module(model))):
+        yield PatchRow("", type(root_module(model)).__name__, "padding", reason=reason)
+    heads = {id(head) for head in heads_of(model)}
+    for name, module in model.named_modules():
+        if is_parametrization(name):
+            continue
+        settings = settings_of(module)
+        if id(module) in heads and (settings is None or settings.role != "loss_head"):
+            found = find_head(module, config.at(name))
+            if isinstance(found, Declined):
+                yield _declined(name, module, found)
+        if settings is not None:
+            yield _patched(name, module, settings)
+        elif (row := _left_alone(name, module, config)) is not None:
+            yield row
+    for name, module in model.named_modules():
+        if is_switched_on(module):
+            yield PatchRow(name, type(module).__name__, "checkpoint", "layer", keeps="input")
+
+
+def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:
+    codec = next(name for name, codec in CODECS.items() if codec == settings.codec)
+    stock, weight = stock_type(module).__name__, module._parameters.get("weight")
+    reason = ""
+    if "forward" in module.__dict__:
+        reason = _INERT
+    elif weight is not None and type(weight) not in PLAIN_TENSORS:
+        reason = f"its weight is a {type(weight).__name__}, not a plain tensor: the stock forward runs"
+    return PatchRow(
+        name, stock, settings.role, settings.variant, codec, settings.keeps, reason=reason, note=settings.note
+    )
+
+
+def _left_alone(name: str, module: nn.Module, config: CompressionConfig) -> PatchRow | None:
+    found = find_site(module, config.at(name))
+    if isinstance(found, Site):
+        return PatchRow(name, stock_type(module).__name__, found.settings.role, reason=_NEW)
+    found = found or find_foreign(module)
+    return _declined(name, module, found) if found is not None else None
+
+
+def _declined(name: str, module: nn.Module, found: Declined) -> PatchRow:
+    return PatchRow(name, stock_type(module).__name__, found.role, reason=found.reason)

@@ -1,0 +1,153 @@
+"""What a probe has to see: dtypes that mix, large values, further arguments; and that it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from hf_actcompress import patch_model, patch_report, unpatch_model
+from hf_actcompress.models.probe import DTYPES
+from hf_actcompress.modules.base import PatchedModule
+
+WIDTH = 24
+
+
+class ClampedRMSNorm(LlamaRMSNorm):
+    """Equal to Llama's near zero."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states.clamp(-50.0, 50.0))
+
+
+class ClampedMLP(LlamaMLP):
+    """Equal to Llama's for small gates: the clamp of DeepSeek-V4 and Step-3."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x).clamp(max=7.0)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x).clamp(-7.0, 7.0))
+
+
+class WideMLP(LlamaMLP):
+    """Computes inside in fp32, which only a narrower input shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj((self.act_fn(gate.float()) * up.float()).to(x.dtype))
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    """As Mamba's: with a gate it computes something else."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * nn.functional.silu(gate))
+
+
+class MLPWithScale(LlamaMLP):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
+def gradients(module: nn.Module, x: Tensor, autocast: bool, *args: Any) -> tuple[Tensor, ...]:
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        y = module(x, *args)
+    wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
+    return (y.detach(), *torch.autograd.grad(y.float().sin().sum(), wanted))
+
+
+def same_as_stock(stock: nn.Module, x: Tensor, autocast: bool = False, *args: Any) -> None:
+    ours = patch_model(copy.deepcopy(stock), strict=False)
+    for a, b in zip(gradients(ours, x, autocast, *args), gradients(stock, x, autocast, *args), strict=True):
+        assert a.dtype == b.dtype
+        exact = a.dtype == torch.float32 and not autocast
+        torch.testing.assert_close(a, b, rtol=1e-5 if exact else 2e-2, atol=1e-6 if exact else 2e-3)
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("input_dtype", DTYPES)
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm])
+def test_rms_norms_of_mixed_dtypes(kind: Any, input_dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """Llama's gain is applied after the cast and OLMo's before: in equal dtypes both give the same values."""
+    norm = kind(WIDTH).to(weight_dtype)
+    nn.init.normal_(norm.weight, 1.0, 0.3)
+    x = 3 * torch.randn(2, 5, WIDTH).to(input_dtype)
+    ours = patch_model(copy.deepcopy(norm))
+    assert isinstance(ours, PatchedModule)
+    y, expected = ours(x.requires_grad_()), norm(x)
+    assert y.dtype == expected.dtype and torch.equal(y, expected)
+    same_as_stock(norm, x.detach())
+
+
+@pytest.mark.parametrize("kind", [ClampedMLP, WideMLP, MLPWithScale])
+def test_other_gated_mlps_are_left_alone(kind: Any) -> None:
+    mlp = kind(LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=1))
+    (row,) = (row for row in patch_report(patch_model(copy.deepcopy(mlp))).rows if row.role == "gated_mlp")
+    assert row.reason
+    same_as_stock(mlp, 100 * torch.randn(2, 3, 8))
+    same_as_stock(mlp, torch.randn(2, 3, 8), autocast=True)
+
+
+def test_a_norm_that_clamps_is_left_alone() -> None:
+    same_as_stock(ClampedRMSNorm(WIDTH), 200 * torch.randn(2, 5, WIDTH))
+    assert patch_report(patch_model(ClampedRMSNorm(WIDTH), strict=False)).left_alone
+
+
+def test_a_gated_norm_is_left_alone_and_runs() -> None:
+    norm = GatedRMSNorm(WIDTH)
+    (row,) = patch_report(patch_model(copy.deepcopy(norm), strict=False)).rows
+    assert "gate" in row.reason
+    same_as_stock(norm, torch.randn(2, 5, WIDTH), False, torch.randn(2, 5, WIDTH))
+
+
+def test_spectral_norm_is_not_run_by_patching() -> None:
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))
+    model = nn.Sequential(layer, nn.GELU(), nn.Linear(5, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert patch_report(patch_model(model)).patched
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    unpatch_model(model)
+    same_as_stock(model, torch.randn(4, 6))
+
+
+def test_a_weight_is_read_once_per_call() -> None:
+    """A parametrisation runs each time that the weight is read: its power iteration must not run twice."""
+
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, weight: Tensor) -> Tensor:
+            Counting.calls += 1
+            return weight * 2.0
+
+    model = patch_model(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    for layer in model:
+        nn.utils.parametrize.register_parametrization(layer, "weight", Counting())
+    for context in (torch.enable_grad(), torch.no_grad()):
+        Counting.calls = 0
+        with context:
+            model(torch.randn(3, 4))
+        assert Counting.calls == 2
+
+
+def test_generators_and_buffers_are_as_before() -> None:
+    class Noisy(LlamaRMSNorm):
+        def __init__(self) -> None:
+            super().__init__(WIDTH)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(hidden_states + 1e-3 * torch.rand(()))
+
+    norm = Noisy()
+    state = torch.get_rng_state()
+    patch_model(norm, strict=False)
+    assert torch.equal(torch.get_rng_state(), state) and norm.calls == 0

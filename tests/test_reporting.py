@@ -1,0 +1,108 @@
+"""patch_report: read off the model as it is, naming whatever keeps a share that matters, advising what can be done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from hf_actcompress import memory_report, patch_model, patch_report
+from tests.families import BODY, BY_NAME
+
+_SIZES = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0,
+}  # fmt: skip
+_EXPERTS = {**_SIZES, "num_experts_per_tok": 2}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**_EXPERTS, "num_local_experts": 4}),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**_EXPERTS, "num_experts": 4}),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_EXPERTS, "num_local_experts": 4, "head_dim": 8}),
+    "mamba": (
+        "MambaConfig", "MambaForCausalLM",
+        {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "use_cache": False},
+    ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"vocab_size": 67, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "opt": (
+        "OPTConfig", "OPTForCausalLM",
+        {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64,
+         "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    ),
+    "deberta": (
+        "DebertaV2Config", "DebertaV2ForMaskedLM",
+        {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+         "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 64},
+    ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {
+        "vocab_size": 67, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }),
+}  # fmt: skip
+
+
+def build(name: str) -> Any:
+    config, model, options = MODELS[name]
+    torch.manual_seed(0)
+    return getattr(hf, model)(getattr(hf, config)(**options)).train()
+
+
+def named(row: str, rows: set[str]) -> bool:
+    """Whether a module, or one that it is a part of or that is a part of it, has a row."""
+    return any(row == name or row.startswith(f"{name}.") or name.startswith(f"{row}.") for name in rows if name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_keeps_more_than_a_percent_is_named(name: str) -> None:
+    model = patch_model(build(name))
+    ids = torch.randint(3, 67, (2, 24))
+    measured = memory_report(model, {"input_ids": ids, "labels": ids})
+    rows = {row.name for row in patch_report(model).rows if row.role != "embedding"}
+    total = sum(row.patched_bytes for row in measured.rows)
+    large = [row for row in measured.rows if row.patched_bytes > 0.01 * total and row.module]
+    assert large and not [row.module for row in large if not named(row.module, rows)]
+
+
+@pytest.mark.parametrize(("name", "role"), [("mixtral", "experts"), ("gpt_oss", "experts"), ("mamba", "conv")])
+def test_what_no_rule_knows_has_a_reason(name: str, role: str) -> None:
+    reasons = [row.reason for row in patch_report(patch_model(build(name))).left_alone if row.role == role]
+    assert reasons and all("stock" in reason for reason in reasons)
+
+
+def test_batch_norm_and_attention_of_its_own_are_named() -> None:
+    resnet = hf.ResNetForImageClassification(
+        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", num_labels=2)
+    )
+    kinds = {row.module for row in patch_report(patch_model(resnet)).left_alone if row.role == "norm"}
+    assert kinds == {"BatchNorm2d"}
+    roles = {row.role for row in patch_report(patch_model(build("t5"))).left_alone}
+    assert "attention" in roles
+
+
+def test_advice_is_what_the_model_supports() -> None:
+    """Not "load it with sdpa" where the model type has eager attention alone."""
+    eager = patch_report(patch_model(BY_NAME["llama"].build(attn_implementation="eager"), BODY))
+    assert any('"sdpa"' in row.reason for row in eager.left_alone)
+    oss = patch_report(patch_model(build("gpt_oss")))
+    reasons = [row.reason for row in oss.left_alone if row.role == "attention"]
+    assert reasons and not any('load the model with "sdpa"' in reason for reason in reasons)
+
+
+def test_a_forward_that_was_bound_later_is_said() -> None:
+    model = patch_model(BY_NAME["llama"].build(), BODY)
+    down = model.model.layers[0].mlp.down_proj
+    down.forward = type(down).forward.__get__(down)
+    (row,) = (row for row in patch_report(model).left_alone if row.name.endswith("layers.0.mlp.down_proj"))
+    assert "bound on the instance" in row.reason
+
+
+def test_a_module_that_came_later_is_said() -> None:
+    model = patch_model(BY_NAME["llama"].build(), BODY)
+    model.model.layers[1].mlp.down_proj = nn.Linear(56, 32)
+    (row,) = (row for row in patch_report(model).left_alone if row.name.endswith("layers.1.mlp.down_proj"))
+    assert "next forward" in row.reason
+    ids = BY_NAME["llama"].make_batch()["input_ids"]
+    model(input_ids=ids)
+    assert not [row for row in patch_report(model).left_alone if row.name == "model.layers.1.mlp.down_proj"]
