@@ -118,7 +118,7 @@ def patch_new_modules(
             continue
         if isinstance(module, PatchedModule):
             # of a patched class without settings: somebody made it with the class of a patched layer
-            unpatch_instance(module)
+            unpatch_instance(module)  # type: ignore[arg-type]
         local = config.at(name)
         if id(module) in of_rank:
             local = replace(local, linear="identity", derive_linear=True)

@@ -18,7 +18,7 @@ NAME = PACKAGE.name
 
 # a part imports from its own and lower levels; parts of one level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "private_apis"),
     ("reference",),
     # they read the reference's tables and its random numbers
     ("kernels",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -14,6 +15,8 @@ from ..reference.rng import Generators
 from .codec import Codec
 from .identity import Identity
 from .prefetch import Lane, Tensors, Ticket
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,34 @@ def _to_host(x: Tensor) -> Tensor:
         return x.to("cpu", copy=True)
     side = _side_stream(x.device)
     side.wait_stream(torch.cuda.current_stream(x.device))
-    # pinned memory as x lies in memory, gaps left out
-    host = torch.empty_like(x, device="cpu", pin_memory=True)
+    host = _host_memory(x)
     with torch.cuda.stream(side):
         host.copy_(x, non_blocking=True)
     # x's memory is not given to others before the side stream has read it
     x.record_stream(side)
     return host
+
+
+def _host_memory(x: Tensor) -> Tensor:
+    """Host memory for a copy of x as it lies in memory, gaps left out: pinned if there is any.
+
+    Pinned memory can run out while the device and the host have plenty left: WSL2 limits it to one or two GB, and the
+    error speaks of CUDA being out of memory. Copies from and to pageable memory are right, and slower.
+    """
+    try:
+        return torch.empty_like(x, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        _say_unpinned(str(error).splitlines()[0])
+        return torch.empty_like(x, device="cpu")
+
+
+@cache
+def _say_unpinned(reason: str) -> None:
+    _log.warning(
+        "offload found no pinned host memory (%s); what does not fit goes to pageable memory, and copies of it do not "
+        "overlap with the computation",
+        reason,
+    )
 
 
 class _SideStream:

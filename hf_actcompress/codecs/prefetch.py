@@ -11,8 +11,9 @@ import weakref
 from collections import deque
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
+
+from ..private_apis import at_end_of_backward, current_backward
 
 Tensors = tuple[Tensor, ...]
 
@@ -88,7 +89,7 @@ class Lane:
 
     def back(self, ticket: Ticket, tensors: Tensors) -> Tensors:
         """The activation on the device: copied already, or now; and the next ones are begun."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         with self._lock:
             if task not in (-1, self._task):
                 self._begin_backward(task)
@@ -103,7 +104,7 @@ class Lane:
         # what is left over is from one that raised, or from the one around this
         self._drop()
         self._task, self._place = task, -1
-        torch.autograd.Variable._execution_engine.queue_callback(self._drop)  # type: ignore[no-untyped-call]
+        at_end_of_backward(self._drop)
 
     def _arrival(self, ticket: Ticket, tensors: Tensors) -> Any:
         arrival, ticket.arrival = ticket.arrival, None

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from ..errors import MeasurementError
+from ..private_apis import ProfilerEvent
 
 # the profiler announces its start and end on stderr, which is read when it is first used
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -112,7 +112,7 @@ def allocator_events(profiler: Any, kind: str = "cpu") -> tuple[list[Allocation]
         while pending:
             event = pending.pop()
             pending.extend(event.children)
-            if event.tag == _EventType.Allocation:
+            if event.tag == ProfilerEvent.Allocation:
                 if event.extra_fields.device.type == kind:
                     allocations.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
             elif event.name.startswith((BACKWARD, OPTIMIZER)):

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import ModelConfigError
 from ..models.adapters import with_lora
+from ..private_apis import FakeTensorMode
 from .estimating.source import dtype_of, skeleton
 from .estimating.step import Setting, fake_batch
 from .report import readable_size

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..private_apis import innermost_saved_tensor_hooks
+
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
 
 
@@ -110,7 +112,7 @@ class _Collector:
 
     def _enter(self, module: nn.Module) -> None:
         self.stack.append(self.names[module])
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = innermost_saved_tensor_hooks()
         if not torch.is_grad_enabled() or top is None or top[0] != self.pack:
             self.seen.hidden_from_view = True
 

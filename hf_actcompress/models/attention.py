@@ -21,6 +21,7 @@ from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME
 from ..modules.base import Settings, keeps_for_backward, settings_of
+from ..private_apis import fused_attention_choice
 from ..reference.device_rules import device_rules
 from .eager_attention import find_eager
 from .rope import RotaryMixin, calls_rope, why_stock
@@ -143,7 +144,7 @@ def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cau
         return False
     groups = query.size(1) // key.size(1)
     # v's heads may be of another width than k's (multi-head latent attention)
-    choice: int = torch._fused_sdp_choice(query, _expanded(key, groups), _expanded(value, groups), mask, 0.0, causal)
+    choice = fused_attention_choice(query, _expanded(key, groups), _expanded(value, groups), mask, causal)
     return choice == SDPBackend.FLASH_ATTENTION.value
 
 

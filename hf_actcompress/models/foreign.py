@@ -11,15 +11,14 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedModel
 
+from ..private_apis import BatchNormBase, ConvolutionBase
 from .sites import Declined
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict, ParametrizationList)
-_NORMS = (_NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+_NORMS = (BatchNormBase, nn.GroupNorm, nn.LocalResponseNorm)
 # functions that keep their input, their output or a mask when code calls them outside of a module that is ours
 _KEEPING = frozenset(
     {
@@ -35,7 +34,7 @@ def find_foreign(module: nn.Module) -> Declined | None:
     """Why a module without a rule is left alone; None for one that keeps nothing itself: its children have rows."""
     if isinstance(module, (PreTrainedModel, nn.Embedding, *_CONTAINERS)) or type(module) is nn.Identity:
         return None
-    if isinstance(module, _ConvNd):
+    if isinstance(module, ConvolutionBase):
         return Declined("conv", f"no rule for {type(module).__name__}: {_SAME}")
     if isinstance(module, _NORMS):
         return Declined("norm", f"no rule for {type(module).__name__}: {_SAME}")
@@ -55,7 +54,7 @@ def find_foreign(module: nn.Module) -> Declined | None:
 
 
 def _functions(kind: type) -> tuple[str, ...]:
-    """Which keeping functions the forward of a class names, its own methods that it calls and their helpers included."""
+    """Which keeping functions the forward of a class names, in its own methods and their helpers too."""
     forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
     found: set[str] = set()
     pending, seen = [forward], set[int]()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..private_apis import transforms_active
 from ..records import Padding, padding_of
 
 
@@ -20,7 +21,7 @@ def padding_of_call(
     Only a mask [B, S] says which rows are padding; of one with more dimensions, or of several sequences
     (`why_not`), nothing is dropped.
     """
-    if why_not(model) or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if why_not(model) or not torch.is_grad_enabled() or transforms_active():
         return None
     mask = kwargs.get("attention_mask")
     if mask is None and args:

@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from ..codecs import IDENTITY, Codec
 from ..errors import UnsupportedModelError
+from ..private_apis import FakeTensor, transforms_active
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def recording(*tensors: Tensor | None) -> bool:
 
     Under transforms of torch.func and under forward-mode differentiation it does, too.
     """
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if not torch.is_grad_enabled() or transforms_active():
         return False
     return all(x is None or type(x) in PLAIN_TENSORS for x in tensors)
 

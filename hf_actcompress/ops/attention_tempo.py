@@ -97,9 +97,11 @@ def attention_tempo(
     """
     dtype = autocast_dtype(q)
     if softmax_dtype is None:
-        # of a sum with the mask; autocast runs softmax in fp32
-        softmax_dtype = torch.promote_types(q.dtype, mask.dtype) if mask is not None else q.dtype
-        softmax_dtype = softmax_dtype if dtype is None else torch.float32
+        # of a product, and of its sum with the mask
+        scores_dtype = dtype or q.dtype
+        scores_dtype = torch.promote_types(scores_dtype, mask.dtype) if mask is not None else scores_dtype
+        # asked of torch: autocast runs softmax in fp32 on CUDA and leaves it alone on a CPU
+        softmax_dtype = torch.softmax(torch.zeros(1, dtype=scores_dtype, device=q.device), -1).dtype
     if dtype is not None:
         # autograd's own cast: the cast tensors are what is kept
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

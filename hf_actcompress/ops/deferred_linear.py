@@ -16,7 +16,8 @@ from ..dispatch import implementation
 from ..records import parameter, record_of, save
 from .autocast import autocast_dtype
 from .cast import cast_record
-from .deferred_logits import DeferredLogits, LogitsSource, Values
+from .deferred_logits import DeferredLogits
+from .deferred_values import LogitsSource, Values
 from .linear import LinearFunction
 from .linear_cross_entropy import linear_cross_entropy
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..private_apis import without_torch_function
+from .deferred_values import Step, Values
 from .first_order import once_differentiable
 
 aten = torch.ops.aten
@@ -68,93 +70,6 @@ _MEMORY: dict[Any, bool] = {
 }
 
 
-class Step:
-    """One op on logits, with its arguments but for the logits."""
-
-    __slots__ = ("args", "func", "kwargs")
-
-    def __init__(self, func: Callable[..., Tensor], args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs or {}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.func(x, *self.args, **self.kwargs)
-
-
-class LogitsSource:
-    """One call of a head: how its logits are computed, and which functions of them need not have their values."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # where the row numbers of `DeferredLogits.rows` are
-        self.rows_device = device
-        # whether somebody may write into the memory of the values unseen
-        self.exposed = False
-        self.chains: weakref.WeakSet[Values] = weakref.WeakSet()
-
-    def logits(self) -> Tensor:
-        """The values, outside autograd."""
-        raise NotImplementedError
-
-    def function(self, func: Any) -> Callable[..., Any] | None:
-        """What runs instead of a function of torch, or None; it returns NotImplemented for arguments it cannot do."""
-        return None
-
-    def before_write(self) -> None:
-        """Compute what was derived from the values so far and may still be asked for: they are about to change."""
-        for chain in list(self.chains):
-            if chain.owner() is not None:
-                chain.get()
-
-
-class Values:
-    """How the values of deferred logits come about: from the source, or by a step from those before. Made once.
-
-    It holds none of the tensors that autograd sees: their graph may hold this, and the cycle would never end.
-    """
-
-    __slots__ = ("__weakref__", "_made", "_version", "owner", "parent", "seen", "source", "step")
-
-    def __init__(
-        self, source: LogitsSource, parent: Values | None = None, step: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.source, self.parent, self.step = source, parent, step
-        self.owner: Callable[[], Tensor | None] = lambda: None
-        self._made: Tensor | None = None
-        self._version = 0
-        # writes in place that the steps know of
-        self.seen = 0
-        source.chains.add(self)
-
-    def get(self) -> Tensor:
-        """The plain tensor without gradient, as the stock ops make it from the head's output."""
-        if self._made is not None:
-            return self._made
-        with torch.no_grad():
-            if self.parent is None or self.step is None:
-                values, wanted = self.source.logits(), True
-            else:
-                # where the tensor is gone nobody else can ask again
-                values, wanted = self.step(self.parent.get()), self.owner() is not None
-        if wanted:
-            self._made, self._version = values, values._version
-        return values
-
-    @property
-    def made(self) -> bool:
-        return self._made is not None
-
-    def root(self) -> Values:
-        return self if self.parent is None else self.parent.root()
-
-    def written(self) -> bool:
-        """Whether something has changed the values in place, here, in a view of them or further up."""
-        if self.source.exposed or (self._made is not None and self._made._version > self._version):
-            return True
-        # autograd counts the writes on what it sees, which is the deferred tensor and not its values
-        owner = self.owner()
-        return (owner is not None and owner._version > self.seen) or (self.parent is not None and self.parent.written())
-
-
 class DeferredLogits(Tensor):
     """Logits ``[..., V]`` that are computed when something asks for their values, once."""
 
@@ -189,7 +104,7 @@ class DeferredLogits(Tensor):
             result = better(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **kwargs)
 
     @classmethod
@@ -202,9 +117,9 @@ class DeferredLogits(Tensor):
             deferred = _deferred(x, func, args[1:], kwargs)
             if deferred is not None:
                 return deferred
-        if func._schema.is_mutable:
-            for written in _deferred_in((args, kwargs)):
-                written.chain.source.before_write()
+        if func._schema.is_mutable or any(value.alias_info is not None for value in func._schema.returns):
+            for used in _deferred_in((args, kwargs)):
+                used.chain.source.lend()
         args_of, kwargs_of = tree_map_only(DeferredLogits, lambda deferred: deferred.chain.get(), (args, kwargs))
         result = func(*args_of, **kwargs_of)
         # an op in place returns the tensor that it was given
@@ -219,10 +134,12 @@ def _on_memory(func: Any, args: Any, kwargs: Any) -> Any:
     """A function of the memory, on that of the values."""
     if func is Tensor.untyped_storage and not args[0].chain.root().made:
         # whoever looks for shared memory finds none
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args)
     for x in _deferred_in((args, kwargs)):
-        x.chain.source.exposed |= _MEMORY[func]
+        if _MEMORY[func]:
+            x.chain.source.exposed = True
+            x.chain.source.lend()
     args, kwargs = tree_map_only(DeferredLogits, plain, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -257,14 +174,21 @@ def mapped(
     of_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> DeferredLogits:
     """A function of each row of x, which looks like `like`; `of_rows` is the step for some rows, if it is another."""
-    child = DeferredLogits(Values(x.chain.source, x.chain, step), like)
+    child = _derived(x, step, like)
     child.rows, child.pointwise = x.rows, (*x.pointwise, of_rows or step)
+    return child
+
+
+def _derived(x: DeferredLogits, step: Callable[[Tensor], Tensor], like: Tensor) -> DeferredLogits:
+    child = DeferredLogits(Values(x.chain.source, x.chain, step), like)
+    if x.chain.source.lent:  # later the values may be others
+        child.chain.get()
     return child
 
 
 def _selected(x: DeferredLogits, step: Callable[[Tensor], Tensor], like: Tensor, view: bool) -> DeferredLogits:
     """Some rows of x, in the shape of `like`."""
-    child = DeferredLogits(Values(x.chain.source, x.chain, step), like)
+    child = _derived(x, step, like)
     # autograd counts the writes on a tensor and on its views together
     child.chain.seen = x._version if view else 0
     child.rows, child.pointwise = x.rows, x.pointwise
@@ -290,6 +214,8 @@ def _parts(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _scaled_in_place(x: DeferredLogits, step: Step) -> DeferredLogits | None:
     """x after `x *= scalar`, deferred as before, if nobody else can see it change."""
     before = x.chain
+    if before.source.lent:
+        return None
     others = [chain for chain in before.source.chains if chain is not before and chain.owner() is not None]
     if others or x._is_view() or any(isinstance(a, Tensor) for a in step.args):
         return None

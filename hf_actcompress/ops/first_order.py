@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..private_apis import delayed_error
+
 _MESSAGE = (
     "hf_actcompress has no second derivatives: an op of a patched model was differentiated twice (create_graph=True, a "
     "gradient penalty, a Hessian product). Restore the stock model first: unpatch_model(model)"
@@ -29,7 +31,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             results = backward(ctx, *grads)
         results = results if isinstance(results, tuple) else (results,)
-        return torch._C._functions.DelayedError(_MESSAGE.encode(), len(results))(*map(_requiring, results))  # type: ignore[attr-defined]
+        return delayed_error(_MESSAGE, len(results))(*map(_requiring, results))
 
     return once
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
+from ..private_apis import not_a_view
 from ..records import Packed, Record, encoded, load_packed, parameter, record_of, save
 from .autocast import autocast_dtype
 from .cast import cast_record
@@ -69,9 +70,7 @@ def no_view(y: Tensor) -> Tensor:
     A linear layer with a bias returns a view of the product over rows. Autograd lets nobody write in place on a view
     that a Function returned, and model code does (``Sequential(Linear, ReLU(inplace=True))``, adapters).
     """
-    if torch.compiler.is_compiling() or not y._is_view():
-        return y
-    return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]
+    return y if torch.compiler.is_compiling() else not_a_view(y)
 
 
 def input_record(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:

@@ -49,7 +49,16 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 losses, maximum, log_sum = chunked(h.to(dtype), weight, bias, target, pointwise, loss_dtype)
         bias_record = parameter(bias) if bias is not None else None
         rows_record = raw(rows) if rows is not None else None
-        save(ctx, exact_record(h, dtype), parameter(weight), bias_record, raw(target), raw(maximum), raw(log_sum), rows_record)
+        save(
+            ctx,
+            exact_record(h, dtype),
+            parameter(weight),
+            bias_record,
+            raw(target),
+            raw(maximum),
+            raw(log_sum),
+            rows_record,
+        )
         ctx.pointwise, ctx.h_dtype = pointwise, h.dtype
         return losses  # type: ignore[no-any-return]
 

@@ -6,14 +6,17 @@ Autograd sees an ordinary tensor. What its nodes do with a gradient between a fu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..private_apis import without_torch_function
 from ..reference.linear_rows import row_chunks
-from .deferred_logits import POINTWISE_OPS, ROW_OPS, Step
+from .deferred_logits import POINTWISE_OPS, ROW_OPS
+from .deferred_values import Step
 from .gradient_parts import Chunk, Leaf, Mapped, Part, Total, rows_of
 from .row_set import RowSet, add_at, shifted, taken
 
@@ -45,6 +48,7 @@ class LogitsGradient(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.dense())
 
+    @torch.no_grad()
     def dense(self) -> Tensor:
         """The values, as a plain tensor."""
         width = self.size(-1)
@@ -64,7 +68,7 @@ class LogitsGradient(Tensor):
         if func in _OF_VALUES:
             args, kwargs = _dense((args, kwargs or {}))
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -169,15 +173,15 @@ def _joined(func: Any, tensors: Any, dim: int = 0) -> LogitsGradient | None:
     if dim in (-1, like.dim() - 1) or len({x.dtype for x in tensors}) > 1:
         return None
     sizes = [x.numel() // x.size(-1) for x in tensors]
-    numbers = torch.arange(sum(sizes)).split(sizes)
+    numbers = torch.split(torch.arange(sum(sizes)), sizes)
     pieces = [own.view(*x.shape[:-1], 1) for own, x in zip(numbers, tensors, strict=True)]
     # where the rows, numbered piece by piece, end up
-    places = func(pieces, dim).reshape(-1).argsort().split(sizes)
+    places = torch.split(func(pieces, dim).reshape(-1).argsort(), sizes)
     placed = [(x, at if x.at is None else at[x.at]) for x, at in zip(tensors, places, strict=True)]
     return _gathered(placed, like)
 
 
-def _gathered(placed: list[tuple[LogitsGradient, Tensor | None]], like: Tensor) -> LogitsGradient:
+def _gathered(placed: Sequence[tuple[LogitsGradient, Tensor | None]], like: Tensor) -> LogitsGradient:
     """The sum of gradients, each with the rows of `like` where it is."""
     part = Total([x.part for x, _ in placed])
     for x, at in placed:

@@ -18,13 +18,14 @@ from ..records import Record, is_dropped, load, parameter, raw, save
 from ..reference.linear_cross_entropy import Pointwise
 from ..reference.linear_rows import linear_rows, linear_rows_bwd
 from .deferred_linear import LinearSource
-from .deferred_logits import DeferredLogits, LogitsSource, Values
+from .deferred_logits import DeferredLogits
+from .deferred_values import LogitsSource, Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk, Read
 from .linear_cross_entropy import exact_record
 from .logits_gradient import LogitsGradient
-from .row_functions import row_function
 from .row_set import Where, shifted, taken
+from .torch_functions import row_function
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 _GONE = (
@@ -108,7 +109,8 @@ class ReturnedLogitsFunction(torch.autograd.Function):
             chunk = Chunk(_rows_from(part.start, logits))
             return out if dy.part.add_to(out, part.start, chunk) else None
 
-        grads = linear_rows_bwd(gradient, h, weight, bias, ctx.pointwise, ctx.needs_input_grad[:3])
+        whole = not isinstance(dy, LogitsGradient)
+        grads = linear_rows_bwd(gradient, h, weight, bias, ctx.pointwise, ctx.needs_input_grad[:3], whole)
         shape, *dtypes = ctx.inputs
         dh, dweight, dbias = (g.to(dtype) if g is not None else None for g, dtype in zip(grads, dtypes, strict=True))
         return dh.view(shape) if dh is not None else None, dweight, dbias, None

@@ -27,7 +27,7 @@ class RowSet:
         self.ascending = bool((index.diff() > 0).all())
         self.start, self.stop = int(index.min()), int(index.max()) + 1
         if not (self.ascending and self.stop - self.start == index.numel()):
-            self.index = index
+            self.index = index.contiguous()
 
     def within(self, first: int, last: int) -> tuple[Where, Where] | None:
         """Those of the rows in ``[first, last)``: their numbers in the set and in the matrix; None if there is none."""

@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..codecs import Codec
-
-_innermost = torch._C._autograd._top_saved_tensors_default_hooks
+from ..private_apis import innermost_saved_tensor_hooks
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ def kept_through(codec: Codec, x: Tensor) -> Iterator[None]:
     For x alone, because what else is saved may be a mask, a weight or an index. Hooks that are on outside of it
     (`save_on_cpu`, a report) get the packed tensors.
     """
-    outside = _innermost(False)
+    outside = innermost_saved_tensor_hooks()
     pack_outside, unpack_outside = outside if outside is not None else (_same, _same)
     # autograd holds the hooks as long as what they made: they must not hold x
     packing = [x]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, BlockSparse, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
 from ..errors import PaddingError
+from ..private_apis import at_end_of_backward, current_backward, innermost_saved_tensor_hooks
 from .record import Derived, Pending, Recipe, Record, Stored, raw
 
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
@@ -52,14 +53,14 @@ class Guard:
         self._note(_ATTENTION, seen.float())
 
     def _note(self, what: str, size: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task == -1:
             _raise_if_any({(what, size.device): size})
             return
         with self._lock:
             if task not in self._found:
                 self._found[task] = {}
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._look(task))  # type: ignore[no-untyped-call]
+                at_end_of_backward(lambda: self._look(task))
             found = self._found[task]
             before = found.get((what, size.device))
             found[what, size.device] = size if before is None else torch.maximum(before, size)
@@ -152,7 +153,7 @@ def padding_in(x: Tensor) -> Padding | None:
 
 
 def _checkpointed() -> bool:
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = innermost_saved_tensor_hooks()
     return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
 
 

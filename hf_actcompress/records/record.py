@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
+from ..private_apis import at_end_of_backward, current_backward
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Recipe:
 
     def value(self, load_sources: Callable[[], Sequence[Tensor]]) -> Tensor:
         """The rebuilt activation; `load_sources` is called only if it is not at hand from an earlier consumer."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if self.uses == 1 or task == -1:
             return self.recompute(*load_sources())
         with self._lock:
@@ -137,7 +138,7 @@ class Recipe:
             if value is None or self._task != task:
                 value = self.recompute(*load_sources())
                 self._value, self._task, self._left = value, task, self.uses
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._forget(task))  # type: ignore[no-untyped-call]
+                at_end_of_backward(lambda: self._forget(task))
             self._left -= 1
             if self._left <= 0:
                 self._value = None

@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
+from ..private_apis import innermost_saved_tensor_hooks
 from .padding import drops, is_dropped, keep, keep_later
 from .record import Derived, Recipe, Record, Stored, versions
 
@@ -83,7 +85,7 @@ def _key(x: Tensor) -> _Key | None:
 
 def _entries() -> dict[_Key, _Entry]:
     """The live entries, emptied first if the innermost saved-tensor hooks are not those of the last call."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = innermost_saved_tensor_hooks()
     hook = top[0] if top is not None else None
     last = _state.hooks() if _state.hooks is not None else None
     if hook is not last or (hook is None) != (_state.hooks is None):
@@ -232,13 +234,18 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
     if entry is not None and entry.describes(order):
         assert entry.record is not None
         return _viewed(entry, entry.record, order)
-    if codec == IDENTITY and not drops(order, codec):
+    if (codec == IDENTITY and not drops(order, codec)) or _is_parameter(x):
         return Stored(IDENTITY, (order,))
     record = keep_later(order, codec)
     entry = entry or _insert(x, None)
     if entry is not None and entry.record is None:
         entry.describe(order, record)
     return record
+
+
+def _is_parameter(x: Tensor) -> bool:
+    """Whether x is a parameter or a view of one, which is no activation: it lives on, so keeping it costs nothing."""
+    return isinstance(x, Parameter) or isinstance(x._base, Parameter)
 
 
 def _viewed(entry: _Entry, record: Record, x: Tensor) -> Record:

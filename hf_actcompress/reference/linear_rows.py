@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .linear import linear_bwd
 from .linear_cross_entropy import Pointwise, _accumulate, _applied, _chunks, _sum_dtype
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -33,6 +34,7 @@ def linear_rows_bwd(
     bias: Tensor | None,
     pointwise: Pointwise,
     needs: tuple[bool, bool, bool],
+    whole: bool = False,
 ) -> _Grads:
     """dh [M, D], dweight [V, D], dbias [V], as far as `needs` asks; sums over several chunks are in fp32.
 
@@ -43,9 +45,14 @@ def linear_rows_bwd(
         bias: ``[V]`` in h's dtype, or None.
         pointwise: Elementwise functions of the product.
         needs: Which of the three are wanted.
+        whole: Whether the gradient is there already: then all rows at once, as stock does it.
     """
-    parts = list(row_chunks(h.size(0), weight.size(0)))
-    wide = h.dtype if len(parts) == 1 else torch.promote_types(h.dtype, torch.float32)
+    parts = [slice(0, h.size(0))] if whole else list(row_chunks(h.size(0), weight.size(0)))
+    if len(parts) == 1:
+        dx = _product_gradient(gradient, parts[0], h, weight, bias, pointwise)
+        dx = h.new_zeros((h.size(0), weight.size(0))) if dx is None else dx
+        return linear_bwd(dx, h if needs[1] else None, weight if needs[0] else None, False, needs[2])
+    wide = torch.promote_types(h.dtype, torch.float32)
     dh = torch.zeros_like(h) if needs[0] else None
     dweight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
     dbias = weight.new_zeros(weight.size(0), dtype=_sum_dtype(h)) if needs[2] else None

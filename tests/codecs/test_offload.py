@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_actcompress.codecs import CODECS, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
+from hf_actcompress.codecs import CODECS, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK, offload
 from hf_actcompress.codecs.offload import lane_of
 from hf_actcompress.ops import linear
 from hf_actcompress.reference import seed_codecs
@@ -88,3 +88,13 @@ def test_a_backward_on_a_device(inner: Codec) -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients(Offload(inner)), expected, strict=True))
     lane = lane_of(inputs[0].device)
     assert lane is not None and not lane._ahead and not lane._latest
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pinned memory can be had")
+def test_without_pinned_memory_the_copy_goes_to_pageable_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a CUDA device no memory can be pinned, which fails as it does where pinned memory has run out."""
+    x = torch.randn(4, 6).t()
+    offload._say_unpinned.cache_clear()
+    first, second = offload._host_memory(x), offload._host_memory(x)
+    assert not first.is_pinned() and first.shape == second.shape == x.shape and first.stride() == x.stride()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "pageable" in caplog.text

@@ -65,7 +65,9 @@ def test_values_and_gradients_in_many_chunks(name: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("name", ("grpo with entropy", "dpo", "label smoother"))
-@pytest.mark.parametrize("make", (gpt2, gemma2, lambda: llama(tie_word_embeddings=True)), ids=("gpt2", "softcap", "tied"))
+@pytest.mark.parametrize(
+    "make", (gpt2, gemma2, lambda: llama(tie_word_embeddings=True)), ids=("gpt2", "softcap", "tied")
+)
 def test_other_heads(make: Callable[[], nn.Module], name: str) -> None:
     compare(make, LOSSES[name], torch.float32, True)
 
@@ -105,9 +107,7 @@ def kept(model: nn.Module, ids: Tensor, loss: Loss) -> int:
 def test_kept_bytes_do_not_grow_with_the_vocabulary(name: str, dtype: torch.dtype, logits: bool) -> None:
     ids = batch()["input_ids"]
     config = CompressionConfig(logits=logits)
-    small, large = (
-        kept(patch_model(llama(v).to(dtype).train(), config), ids, LOSSES[name]) for v in (1_009, LARGE)
-    )
+    small, large = (kept(patch_model(llama(v).to(dtype).train(), config), ids, LOSSES[name]) for v in (1_009, LARGE))
     assert small == large
     # stock keeps at least the log-probabilities of the tokens that count
     assert kept(llama(LARGE).to(dtype).train(), ids, LOSSES[name]) - large > ids.size(0) * 19 * LARGE * dtype.itemsize

@@ -271,3 +271,13 @@ def test_shared_copy_is_made_once_and_again_after_a_write():
     x.add_(1)
     assert torch.equal(shared_copy(x, "bf16", make).tensors[0], x.bfloat16())
     assert len(calls) == 2
+
+
+def test_a_parameter_is_no_activation():
+    """It goes through no codec, and has no entry: one of a tensor that never dies would never end."""
+    codec = Half()
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    for x in (weight, weight[:2], weight.unsqueeze(0)):
+        record = record_of(x, codec)
+        assert isinstance(record, Stored) and record.tensors[0] is x
+    assert live_entries() == 0 and codec.log == []

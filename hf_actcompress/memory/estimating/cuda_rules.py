@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .masks import KnownMasks
 
@@ -71,10 +70,10 @@ def _attention(
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     if grouped:
-        with sdpa_kernel(SDPBackend.MATH):
-            return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+        # by its own name: `sdpa_kernel` chooses for all threads of the process
+        math = aten._scaled_dot_product_attention_math
+        mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
+        return math(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
     bias = _bias(attn_mask, query, key)
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
@@ -84,10 +83,15 @@ def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """The additive mask that torch makes in each call, its rows padded in memory; [B, H, S, K] as a view."""
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _additive(mask, query.dtype)
     keys = mask.size(-1)
     padded = -(-keys // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
     if padded != keys:
         mask = functional.pad(mask, (0, padded - keys))[..., :keys]
     return mask.expand(query.size(0), query.size(-3), query.size(-2), key.size(-2))
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))

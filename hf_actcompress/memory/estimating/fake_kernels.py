@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ... import reference
 from ...kernels import KERNELS, ON_REQUEST
+from ...private_apis import FakeTensor
 from .tracker import FakeAllocator
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...private_apis import FakeTensor, unset_fake_temporarily
 from .tracker import FakeAllocator
 
 # how transformers asks; whatever else is done with such a tensor is done on fake ones

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...config import CompressionConfig
 from ...errors import ModelConfigError
 from ...models.checkpointing import below, checkpointable
 from ...patching import apply_config, unpatch_model
+from ...private_apis import FakeTensorMode, run_backward
 from ...reference.device_rules import under_rules
 from ..allocator import loss_of
 from ..attribution import module_roles, role_of
@@ -165,7 +165,8 @@ def _measure(
         # if another thread has collected, what is garbage here may have become old
         gc.collect(0 if _older_collections() == collections else 2)
         kept, allocations = allocator.live_bytes, len(allocator.timeline)
-        _backward(loss)
+        # not the method of the tensor: inside of it the rules of a device would be off
+        run_backward(loss)
     timeline = allocator.timeline
     return FakeStep(kept, allocator.peak_bytes, by_role, timeline[:allocations], timeline[allocations:])
 
@@ -188,15 +189,6 @@ def _forward(
     for tensor in seen.tensors:
         sizes[role_of(tensor, roles, seen.hidden_from_view)] += tensor.nbytes
     return held[0], dict(sizes)
-
-
-def _backward(loss: Tensor) -> None:
-    """`loss.backward()` as far as the engine goes: inside of the method itself the rules of a device would be off, also
-    for layers that are computed again."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def _loss(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Tensor:

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...private_apis import FakeTensor
 from .workspaces import CPU_WORKSPACES, Workspace
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 IGNORE_INDEX = -100
-# of a CPU's fused attention, as `torch._fused_sdp_choice` counts
+# of a CPU's fused attention, as torch counts
 _MATH, _FUSED = 0, 1
 
 

@@ -1,0 +1,98 @@
+"""How the values of deferred logits come about: `LogitsSource` computes the first, a chain of `Values` the others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Step:
+    """One op on logits, with its arguments but for the logits."""
+
+    __slots__ = ("args", "func", "kwargs")
+
+    def __init__(self, func: Callable[..., Tensor], args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs or {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.func(x, *self.args, **self.kwargs)
+
+
+class LogitsSource:
+    """One call of a head: how its logits are computed, and which functions of them need not have their values."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # where the row numbers of `DeferredLogits.rows` are
+        self.rows_device = device
+        # whether somebody has a view of the values, and whether somebody can write into them unseen
+        self.lent = self.exposed = False
+        self.chains: weakref.WeakSet[Values] = weakref.WeakSet()
+
+    def logits(self) -> Tensor:
+        """The values, outside autograd."""
+        raise NotImplementedError
+
+    def function(self, func: Any) -> Callable[..., Any] | None:
+        """What runs instead of a function of torch, or None; it returns NotImplemented for arguments it cannot do."""
+        return None
+
+    def lend(self) -> None:
+        """Somebody gets the memory of the values, or writes: compute what was derived from them so far."""
+        self.lent = True
+        for chain in list(self.chains):
+            if chain.owner() is not None:
+                chain.get()
+
+
+class Values:
+    """How the values of deferred logits come about: from the source, or by a step from those before. Made once.
+
+    It holds none of the tensors that autograd sees: their graph may hold this, and the cycle would never end.
+    """
+
+    __slots__ = ("__weakref__", "_made", "_version", "owner", "parent", "seen", "source", "step")
+
+    def __init__(
+        self, source: LogitsSource, parent: Values | None = None, step: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.source, self.parent, self.step = source, parent, step
+        self.owner: Callable[[], Tensor | None] = lambda: None
+        self._made: Tensor | None = None
+        self._version = 0
+        # writes in place that the steps know of
+        self.seen = 0
+        source.chains.add(self)
+
+    def get(self) -> Tensor:
+        """The plain tensor without gradient, as the stock ops make it from the head's output."""
+        if self._made is not None:
+            return self._made
+        with torch.no_grad():
+            if self.parent is None or self.step is None:
+                values, wanted = self.source.logits(), True
+            else:
+                # where the tensor is gone nobody else can ask again
+                values, wanted = self.step(self.parent.get()), self.owner() is not None
+        if wanted:
+            self._made, self._version = values, values._version
+        return values
+
+    @property
+    def made(self) -> bool:
+        return self._made is not None
+
+    def root(self) -> Values:
+        return self if self.parent is None else self.parent.root()
+
+    def written(self) -> bool:
+        """Whether something has changed the values in place, here, in a view of them or further up."""
+        if self.source.exposed or (self._made is not None and self._made._version > self._version):
+            return True
+        # autograd counts the writes on what it sees, which is the deferred tensor and not its values
+        owner = self.owner()
+        return (owner is not None and owner._version > self.seen) or (self.parent is not None and self.parent.written())

@@ -1,0 +1,164 @@
+"""The private names of torch and transformers that this package uses: the one place to look at after an upgrade.
+
+What can be wrapped is wrapped here, and used by everybody else under a public name. Attributes of tensors and modules
+are read where they are needed. `PRIVATE_APIS` lists all of them: for what, and since which version they exist.
+`tests/test_private_apis.py` tries each by its name, and finds names that are not in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
+from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
+from torch.nn.modules.conv import _ConvNd as ConvolutionBase
+
+__all__ = [
+    "PRIVATE_APIS",
+    "BatchNormBase",
+    "ConvolutionBase",
+    "FakeTensor",
+    "FakeTensorMode",
+    "PrivateAPI",
+    "ProfilerEvent",
+    "at_end_of_backward",
+    "current_backward",
+    "delayed_error",
+    "fused_attention_choice",
+    "innermost_saved_tensor_hooks",
+    "not_a_view",
+    "run_backward",
+    "transforms_active",
+    "unset_fake_temporarily",
+    "without_torch_function",
+]
+
+
+@dataclass(frozen=True)
+class PrivateAPI:
+    """One private name.
+
+    Args:
+        name: As an expression that finds it.
+        since: The version of torch or transformers of which it is known; the oldest supported one if it is older.
+        purpose: What it is used for.
+    """
+
+    name: str
+    since: str
+    purpose: str
+
+
+_T, _H = "torch 2.11", "transformers 5.17"
+
+PRIVATE_APIS: tuple[PrivateAPI, ...] = (
+    # autograd
+    PrivateAPI("torch._C._autograd._top_saved_tensors_default_hooks", _T, "which saved-tensor hooks are innermost: the "
+               "border of a checkpointed region, and the hooks that ours hand on to"),
+    PrivateAPI("torch._C._current_graph_task_id", _T, "which backward is running: a rebuilt tensor lives for one"),
+    PrivateAPI("torch.autograd.Variable._execution_engine", _T, "a callback when a backward ends; a backward of fake "
+               "tensors without Tensor.backward"),
+    PrivateAPI("torch._C._functions.DelayedError", _T, "the error of a second derivative"),
+    PrivateAPI("torch._C._are_functorch_transforms_active", _T, "stock code runs under torch.func"),
+    PrivateAPI("torch.autograd.forward_ad._current_level", _T, "stock code runs under forward-mode differentiation"),
+    # tensors
+    PrivateAPI("torch.zeros(1)._version", _T, "whether somebody wrote in place"),
+    PrivateAPI("torch.zeros(1)._base", _T, "whether a tensor is a view of a parameter"),
+    PrivateAPI("torch.zeros(1)._is_view", _T, "outputs of Functions must not be views"),
+    PrivateAPI("torch.ops.aten._unsafe_view", _T, "the same memory as a tensor that is no view"),
+    PrivateAPI("torch.zeros(1).untyped_storage()._cdata", _T, "the identity of a storage, also of fake tensors"),
+    PrivateAPI("torch.ops.aten.add.Tensor._schema", _T, "whether an op writes on its arguments"),
+    PrivateAPI("torch.Tensor._make_wrapper_subclass", _T, "logits that are not computed yet"),
+    PrivateAPI("torch._C.DisableTorchFunctionSubclass", _T, "ops on such logits as ops on any tensor"),
+    PrivateAPI("torch._subclasses.fake_tensor.FakeTensor", _T, "estimates: tensors without memory count as plain ones"),
+    PrivateAPI("torch._subclasses.fake_tensor.FakeTensorMode", _T, "estimates: a step without memory"),
+    PrivateAPI("torch._subclasses.fake_tensor.unset_fake_temporarily", _T, "estimates: masks with real values"),
+    PrivateAPI("torch.utils._python_dispatch.TorchDispatchMode", _T, "estimates: every op of a step is seen"),
+    PrivateAPI("torch.utils._pytree.tree_map_only", _T, "tensors in nested arguments"),
+    PrivateAPI("torch.utils._device._device_constructors", _T, "estimates: functions that make tensors"),
+    PrivateAPI("torch._C._profiler._EventType", _T, "the allocator's events in a profile"),
+    # kernels that stock composes, called by name
+    PrivateAPI("torch._fused_sdp_choice", _T, "which attention kernel torch would take"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", _T, "its forward with the statistics"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _T, "its backward"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention", _T, "estimates: what CUDA's kernel makes"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_efficient_attention", _T, "estimates: what CUDA's kernel makes"),
+    PrivateAPI("torch.ops.aten._fused_sdp_choice", _T, "estimates: the question above, seen as an op"),
+    PrivateAPI("torch.ops.aten._softmax_backward_data", _T, "the backward of softmax from its output"),
+    PrivateAPI("torch.ops.aten._log_softmax_backward_data", _T, "the backward of log_softmax from its output"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_attention_math", _T, "estimates: what the composed attention makes"),
+    PrivateAPI("torch.ops.aten._to_copy", _T, "casts of logits that are not computed yet"),
+    PrivateAPI("torch.ops.aten._local_scalar_dense", _T, "estimates: a number read from a tensor without memory"),
+    # modules
+    PrivateAPI("torch.nn.Linear(1, 1)._parameters", _T, "parameters by name, without a parametrisation's property"),
+    PrivateAPI("torch.nn.Linear(1, 1)._buffers", _T, "a probe's copy has buffers of its own"),
+    PrivateAPI("torch.nn.Linear(1, 1)._modules", _T, "children by name: probes on stand-ins, what came since patching"),
+    PrivateAPI("torch.nn.Linear(1, 1)._forward_hooks", _T, "whether somebody wants to see a module called"),
+    PrivateAPI("torch.nn.Linear(1, 1)._compiled_call_impl", _T, "whether module.compile() came before patch_model"),
+    PrivateAPI("torch.nn.Linear(1, 1)._call_impl", _T, "memory_report: whether a frame on the stack is a module's"),
+    PrivateAPI("torch.nn.Linear(1, 1)._get_name", _T, "the name in repr(model)"),
+    PrivateAPI("torch.nn.Conv2d(1, 1, 1)._conv_forward", _T, "the stock convolution on a weight that was read once"),
+    PrivateAPI("torch.nn.Conv2d(1, 1, 1)._reversed_padding_repeated_twice", _T, "padding in pixels, also of 'same'"),
+    PrivateAPI("torch.nn.modules.conv._ConvNd", _T, "convolutions that no rule knows, for the report"),
+    PrivateAPI("torch.nn.modules.batchnorm._NormBase", _T, "batch norms that no rule knows, for the report"),
+    PrivateAPI("torch.nn.DataParallel.replicate", _T, "calls _replicate_for_data_parallel, which we refuse by name"),
+    # transformers
+    PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
+    PrivateAPI("transformers.PreTrainedModel._supports_sdpa", _H, "whether to advise it"),
+    PrivateAPI("transformers.modeling_layers.GradientCheckpointingLayer", _H, "has _gradient_checkpointing_func, which "
+               "runs a checkpointed layer"),
+)  # fmt: skip
+
+
+def innermost_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The pack and unpack hooks that are on in this thread, or None."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def current_backward() -> int:
+    """A number for the backward that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call something when the backward that runs in this thread ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+
+
+def run_backward(loss: Tensor) -> None:
+    """``loss.backward()`` as far as the engine goes: inside of the method itself no TorchFunctionMode is on."""
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[no-untyped-call]
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def delayed_error(message: str, count: int) -> Callable[..., tuple[Tensor, ...]]:
+    """A function that returns its `count` tensors, and whose backward raises."""
+    return torch._C._functions.DelayedError(message.encode(), count)  # type: ignore[attr-defined, no-any-return]
+
+
+def transforms_active() -> bool:
+    """Whether torch.func transforms or forward-mode differentiation are on."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def fused_attention_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> int:
+    """The number of the kernel that `scaled_dot_product_attention` would take, as in torch.nn.attention.SDPBackend."""
+    choice: int = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal)
+    return choice
+
+
+def not_a_view(y: Tensor) -> Tensor:
+    """y over the same memory, as a tensor of its own. Autograd lets nobody write on a view that a Function returned."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
+ProfilerEvent = torch._C._profiler._EventType
+# a context in which the ops of tensor subclasses go past their `__torch_function__`
+without_torch_function = torch._C.DisableTorchFunctionSubclass

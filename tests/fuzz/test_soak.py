@@ -1,0 +1,43 @@
+"""A short soak of each subject, and that a leak would be seen."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fuzz.soak import SUBJECTS, Subject, growth, make_step, soak
+
+STEPS = 150
+
+
+@pytest.fixture(autouse=True)
+def _few_objects() -> Iterator[None]:
+    """What was there before is counted in no reading."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("subject", SUBJECTS[:3], ids=lambda subject: subject.name)
+def test_memory_is_constant(subject: Subject) -> None:
+    if subject.lora:
+        pytest.importorskip("peft")
+    assert growth(soak(make_step(subject), STEPS, readings=4)) == []
+
+
+def test_a_leak_is_seen() -> None:
+    """One small tensor per step, and a graph of one element per step."""
+    left: list[Tensor] = []
+    step = make_step(SUBJECTS[1])
+
+    def leaking(index: int) -> None:
+        step(index)
+        left.append(torch.zeros(4))
+
+    assert [line.split(":")[0] for line in growth(soak(leaking, 40, readings=3))][:2] == ["tensors", "bytes of tensors"]

@@ -1,0 +1,134 @@
+"""One side of a comparison: a model that is built, adapted and trained, and the record of what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_actcompress import CompressionConfig, patch_model
+from tests.families import cast_batch
+
+from .method import Context, Method
+from .subjects import Subject
+
+STOCK, PATCH_FIRST, ADAPT_FIRST = "stock", "patch, adapt", "adapt, patch"
+ORDERS = (PATCH_FIRST, ADAPT_FIRST)
+Tensors = dict[str, Tensor]
+# The root mean square of a step, and of the noise. PEFT multiplies some factors by hundreds: a step by the gradient
+# itself would throw the model far off.
+STEP = 0.02
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one step of a scenario gave: tensors by name, or the error that ended the scenario."""
+
+    label: str
+    tensors: Tensors = field(default_factory=dict)
+    error: Exception | None = None
+
+
+@dataclass
+class Side:
+    """Builds and trains one model, always from the same seeds.
+
+    Attributes:
+        order: STOCK, PATCH_FIRST or ADAPT_FIRST.
+        folder: For files. Each side has one of its own.
+        preset: What `patch_model` is told.
+        reference: The weights that stock had before each of its steps. Ours starts each step from them, so that a step
+            is compared and not what training makes of a rounding error: PEFT multiplies some factors by hundreds.
+        weights: The same of this side.
+    """
+
+    method: Method
+    subject: Subject
+    order: str
+    folder: Path
+    preset: CompressionConfig | str
+    dtype: torch.dtype = torch.float32
+    reference: tuple[Tensors, ...] = ()
+    weights: list[Tensors] = field(default_factory=list)
+    trace: list[Observation] = field(default_factory=list)
+    model: Any = None
+    steps: int = 0
+    patched: bool = False
+    # the last adapter came after `patch_model`
+    late: bool = False
+
+    @property
+    def context(self) -> Context:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return Context(self.subject, self.folder)
+
+    def base(self) -> Any:
+        """A new model without adapters."""
+        model = self.subject.family.build(self.dtype)
+        self.patched = self.order == PATCH_FIRST
+        return patch_model(model, self.preset) if self.patched else model
+
+    def adapt(self, base: Any) -> Any:
+        """The model with the method's adapter, under PEFT's default name."""
+        torch.manual_seed(1)
+        return self.ready(self.method.wrap(base, self.method.config(self.context), self.context))
+
+    def ready(self, model: Any) -> Any:
+        """The model patched, if it is time for that, and in train mode."""
+        self.late = self.patched
+        if self.order == ADAPT_FIRST and not self.patched:
+            patch_model(model, self.preset)
+            self.patched = True
+        self.model = model.train()
+        return self.model
+
+    def note(self, label: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.trace.append(Observation(label, {name: x.detach().clone() for name, x in tensors}))
+
+    def train(self, label: str, *, adapted: bool = True) -> None:
+        """A step down the gradient; the weights before it, the loss and all gradients are noted."""
+        self._start(label)
+        self.steps += 1
+        batch = cast_batch(self.subject.batch(), self.dtype)
+        extra = self.method.forward if adapted else {}
+        torch.manual_seed(7 + self.steps)
+        loss = self.model(**batch, **extra).loss
+        loss.backward()
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.note(f"loss of {label}", [("loss", loss)])
+        self.note(f"gradients of {label}", grads.items())
+        if adapted and self.method.after_backward is not None:
+            self.method.after_backward(self.model, self.steps)
+        trained = [p for p in self.model.parameters() if p.grad is not None]
+        count = sum(p.numel() for p in trained)
+        size = sum(float(p.grad.double().square().sum()) for p in trained) ** 0.5
+        with torch.no_grad():
+            for parameter in trained:
+                # a step whose root mean square is STEP over all parameters together
+                parameter -= STEP * count**0.5 / max(size, 1e-30) * parameter.grad
+        self.model.zero_grad(set_to_none=True)
+
+    def _start(self, label: str) -> None:
+        parameters = dict(self.model.named_parameters())
+        self.weights.append({name: p.detach().clone() for name, p in parameters.items()})
+        if not (self.steps == 0 and self.method.unstable_start):
+            self.note(f"weights before {label}", parameters.items())
+        if self.steps < len(self.reference):
+            with torch.no_grad():
+                for name, start in self.reference[self.steps].items():
+                    if name in parameters:
+                        parameters[name].copy_(start)
+
+
+def disturb(model: nn.Module, seed: int = 2) -> None:
+    """Adds small noise to what trains: a factor that starts at zero hides the other factor's gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter += STEP * noise.to(parameter.dtype)

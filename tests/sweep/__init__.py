@@ -1,0 +1,1 @@
+"""The sweep: every model type of transformers that can be built tiny, stock beside patched."""

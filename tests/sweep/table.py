@@ -1,0 +1,108 @@
+"""The table that is committed, and its summary."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .pair import Row
+
+HERE = Path(__file__).parent / "results"
+
+
+def write_results(rows: list[Row], out: Path, without_class: list[str], modes: list[str], seconds: float) -> None:
+    """`sweep.json` with a line for each pair, and `summary.md`."""
+    lines = ",\n".join(json.dumps(compact(row)) for row in rows)
+    head = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "modes": modes,
+        "seconds": round(seconds),
+        "types_without_a_class": without_class,
+        "counts": counts(rows),
+    }
+    text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n]}\n"
+    (out / "sweep.json").write_text(text)
+    (out / "summary.md").write_text(summary(rows, head))
+
+
+def read_rows(out: Path) -> list[Row]:
+    """The rows of an earlier run; none if there was none."""
+    table = out / "sweep.json"
+    return [Row(**row) for row in json.loads(table.read_text())["rows"]] if table.exists() else []
+
+
+def merged(old: list[Row], new: list[Row]) -> list[Row]:
+    """The old rows with the new ones in their places, and what is new at the end."""
+
+    def key(row: Row) -> tuple[str, str, str]:
+        return row.type, row.model, row.variant
+
+    rows = {key(row): row for row in old}
+    return list({**rows, **{key(row): row for row in new}}.values())
+
+
+def compact(row: Row) -> dict[str, Any]:
+    """A row without what is empty."""
+    full = row.to_dict()
+    return {k: v for k, v in full.items() if v not in ("", [], {}, None)}
+
+
+def counts(rows: list[Row]) -> dict[str, int]:
+    compared = [row for row in rows if not row.skipped and (row.passed or row.failures)]
+    return {
+        "types": len({row.type for row in compared}),
+        "pairs": len({(row.type, row.model) for row in compared}),
+        "variants": sum(bool(row.variant) for row in compared),
+        "modes passed": sum(len(row.passed) for row in compared),
+        "modes bit-equal": sum(len(row.bit_equal) for row in compared),
+        "modes left out": sum(len(row.left_out) for row in compared),
+        "modes failed": sum(len(row.failures) for row in compared),
+        "pairs with a failure": sum(bool(row.failures) for row in compared),
+        "pairs skipped": sum(bool(row.skipped) for row in rows),
+    }
+
+
+def summary(rows: list[Row], head: dict[str, Any]) -> str:
+    """The counts, the failures and the reasons for what was skipped."""
+    out = ["# The sweep over model types", ""]
+    out.append(f"torch {head['torch']}, transformers {head['transformers']}, {head['seconds']} s in one process.")
+    out += ["", "| what | count |", "|---|---|"]
+    out += [f"| {name} | {number} |" for name, number in head["counts"].items()]
+    saved = [row.saved for row in rows if row.saved is not None]
+    if saved:
+        out += [
+            "",
+            f"Kept bytes saved by the exact preset in fp32 at tiny size: median {statistics.median(saved):.0%}.",
+        ]
+    out += ["", "| mode | passed | of them bit-equal | left out | failed |", "|---|---|---|---|---|"]
+    for mode in head["modes"]:
+        lists = [row.passed for row in rows], [row.bit_equal for row in rows]
+        numbers = [sum(mode in names for names in each) for each in lists]
+        numbers += [
+            sum(mode in names for names in each) for each in ([r.left_out for r in rows], [r.failures for r in rows])
+        ]
+        out.append(f"| {mode} | {' | '.join(map(str, numbers))} |")
+    out += ["", "## Failures", "", "| type | class | variant | mode | what |", "|---|---|---|---|---|"]
+    for row in rows:
+        for mode, failures in row.failures.items():
+            text = failures[0].replace("|", "/")[:200]
+            out.append(f"| {row.type} | {row.model} | {row.variant} | {mode} | {text} |")
+    out += ["", "## Skipped", "", "| type | class | why |", "|---|---|---|"]
+    for row in rows:
+        if row.skipped:
+            out.append(f"| {row.type} | {row.model} | {row.skipped.replace('|', '/')[:200]} |")
+    out += ["", "## Why modes were left out", "", "| mode | reason | pairs |", "|---|---|---|"]
+    reasons = Counter(
+        (mode, reason.replace(row.model, "the class").replace("|", "/")[:120])
+        for row in rows
+        for mode, reason in row.left_out.items()
+    )
+    out += [f"| {mode} | {reason} | {number} |" for (mode, reason), number in reasons.most_common(60)]
+    return "\n".join(out) + "\n"

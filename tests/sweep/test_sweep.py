@@ -1,0 +1,77 @@
+"""The sweep's command on pairs that were wrong once, and on a sample that is another one every day.
+
+Args (environment): SWEEP_SEED draws another sample than the day's; SWEEP_SECONDS makes it longer or shorter.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SEED = int(os.environ.get("SWEEP_SEED", datetime.date.today().timetuple().tm_yday))
+SECONDS = float(os.environ.get("SWEEP_SECONDS", "50"))
+
+# what was wrong once: (pair, mode, what it was)
+HISTORICAL = (
+    (
+        "deepseek_v32/DeepseekV32ForCausalLM",
+        "eval",
+        "the sparse mask was lost: model code asked for the attention's name",
+    ),
+    ("glm_moe_dsa/GlmMoeDsaForCausalLM", "eval", "the sparse mask was lost"),
+    ("afmoe/AfmoeForCausalLM", "autocast", "an RMSNorm with fp32 weights and a bf16 input"),
+    ("olmo2/Olmo2ForCausalLM", "autocast", "an RMSNorm that multiplies by its weight before it casts"),
+    ("deepseek_v4/DeepseekV4ForCausalLM", "bf16", "an RMSNorm without weights, a clamped gated MLP"),
+    ("bamba/BambaForCausalLM", "fp32", "an RMSNorm with a gate"),
+    ("mamba2/Mamba2ForCausalLM", "fp32", "an RMSNorm with a gate"),
+    ("beam/BeamForCausalLM", "bf16", "a gated MLP that computes in fp32"),
+    ("swinv2/Swinv2ForImageClassification", "fp32", "a linear layer's output that is written in place"),
+    ("data2vec-audio/Data2VecAudioForCTC", "fp32", "a linear layer's output that is written in place"),
+    ("deepseek_v3/DeepseekV3ForCausalLM", "pad-left", "values of another width than keys, with a mask"),
+    ("minicpm3/MiniCPM3ForCausalLM", "pad-right", "values of another width than keys, with a mask"),
+)
+
+
+def sweep(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The rows that the command writes. It runs in a process of its own, because it forks."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.sweep", "--out", str(out), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
+    rows: list[dict[str, Any]] = json.loads((out / "sweep.json").read_text())["rows"]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def historical(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    names = "|".join(re.escape(pair) for pair, _, _ in HISTORICAL)
+    modes = sorted({mode for _, mode, _ in HISTORICAL})
+    rows = sweep(tmp_path_factory.mktemp("historical"), "--only", f"^({names})$", "--modes", *modes)
+    return {f"{row['type']}/{row['model']}": row for row in rows}
+
+
+@pytest.mark.parametrize(("pair", "mode", "what"), HISTORICAL, ids=lambda value: value if "/" in str(value) else "")
+def test_what_was_wrong_once(historical: dict[str, dict[str, Any]], pair: str, mode: str, what: str) -> None:
+    row = historical[pair]
+    assert not row.get("skipped"), f"{pair} is not compared any more: {row['skipped']}"
+    assert not row.get("failures"), f"{pair} ({what}): {row['failures']}"
+    assert mode in row["passed"], f"{pair}: {mode} was left out: {row.get('left_out')}"
+
+
+def test_a_sample_of_all_pairs(tmp_path: Path) -> None:
+    """As many pairs as fit into the time, in an order drawn from the day of the year."""
+    rows = sweep(tmp_path, "--sample", str(SEED), "--budget", str(SECONDS))
+    compared = [row for row in rows if row.get("passed") or row.get("failures")]
+    wrong = {f"{row['type']}/{row['model']}": row["failures"] for row in rows if row.get("failures")}
+    print(f"SWEEP_SEED={SEED}: {len(compared)} of {len(rows)} pairs compared, {len(wrong)} with a failure")
+    assert not wrong, f"SWEEP_SEED={SEED}: {json.dumps(wrong, indent=1)}"
+    assert compared, f"SWEEP_SEED={SEED}: nothing was compared in {SECONDS} s"
