@@ -78,7 +78,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines = ["| torch | transformers | Python | passed | failed | skipped | date |", "|---|---|---|---|---|---|---|"]
     columns = ("torch", "transformers", "python", "passed", "failed", "skipped", "date")
     lines += ["| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows]
-    failed = [f"- torch {row['torch']}, transformers {row['transformers']}: `{f}`" for row in rows for f in row["failures"]]
+    versions = [(f"- torch {row['torch']}, transformers {row['transformers']}", row["failures"]) for row in rows]
+    failed = [f"{pair}: `{name}`" for pair, names in versions for name in names]
     return "\n".join(["`python -m tests.corners`", "", *lines, *(["", "Failed:", *failed] if failed else []), ""])
 
 

@@ -122,7 +122,9 @@ def _cross_entropy(
     """`torch.nn.functional.cross_entropy` of class indices [N] for logits [N, V], as torch composes it."""
     if not (_fits(input) and _class_indices(input, target)) or (weight, size_average, reduce) != (None, None, None):
         return NotImplemented
-    log_probabilities = torch.log_softmax(input, 1)
+    # autocast runs all of it in fp32, where it leaves a log_softmax alone
+    wide = _loss_dtype(input)
+    log_probabilities = torch.log_softmax(input, 1, dtype=wide if wide != input.dtype else None)
     loss: Tensor = F.nll_loss(log_probabilities, target, ignore_index=ignore_index, reduction=reduction)
     if label_smoothing == 0.0:
         return loss
@@ -133,6 +135,12 @@ def _cross_entropy(
     elif reduction == "sum":
         smooth = smooth.sum()
     return (1 - label_smoothing) * loss + smooth * (label_smoothing / input.size(-1))
+
+
+def _loss_dtype(logits: Tensor) -> torch.dtype:
+    """In which dtype torch would compute the cross entropy of such logits here and now."""
+    x = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
+    return F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=logits.device)).dtype
 
 
 def _detached(input: DeferredLogits) -> Tensor:

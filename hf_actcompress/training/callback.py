@@ -19,9 +19,9 @@ class ActCompressCallback(TrainerCallback):  # type: ignore[misc]
     """Patches the Trainer's model when the Trainer is built, and again if `model_init` makes a new one.
 
     Args:
-        config: As for `patch_model`. A preset's name means that preset with ``logits=False``: a Trainer that hands
-            the labels to the model needs the loss alone (with label smoothing or a ``compute_loss_func`` it keeps
-            the labels to itself and gets the logits). Give a CompressionConfig to have the logits all the same.
+        config: As for `patch_model`. A preset's name means that preset with ``logits=False``: the loss is all that a
+            Trainer needs, and a ``compute_loss`` of one's own may still read ``outputs.logits``, which are then
+            computed for it. To read them after backward, give ``CompressionConfig.from_preset("int8", logits=True)``.
         strict: Raise if nothing could be patched.
 
     Attributes:

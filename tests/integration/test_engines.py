@@ -103,7 +103,7 @@ def _data(family: Any) -> list[dict[str, Tensor]]:
 
 
 def _train(accelerator: Any, name: str, patched: bool, checkpointing: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of this process, and what training changed, whole on every process."""
+    """Losses of this process, and what training changed: whole, if not in every process."""
     from hf_actcompress import patch_model
     from tests.families import BODY, BY_NAME
 
@@ -135,7 +135,7 @@ def _difference(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> dict[str, 
     assert ours.keys() == stock.keys()
     size = sum(float(x.double().square().sum()) for x in stock.values()) ** 0.5
     error = sum(float((ours[n].double() - x.double()).square().sum()) for n, x in stock.items()) ** 0.5
-    return {"size": size, "error": error, "tensors": len(stock)}
+    return {"size": size, "error": error}
 
 
 def _run_engine(checkpointing: bool) -> dict[str, Any]:
@@ -272,11 +272,13 @@ def _accelerate(folder: Path, recipe: str, changes: dict[str, Any]) -> list[str]
 def _check_engine(engine: Engine, folder: Path) -> None:
     launcher = _accelerate(folder, engine.recipe, engine.changes)
     args = ["--checkpointing"] if engine.checkpointing else []
-    for found in _launched(launcher, folder, "--what", "engine", *args, deepspeed=engine.type == "DEEPSPEED"):
+    results = _launched(launcher, folder, "--what", "engine", *args, deepspeed=engine.type == "DEEPSPEED")
+    for rank, found in enumerate(results):
         assert found["processes"] == 2 and found["type"] == engine.type
         for name in (BIT_EQUAL, WHOLE):
             seen = found[name]
-            assert len(seen["losses"]) == STEPS and seen["tensors"] > 0 and seen["size"] > 0
+            # sharding engines gather the weights in the first process alone
+            assert len(seen["losses"]) == STEPS and (rank > 0 or seen["size"] > 0)
             limit = 0.0 if name == BIT_EQUAL else TOLERANCE
             assert seen["error"] <= limit * seen["size"], (name, seen)
             assert seen["losses"] == pytest.approx(seen["stock"], rel=limit, abs=0)

@@ -132,6 +132,7 @@ def _text(config: Any, names: dict[str, Any], shape: Shape, task: str) -> Batch:
 
 # fields that say how many numbers a frame of sound has
 _MEL = (
+    "input_feat_per_channel",
     "num_mel_bins",
     "n_mels",
     "n_mel_bins",

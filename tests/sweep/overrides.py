@@ -40,6 +40,28 @@ _SLIDING_LATENT = {
 
 OVERRIDES: dict[str, Row] = {
     "dots3_note_text": {"": _SLIDING_LATENT},
+    "qwen4_exp_text": {
+        "": {
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 2,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 2,
+            "ple_layer_ids": [1],
+            "ngram_vocab_size_base": 50,
+            "heads_per_ngram": 2,
+            "hc_lowrank": 8,
+        }
+    },
+    "recurrent_gemma": {"": {"num_hidden_layers": 3}},
+    "step3p7_text": {"": {"sliding_window": 6}},
+    "step3p7": {"text_config": {"sliding_window": 6}},
+    "t5": {"": {"decoder_start_token_id": 0}},
+    "mt5": {"": {"decoder_start_token_id": 0}},
+    "umt5": {"": {"decoder_start_token_id": 0}},
+    "longt5": {"": {"decoder_start_token_id": 0}},
+    "qwen2_5_omni_text": {"": {"rope_parameters": _MROPE}},
+    "swin": {"": {"depths": [2, 2], "num_heads": [2, 4], "embed_dim": 32}},
     "pix2struct_vision_model": {"": {"patch_embed_hidden_size": 192}},
     "kosmos_2_5_vision_model": {"": {"patch_embed_hidden_size": 192}},
     "mllama_vision_model": {"": {"vision_output_dim": 128}},

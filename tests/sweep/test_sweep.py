@@ -36,6 +36,7 @@ HISTORICAL = (
     ("beam/BeamForCausalLM", "bf16", "a gated MLP that computes in fp32"),
     ("swinv2/Swinv2ForImageClassification", "fp32", "a linear layer's output that is written in place"),
     ("data2vec-audio/Data2VecAudioForCTC", "fp32", "a linear layer's output that is written in place"),
+    ("encoder-decoder/EncoderDecoderModel", "autocast", "a loss of bf16 logits that the outer model computes"),
     ("deepseek_v3/DeepseekV3ForCausalLM", "pad-left", "values of another width than keys, with a mask"),
     ("minicpm3/MiniCPM3ForCausalLM", "pad-right", "values of another width than keys, with a mask"),
 )

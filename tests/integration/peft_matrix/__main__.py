@@ -1,4 +1,7 @@
-"""Runs the matrix and writes its tables: `python -m tests.integration.peft_matrix [--method NAME] [--subject NAME]`."""
+"""Runs the matrix and writes its tables: `python -m tests.integration.peft_matrix [--method NAME] [--subject NAME]`.
+
+The whole matrix takes some ten minutes on two idle cores.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ from pathlib import Path
 import torch
 
 from .cells import PLAYS, SKIPPED, Row, run_cell
-from .methods import BY_METHOD, METHODS
+from .methods import BY_METHOD
 from .scenarios import SCENARIOS
+from .side import ORDERS
 from .subjects import BY_SUBJECT, SUBJECTS
 
 RESULTS = Path(__file__).parent / "results"
+# jobs; a run that is interrupted loses no more, and `--update` goes on from there
+WRITTEN_EVERY = 10
 Job = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
@@ -80,27 +86,53 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def _key(row: Row) -> tuple[int, ...]:
+    """The order of the tables."""
+    places = (list(BY_METHOD), list(BY_SUBJECT), [*PLAYS], [*ORDERS])
+    values: tuple[object, ...] = (row.method, row.subject, (row.scenario, row.mode), row.order)
+    return tuple(names.index(value) for names, value in zip(places, values, strict=True))
+
+
+def read(folder: Path) -> list[Row]:
+    """The rows of an earlier run, without those that the matrix no longer has."""
+    file = folder / "peft_matrix.json"
+    rows = [Row(**row) for row in json.loads(file.read_text())] if file.exists() else []
+    return [row for row in rows if row.method in BY_METHOD and (row.scenario, row.mode) in PLAYS]
+
+
+def write(folder: Path, rows: Sequence[Row]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(rows, key=_key)
+    lines = ",\n".join(json.dumps(asdict(row)) for row in ordered)
+    (folder / "peft_matrix.json").write_text(f"[\n{lines}\n]\n")
+    (folder / "peft_matrix.md").write_text(markdown(ordered))
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--method", action="append", choices=BY_METHOD, help="only this one (may be repeated)")
     parser.add_argument("--subject", action="append", choices=BY_SUBJECT, help="only this one (may be repeated)")
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="only this one (may be repeated)")
+    parser.add_argument("--update", action="store_true", help="keep the rows of the table that are not run now")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = _arguments()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     plays = tuple(play for play in PLAYS if play[0] in (args.scenario or SCENARIOS))
-    jobs = [(m.name, s, plays) for m in METHODS for s in BY_SUBJECT if m.name in (args.method or BY_METHOD)]
+    jobs = [(m, s, plays) for m in BY_METHOD for s in BY_SUBJECT if m in (args.method or BY_METHOD)]
     jobs = [job for job in jobs if job[1] in (args.subject or BY_SUBJECT)]
-    rows: list[Row] = []
+    rows = {_key(row): row for row in (read(args.output) if args.update else ())}
     with multiprocessing.get_context("fork").Pool(args.processes, maxtasksperchild=40) as pool:
         for done, found in enumerate(pool.imap(run_job, jobs), start=1):
-            rows += found
+            rows |= {_key(row): row for row in found}
             print(f"{done}/{len(jobs)} {found[0].method}, {found[0].subject}: {summary(found)}", flush=True)
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "peft_matrix.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    (args.output / "peft_matrix.md").write_text(markdown(rows))
-    print(summary(rows))
+            if done % WRITTEN_EVERY == 0 or done == len(jobs):
+                write(args.output, list(rows.values()))
+    print(summary(list(rows.values())))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import random
 import time
@@ -14,7 +13,7 @@ import time
 import pytest
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-from tests.integration.peft_matrix.__main__ import RESULTS
+from tests.integration.peft_matrix.__main__ import RESULTS, read
 from tests.integration.peft_matrix.cells import PLAYS, SKIPPED, Row, run_cell
 from tests.integration.peft_matrix.methods import BY_METHOD, METHODS
 from tests.integration.peft_matrix.side import PATCH_FIRST
@@ -86,14 +85,13 @@ def test_every_method_of_the_installed_peft_has_a_row() -> None:
 
 
 def test_committed_table_has_every_cell() -> None:
-    rows = json.loads((RESULTS / "peft_matrix.json").read_text())
-    cells = {(row["method"], row["subject"], row["scenario"], row["mode"]) for row in rows}
+    cells = {(row.method, row.subject, row.scenario, row.mode) for row in read(RESULTS)}
     assert cells == {(m, s, *play) for m in BY_METHOD for s in BY_SUBJECT for play in PLAYS}
 
 
 def test_every_method_was_compared_on_some_model() -> None:
     """Methods that need a GPU to start are the exception, and say so."""
-    rows = [Row(**row) for row in json.loads((RESULTS / "peft_matrix.json").read_text())]
+    rows = read(RESULTS)
     compared = {row.method for row in rows if row.good}
     reasons = {row.method: row.detail for row in rows if row.method not in compared and row.status in SKIPPED}
     assert all("CUDA" in reason or "No module named" in reason for reason in reasons.values()), reasons
