@@ -46,7 +46,8 @@ class CompressionConfig:
         overrides: Codecs of single layers, as (dotted part of a module's name, role, codec): ``("layers.3", "mlp",
             "int4")`` holds for every module below a "layers.3". Later ones win. `calibrate` writes them.
         logits: Return ``outputs.logits`` in training as stock does. False: the head never makes them whole in
-            training, and ``outputs.logits`` is absent there; ``eval()`` and ``no_grad`` are not affected.
+            training; ``outputs.logits`` computes its values when they are asked for, which is possible until the
+            weights change. ``eval()`` and ``no_grad`` are not affected.
         drop_padding: Keep nothing of the rows where the model's ``attention_mask`` [B, S] is 0, wherever they are: of
             hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (pools are of real tokens).
             Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where

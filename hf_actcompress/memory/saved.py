@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..ops import DeferredLogits
 from ..private_apis import innermost_saved_tensor_hooks
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
@@ -213,7 +214,7 @@ def saved_tensors(
 
 
 def _size(logits: Any) -> tuple[int, int, tuple[int, ...]] | None:
-    if not isinstance(logits, Tensor):
+    if not isinstance(logits, Tensor) or (isinstance(logits, DeferredLogits) and not logits.chain.root().made):
         return None
     return logits.untyped_storage()._cdata, logits.nbytes, tuple(logits.shape)
 

@@ -26,6 +26,7 @@ from ..codecs import IDENTITY, Codec
 from ..private_apis import innermost_saved_tensor_hooks
 from .padding import drops, is_dropped, keep, keep_later
 from .record import Derived, Recipe, Record, Stored, versions
+from .views import View, dense, extent
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
@@ -57,7 +58,7 @@ class _Entry:
         if x.shape == self.shape and x.stride() == self.stride:
             return True
         # what is rebuilt is contiguous whatever the original was, and ends where the original did
-        return _dense(self.shape, self.stride) and _extent(x) <= x.numel()
+        return dense(self.shape, self.stride) and extent(x) <= x.numel()
 
 
 def _versions(record: Record | None) -> tuple[int, ...]:
@@ -127,20 +128,6 @@ def _find(x: Tensor) -> _Entry | None:
     # the tensor may have been given other data since (`set_`, `.data =`), and the storage's address to someone else
     known = entry.tensor()
     return entry if known is not None and _key(known) == key else None
-
-
-def _dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _extent(x: Tensor) -> int:
-    """One past the last element of the storage that x sees, counted from its first."""
-    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
@@ -254,23 +241,8 @@ def _viewed(entry: _Entry, record: Record, x: Tensor) -> Record:
         return record
     key = ("view", x.shape, x.stride())
     if key not in entry.derivations:
-        entry.derivations[key] = Recipe(_View(x.shape, x.stride()))
+        entry.derivations[key] = Recipe(View(x.shape, x.stride()))
     return Derived(entry.derivations[key], (record,))
-
-
-class _View:
-    """Recompute function of a view: no copy, the base is what was rebuilt."""
-
-    __slots__ = ("shape", "stride")
-
-    def __init__(self, shape: torch.Size, stride: tuple[int, ...]) -> None:
-        self.shape, self.stride = shape, stride
-
-    def __call__(self, base: Tensor) -> Tensor:
-        base = base.contiguous()
-        if _dense(self.shape, self.stride):
-            return base.view(self.shape)
-        return base.as_strided(self.shape, self.stride)
 
 
 @contextmanager

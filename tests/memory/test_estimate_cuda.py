@@ -82,3 +82,21 @@ def test_the_values_are_those_of_the_stock_dropout_and_its_mask_one_byte():
     assert saved(lambda: functional.dropout(x, 0.5, training=True)) == [((64, 64), torch.bool)]
     with CudaRules():
         assert functional.dropout(x, 0.5, training=False) is x
+
+
+def test_autocast_comes_before_the_choice_of_the_attention_kernel():
+    # rotary embeddings hand out fp32, which autocast casts: flash, and no probabilities
+    options = {"batch_size": BATCH, "seq_len": LENGTH, "config": "exact"}
+    mixed = estimate(LLAMA, dtype="float32", autocast="bfloat16", **options)
+    assert mixed.kept_by_role["attention"] == estimate(LLAMA, dtype="bfloat16", **options).kept_by_role["attention"]
+
+
+def test_a_mask_that_a_model_makes_itself_is_skipped_where_it_hides_nothing():
+    config = hf.BartConfig(
+        encoder_layers=2, decoder_layers=2, architectures=["BartForConditionalGeneration"], use_cache=False
+    )
+    short, long = (
+        estimate(config, batch_size=1, seq_len=size, config="stock", dtype="bfloat16") for size in (512, 1024)
+    )
+    # a mask of the decoder would have a byte for every two tokens
+    assert long.kept_bytes < 2.01 * short.kept_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .inputs import Batch, Shape, arguments, candidates, field, token_ids
+from .inputs import Batch, Shape, arguments, candidates, field, text_config, token_ids
 from .overrides import INPUTS
 from .step import seed_all
 
@@ -104,7 +104,7 @@ def _placed(model: Any, batch: Batch, features: int) -> list[Batch]:
     """
     token, count = batch["placeholder"]
     each = features // batch["input_ids"].shape[0]
-    width = field(model.config.get_text_config(), "hidden_size", default=1)
+    width = field(text_config(model.config), "hidden_size", default=1)
     plain = original(batch, count)
     return [_put(plain, token, n) for n in dict.fromkeys((each, each // width)) if 0 < n <= MOST_PLACEHOLDERS]
 

@@ -48,6 +48,9 @@ def _shrunk(default: Any, dropout: float, tokens: dict[str, int], row: Mapping[s
         if changed is not None and changed != value:
             new[name] = changed
     new |= layer_fields(fields)
+    if "num_hidden_layers" not in new and getattr(default, "_out_features", None):
+        # the stages of a pyramid stay; those of a stack of layers went with its layers
+        new["out_features"] = list(default._out_features)
     new |= _tied(fields, new)
     for name, part in parts.items():
         # a row of the part's own type, then what this type's row says of the part

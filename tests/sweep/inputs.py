@@ -54,9 +54,14 @@ def arguments(model: Any) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(model.forward).parameters)
 
 
+def text_config(config: Any) -> Any:
+    """The part that describes the language model, or the config itself; the decoder's where there are two."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
 def vocabulary(config: Any) -> int:
     """The text vocabulary's size."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     own = next(
         (
             getattr(c, n, None)

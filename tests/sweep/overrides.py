@@ -28,6 +28,8 @@ _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3,
 _MROPE_HALF = {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 _VOCABULARY_MAP = {"<image>": 8, "IMGIMGAAAAZ": 9, "IMGIMGBBBBZ": 10}
 
+# what stands behind a backbone whose channels are as in full size
+_HGNET = {"encoder_in_channels": [512, 1024, 2048], "decoder_in_channels": [64, 64, 64]}
 _SLIDING_LATENT = {
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 4,
@@ -43,11 +45,12 @@ OVERRIDES: dict[str, Row] = {
     "qwen4_exp_text": {
         "": {
             "indexer_n_heads": 2,
-            "indexer_kv_heads": 2,
+            "indexer_kv_heads": 1,
             "indexer_head_dim": 16,
             "indexer_budget": 8,
             "indexer_compress_ratio": 2,
             "ple_layer_ids": [1],
+            "eos_token_id": 2,
             "ngram_vocab_size_base": 50,
             "heads_per_ngram": 2,
             "hc_lowrank": 8,
@@ -61,7 +64,15 @@ OVERRIDES: dict[str, Row] = {
     "umt5": {"": {"decoder_start_token_id": 0}},
     "longt5": {"": {"decoder_start_token_id": 0}},
     "qwen2_5_omni_text": {"": {"rope_parameters": _MROPE}},
-    "swin": {"": {"depths": [2, 2], "num_heads": [2, 4], "embed_dim": 32}},
+    "swin": {"": {"image_size": 64, "window_size": 2}},
+    "hgnet_v2": {"": {"hidden_sizes": [256, 512, 1024, 2048]}},
+    "rt_detr": {"": {"decoder_in_channels": [64, 64, 64]}},
+    "rt_detr_v2": {"": {"decoder_in_channels": [64, 64, 64]}},
+    "d_fine": {"": _HGNET},
+    "deimv2": {"": _HGNET},
+    "pp_doclayout_v2": {"": {**_HGNET, "class_thresholds": [0.5, 0.5, 0.5]}},
+    "pp_doclayout_v3": {"": _HGNET},
+    "pp_doclayout_v4": {"": _HGNET},
     "pix2struct_vision_model": {"": {"patch_embed_hidden_size": 192}},
     "kosmos_2_5_vision_model": {"": {"patch_embed_hidden_size": 192}},
     "mllama_vision_model": {"": {"vision_output_dim": 128}},

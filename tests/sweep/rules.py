@@ -79,7 +79,8 @@ SIZES: tuple[tuple[str, int], ...] = (
     # images and sound
     (r"^(image_size|img_size|max_img_size|max_image_size|pretrain_image_size|spec_size|input_image_size)$", 32),
     (r"^patch_size$", 8),
-    (r"^n_window(_infer)?$", 8),
+    (r"^n_window$", 8),
+    (r"^n_window_infer$", 32),
     (r"input_feat_per_channel|num_mel_bins|n_mel_bins|n_mels|input_feat_size|mel_dim|num_mel_features", 16),
     (r"mm_tokens_per_image", 4),
     (r"num_frames$", 2),

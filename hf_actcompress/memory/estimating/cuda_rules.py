@@ -64,6 +64,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        # as autocast does it before torch chooses the kernel; the kernels called here are below it
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+        attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
     grouped = query.size(-3) != key.size(-3)
     half = query.dtype in (torch.float16, torch.bfloat16)
     if half and attn_mask is None and query.size(-1) <= _FLASH_HEAD:

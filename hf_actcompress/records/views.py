@@ -1,0 +1,36 @@
+"""One tensor as another view of the same data sees it: what of its memory that is, and how it comes back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of that shape and these strides is contiguous."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def extent(x: Tensor) -> int:
+    """One past the last element of the storage that x sees, counted from its first."""
+    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+
+
+class View:
+    """Recompute function of a view: no copy, the base is what was rebuilt."""
+
+    __slots__ = ("shape", "stride")
+
+    def __init__(self, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.shape, self.stride = shape, stride
+
+    def __call__(self, base: Tensor) -> Tensor:
+        base = base.contiguous()
+        if dense(self.shape, self.stride):
+            return base.view(self.shape)
+        return base.as_strided(self.shape, self.stride)
