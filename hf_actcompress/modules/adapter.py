@@ -21,6 +21,9 @@ else:
 class AdapterMixin(_Module):
     """Any `BaseTunerLayer`: overrides its cast alone."""
 
+    # PEFT asks for the class of a layer by its name ("ParamWrapper")
+    prefix = ""
+
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
         cast_enabled = getattr(self, "cast_input_dtype_enabled", True)
         # below the first trainable layer x needs no gradient, but the adapters' weights need x

@@ -6,6 +6,7 @@ Each test starts this file once: it trains the stock model and the patched model
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import socket
@@ -290,22 +291,21 @@ def _needs(engine: Engine) -> None:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 
+# two processes take their time to start: one engine a day, all of them with ALL_ENGINES=1
+ALL = bool(os.environ.get("ALL_ENGINES"))
+DAY = datetime.date.today().toordinal()
+every_engine = pytest.mark.skipif(not ALL, reason="ALL_ENGINES=1 runs it")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", BY_ENGINE if ALL else [QUICK[DAY % len(QUICK)]])
 def test_engine(name: str, tmp_path: Path) -> None:
     _needs(BY_ENGINE[name])
     _check_engine(BY_ENGINE[name], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("ALL_ENGINES"), reason="ALL_ENGINES=1 runs the slower variants")
-@pytest.mark.parametrize("name", [name for name in BY_ENGINE if name not in QUICK])
-def test_other_engine(name: str, tmp_path: Path) -> None:
-    _needs(BY_ENGINE[name])
-    _check_engine(BY_ENGINE[name], tmp_path)
-
-
-@pytest.mark.slow
+@every_engine
 def test_tensor_parallel(tmp_path: Path) -> None:
     """`tp_plan="auto"`: weights are DTensors."""
     from tests.families import BY_NAME
@@ -319,6 +319,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@every_engine
 def test_context_parallel(tmp_path: Path) -> None:
     """Right, or an error. torch has no ring attention for CPUs: there the patched model raises as stock does."""
     changes = {
