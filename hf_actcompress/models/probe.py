@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # of the rows of `probe_rows`; fp16 holds their squares only in part, which shows where a module computes in fp32
@@ -41,10 +43,22 @@ def takes_one_tensor(module: nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2
 
 
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises before a random number is drawn, in this thread."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError(f"a probed module draws random numbers ({func})")
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No gradient, no autocast, and the generators of all devices are afterwards as before."""
-    with torch.no_grad(), torch.random.fork_rng(), torch.autocast("cpu", enabled=False):
+    """No gradient, no autocast, and no random number: a module that draws one computes no function.
+
+    Putting the generator back instead would take back what another thread has drawn meanwhile.
+    """
+    with torch.no_grad(), _NoDraws(), torch.autocast("cpu", enabled=False):  # type: ignore[no-untyped-call]
         if torch.cuda.is_available():
             with torch.autocast("cuda", enabled=False):
                 yield
