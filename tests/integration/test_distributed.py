@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_actcompress import PRESETS, patch_model
-from hf_actcompress.reference import seed_codecs
 from tests.families import BODY, BY_NAME, Family, Gradients, differing, oracle_step, relative_error
 from tests.oracle import EXACT
 
@@ -121,7 +120,6 @@ def _run_preset(preset: str, rank: int) -> None:
 
     def gradients(model: Any) -> Gradients:
         # as patch_model does; each process draws its own
-        seed_codecs(3)
         model(**batch).loss.backward()
         return {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None}
 
