@@ -30,8 +30,8 @@ def main() -> int:
     _quiet()
     modes = [BY_NAME[name] for name in options.modes] if options.modes else list(MODES)
     pairs = [pair for pair in catalogue() if re.search(options.only, pair.name)]
-    work: list[Work] = [(pair, "", {}) for pair in pairs]
-    if options.variants:
+    work: list[Work] = [(pair, "", {}) for pair in pairs] if options.variants != "only" else []
+    if options.variants != "no":
         work += variants(pairs)
     if options.sample is not None:
         random.Random(options.sample).shuffle(work)
@@ -89,7 +89,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--modes", nargs="+", choices=sorted(BY_NAME), help="the modes to run; all if not given")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for each pair")
-    parser.add_argument("--variants", action="store_true", help="also flags of configs off their defaults")
+    parser.add_argument(
+        "--variants", choices=("no", "too", "only"), default="no", help="flags of configs off their defaults"
+    )
     parser.add_argument("--out", type=Path, default=HERE, help="where the table is written")
     parser.add_argument("--sample", type=int, help="a seed: the pairs in a random order")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no pair is started")
