@@ -77,7 +77,7 @@ def test_batch_norm_and_attention_of_its_own_are_named() -> None:
     )
     kinds = {row.module for row in patch_report(patch_model(resnet)).left_alone if row.role == "norm"}
     assert kinds == {"BatchNorm2d"}
-    roles = {row.role for row in patch_report(patch_model(build("t5"))).left_alone}
+    roles = {row.role for row in patch_report(patch_model(build("deberta"))).left_alone}
     assert "attention" in roles
 
 

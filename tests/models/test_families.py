@@ -172,7 +172,10 @@ def test_report_covers_the_model(family: Family) -> None:
         if leaf and not isinstance(module, torch.nn.Conv2d):
             assert name in rows, f"{name} ({type(module).__name__}) is in no row of the report"
     assert {row.role for row in report.patched} >= {"linear", "norm", "attention", "activation"}
-    assert {row.role for row in report.left_alone} <= {"embedding", "loss_head"}
+    # OPT's layers drop out by a function, RoBERTa's head calls one for its activation
+    own_calls = {"opt": {"OPTDecoderLayer"}, "roberta": {"RobertaLMHead"}}
+    assert {row.module for row in report.left_alone if row.role == "functions"} == own_calls.get(family.name, set())
+    assert {row.role for row in report.left_alone} <= {"embedding", "loss_head", "functions"}
     assert all(row.reason for row in report.left_alone)
     assert all(row.codec == "identity" for row in report.patched)
 
