@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,3 +97,10 @@ def test_one_wrong_parameter_among_many_fails() -> None:
         return exact if patched is None else (ours if patched else stock)
 
     assert verdict(ours, stock, step, "bf16").failures[0].startswith("gradients: b")
+
+
+def test_the_readme_has_the_counts_of_the_table() -> None:
+    root = Path(__file__).parents[2]
+    counts = json.loads((root / "tests/sweep/results/sweep.json").read_text())["counts"]
+    text = (root / "README.md").read_text()
+    assert f"{counts['pairs']:,} pairs" in text and f"({counts['types']} types)" in text
