@@ -20,6 +20,7 @@ from .deferred_logits import DeferredLogits
 from .deferred_values import LogitsSource, Values
 from .linear import LinearFunction
 from .linear_cross_entropy import linear_cross_entropy
+from .loss_arguments import LossArguments, loss_over_classes
 
 
 class LinearSource(LogitsSource):
@@ -40,32 +41,21 @@ class LinearSource(LogitsSource):
         return _cross_entropy if func is F.cross_entropy else None
 
 
-def _cross_entropy(
-    input: Any,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """`torch.nn.functional.cross_entropy` of class indices on [N, V]."""
-    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-    indices = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
-    if not (isinstance(input, DeferredLogits) and plain and indices and torch.is_grad_enabled()):
+@loss_over_classes
+def _cross_entropy(asked: LossArguments) -> Any:
+    """`torch.nn.functional.cross_entropy`, which never sees the logits."""
+    if asked.label_smoothing != 0.0 or not torch.is_grad_enabled():
         return NotImplemented
-    if input.shape[:-1] != target.shape or input.chain.written() or target.device != input.device or not target.numel():
-        return NotImplemented
+    input = asked.input
     head = input.chain.source
     assert isinstance(head, LinearSource)
     return linear_cross_entropy(
         head.hidden,
         head.weight,
-        target,
+        asked.target,
         head.bias,
-        reduction=reduction,
-        ignore_index=ignore_index,
+        reduction=asked.reduction,
+        ignore_index=asked.ignore_index,
         rows=input.rows.view(-1) if input.rows is not None else None,
         logits=input.chain.root().get().flatten(0, -2) if head.keep_logits else None,
         pointwise=input.pointwise,

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..private_apis import transforms_active, without_torch_function
 from .deferred_logits import DeferredLogits, plain
 from .logits_gradient import LogitsGradient
+from .loss_arguments import LossArguments, loss_over_classes
 from .row_functions import map_rows, multiply_rows, reduce_rows
 
 
@@ -77,17 +78,11 @@ def _reduction(name: str, function: Callable[..., Tensor]) -> Callable[..., Any]
     return of
 
 
-def _nll_loss(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    """`torch.nn.functional.nll_loss` of class indices [N] for log-probabilities [N, V]."""
-    if not (_fits(input) and _class_indices(input, target)) or (weight, size_average, reduce) != (None, None, None):
+@loss_over_classes
+def _nll_loss(asked: LossArguments) -> Any:
+    """`torch.nn.functional.nll_loss` of log-probabilities."""
+    input, target, ignore_index = asked.input, asked.target, asked.ignore_index
+    if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
     counts = target != ignore_index
     if not target.is_cuda:  # a GPU stops at such an index by itself
@@ -95,12 +90,7 @@ def _nll_loss(
     picked = _gather(input, -1, torch.where(counts, target, 0)[:, None])
     # torch's own sum, in the order of the whole [N, V]
     zero = torch.where(counts, 0, ignore_index)
-    return F.nll_loss(picked, zero, ignore_index=ignore_index, reduction=reduction)
-
-
-def _class_indices(input: Tensor, target: Any) -> bool:
-    known = type(target) is Tensor and target.dtype == torch.int64 and target.device == input.device
-    return known and input.dim() == 2 and target.shape == input.shape[:-1]
+    return F.nll_loss(picked, zero, ignore_index=ignore_index, reduction=asked.reduction)
 
 
 def _check_target(target: Tensor, classes: int) -> None:
@@ -109,24 +99,17 @@ def _check_target(target: Tensor, classes: int) -> None:
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds.")
 
 
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """`torch.nn.functional.cross_entropy` of class indices [N] for logits [N, V], as torch composes it."""
-    if not (_fits(input) and _class_indices(input, target)) or (weight, size_average, reduce) != (None, None, None):
+@loss_over_classes
+def _cross_entropy(asked: LossArguments) -> Any:
+    """`torch.nn.functional.cross_entropy` of logits, as torch composes it."""
+    input, target, ignore_index, reduction = asked.input, asked.target, asked.ignore_index, asked.reduction
+    if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
     # autocast runs all of it in fp32, where it leaves a log_softmax alone
     wide = _loss_dtype(input)
     log_probabilities = torch.log_softmax(input, 1, dtype=wide if wide != input.dtype else None)
     loss: Tensor = F.nll_loss(log_probabilities, target, ignore_index=ignore_index, reduction=reduction)
-    if label_smoothing == 0.0:
+    if asked.label_smoothing == 0.0:
         return loss
     ignored = target == ignore_index
     smooth = -log_probabilities.sum(1).masked_fill(ignored, 0)
@@ -134,7 +117,7 @@ def _cross_entropy(
         smooth = smooth.sum() / (target.numel() - ignored.sum())
     elif reduction == "sum":
         smooth = smooth.sum()
-    return (1 - label_smoothing) * loss + smooth * (label_smoothing / input.size(-1))
+    return (1 - asked.label_smoothing) * loss + smooth * (asked.label_smoothing / input.size(-1))
 
 
 def _loss_dtype(logits: Tensor) -> torch.dtype:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,16 +11,7 @@ from tests.families import step
 from tests.fuzz.out_of_memory import SUBJECTS, OutOfMemoryAt, Subject, count_ops, make_pair, try_all
 
 EVERY = 97
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def _few_objects() -> Iterator[None]:
-    """The garbage is collected after every op that is tried; what was there before is none of it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("few_objects")]
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,15 +9,7 @@ from torch import Tensor
 from tests.fuzz.soak import SUBJECTS, Subject, growth, make_step, soak
 
 STEPS = 150
-
-
-@pytest.fixture(autouse=True)
-def _few_objects() -> Iterator[None]:
-    """What was there before is counted in no reading."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("few_objects")
 
 
 @pytest.mark.filterwarnings("ignore")
