@@ -65,7 +65,7 @@ def patch_model(
     generators = root.generators if root is not None else Generators(seed)
     if seed is not None:
         generators.restart(seed)
-    if any(isinstance(m, PatchedModule) for m in model.modules()) and _config_of(model) != resolved:
+    if root is None or root.config != resolved:
         unpatch_model(model)
     apply_config(model, resolved, generators)
     if strict and not any(settings_of(module) is not None for module in model.modules()):
@@ -88,7 +88,7 @@ def apply_config(model: nn.Module, config: CompressionConfig, generators: Genera
     generators = generators or (root.generators if root is not None else Generators())
     complete = False
     try:
-        patch_new_modules(model, config, generators=generators)
+        patch_new_modules(model, config, "", generators)
         for _ in switch_on(model, config.checkpoint):
             pass
         install_roots(model, config, patch_new_modules, generators)
@@ -98,17 +98,13 @@ def apply_config(model: nn.Module, config: CompressionConfig, generators: Genera
             unpatch_model(model)
 
 
-def patch_new_modules(
-    model: nn.Module, config: CompressionConfig, prefix: str = "", generators: Generators | None = None
-) -> None:
+def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
     """Patch the modules that are not patched yet.
 
     Args:
         prefix: The model's name in the model that the config names.
-        generators: From which the stochastic codecs draw; None: those of the model, which has been patched before.
+        generators: From which the stochastic codecs draw.
     """
-    root = root_of(model)
-    generators = generators or (root.generators if root is not None else Generators())
     heads = {id(head) for head in heads_of(model)}
     of_rank = {id(layer) for module in model.modules() for layer in rank_layers(module)}
     # a list: modules change their classes on the way
@@ -174,11 +170,6 @@ def _check(model: nn.Module) -> None:
             f"parameter {meta!r} is on the meta device; load the weights first, all of them onto devices, and call "
             "patch_model then"
         )
-
-
-def _config_of(model: nn.Module) -> CompressionConfig | None:
-    root = root_of(model)
-    return root.config if root is not None else None
 
 
 def unpatch_model(model: _Model) -> _Model:

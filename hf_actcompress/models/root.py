@@ -27,7 +27,7 @@ from .padding import padding_of_call
 
 _ATTRIBUTE = "actcompress_root"
 # patches what is new below a module of that name; handed in because this package does not know the one above it
-_Patch = Callable[[nn.Module, CompressionConfig, str], object]
+_Patch = Callable[[nn.Module, CompressionConfig, str, Generators], object]
 # the children of each module that has any
 _Structure = list[tuple[dict[str, Any], tuple[Any, ...]]]
 
@@ -97,7 +97,7 @@ class PatchedForward:
         """Patch adapters that were injected, heads that were resized, whatever has come since the last forward."""
         known = self._known
         if known is None or any(tuple(children.values()) != before for children, before in known):
-            self.patch(self.model, self.config, self.name)
+            self.patch(self.model, self.config, self.name, self.generators)
             self.note_structure()
 
     def note_structure(self) -> None:
