@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .linear import linear_bwd
-from .linear_cross_entropy import Pointwise, _accumulate, _applied, _chunks, _sum_dtype
+from .linear_cross_entropy import Pointwise, _accumulate, _applied, _chunks, _product, _sum_dtype
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 # the gradient [K, V] of some rows, from the way to have their logits [K, V]; None if it is zero
@@ -61,7 +61,7 @@ def linear_rows_bwd(
         if dx is None:
             continue
         if dh is not None:
-            torch.mm(dx, weight, out=dh[part])
+            dh[part] = _product(dx, weight)
         if dweight is not None:
             _accumulate(dweight, dx.t(), h[part])
         if dbias is not None:
