@@ -69,7 +69,7 @@ def test_loss_from_logits_is_stocks_and_gradients_keep_the_law(dtype, reduction,
 
 @pytest.mark.parametrize("kept", (1, 3, 9))
 def test_few_targets_of_a_large_vocabulary(kept):
-    """A CPU's product of few rows is less exact in fp32 than stock's of the whole batch, unless it is told otherwise."""
+    """In fp32 a CPU multiplies few rows less exactly than stock's whole batch."""
     *tensors, target = problem(n=33, d=64, v=32_003, ignored=0.0)
     target[kept:] = -100
     expected = gradients(stock, tensors, target)

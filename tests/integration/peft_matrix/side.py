@@ -43,7 +43,7 @@ class Side:
         preset: What `patch_model` is told.
         reference: The weights that stock had before each of its steps. Ours starts each step from them, so that a step
             is compared and not what training makes of a rounding error: PEFT multiplies some factors by hundreds.
-        weights: The same of this side.
+        weights: The same of this side, buffers too.
     """
 
     method: Method
@@ -60,6 +60,8 @@ class Side:
     patched: bool = False
     # the last adapter came after `patch_model`
     late: bool = False
+    # no step has been made since the last adapter was put on
+    fresh: bool = False
 
     @property
     def context(self) -> Context:
@@ -75,6 +77,7 @@ class Side:
     def adapt(self, base: Any) -> Any:
         """The model with the method's adapter, under PEFT's default name."""
         torch.manual_seed(1)
+        self.fresh = True
         return self.ready(self.method.wrap(base, self.method.config(self.context), self.context))
 
     def ready(self, model: Any) -> Any:
@@ -114,14 +117,18 @@ class Side:
 
     def _start(self, label: str) -> None:
         parameters = dict(self.model.named_parameters())
-        self.weights.append({name: p.detach().clone() for name, p in parameters.items()})
-        if not (self.steps == 0 and self.method.unstable_start):
+        tensors = {**dict(self.model.named_buffers()), **parameters}
+        self.weights.append({name: x.detach().clone() for name, x in tensors.items()})
+        if not (self.fresh and self.method.unstable_start):
             self.note(f"weights before {label}", parameters.items())
+        self.fresh = False
+        # in fp64, what a method has computed from rounded weights is not what it computes from others
+        replaced = tensors if self.dtype == torch.float64 else parameters
         if self.steps < len(self.reference):
             with torch.no_grad():
                 for name, start in self.reference[self.steps].items():
-                    if name in parameters:
-                        parameters[name].copy_(start)
+                    if name in replaced:
+                        replaced[name].copy_(start)
 
 
 def disturb(model: nn.Module, seed: int = 2) -> None:
