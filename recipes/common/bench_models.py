@@ -63,10 +63,11 @@ MODELS = (*FAMILIES, *SHAPES)
 
 def shape_of(name: str, args: argparse.Namespace) -> tuple[str, Shape]:
     """The family of a model and its sizes: published, or from --hidden, --layers and --vocab."""
-    if name in SHAPES:
+    if name in SHAPES and not args.quick:
         return SHAPES[name]
-    ffn, key_heads = (args.hidden * 7 // 2, args.hidden // 256) if name == "llama" else (4 * args.hidden, 0)
-    return name, Shape(args.hidden, args.layers, args.hidden // 64, max(1, key_heads), ffn, args.vocab)
+    family = SHAPES[name][0] if name in SHAPES else name
+    ffn, key_heads = (args.hidden * 7 // 2, args.hidden // 256) if family == "llama" else (4 * args.hidden, 0)
+    return family, Shape(args.hidden, args.layers, args.hidden // 64, max(1, key_heads), ffn, args.vocab)
 
 
 def build(family: str, shape: Shape, args: argparse.Namespace, dropout: float | None = None) -> Any:

@@ -26,12 +26,14 @@ class Mode:
         exact: Whether its gradients have to be stock's but for rounding.
         same_masks: Whether its dropout draws what stock draws from the same seed.
         needs: A package that has to be installed, or "".
+        compiled: Whether its first step takes a compiler's time.
     """
 
     prepare: Callable[[Any], Forward]
     exact: bool = True
     same_masks: bool = True
     needs: str = ""
+    compiled: bool = False
 
     def reason_missing(self, family: str, device: str) -> str:
         """Why it cannot run here with models of that family, or ""."""
@@ -64,8 +66,8 @@ def _compiled(model: Any, memory_budget: float = 1.0) -> Forward:
 MODES: dict[str, Mode] = {
     "stock": Mode(lambda model: model),
     "checkpointing": Mode(_checkpointed),
-    "compile": Mode(_compiled, same_masks=False),
-    "compile, budget 0.5": Mode(partial(_compiled, memory_budget=0.5), same_masks=False),
+    "compile": Mode(_compiled, same_masks=False, compiled=True),
+    "compile, budget 0.5": Mode(partial(_compiled, memory_budget=0.5), same_masks=False, compiled=True),
     "liger": Mode(apply_liger, needs="liger_kernel"),
     "liger+checkpointing": Mode(lambda model: _checkpointed(apply_liger(model)), needs="liger_kernel"),
     **{name: Mode(partial(patch_model, config=name), exact=name in EXACT) for name in PRESETS},
@@ -74,7 +76,7 @@ MODES: dict[str, Mode] = {
         lambda model: _checkpointed(patch_model(model, CompressionConfig(checkpoint_input="int8_outliers"))),
         exact=False,
     ),
-    "exact+compile": Mode(lambda model: _compiled(patch_model(model)), same_masks=False),
+    "exact+compile": Mode(lambda model: _compiled(patch_model(model)), same_masks=False, compiled=True),
 }
 DEFAULT_MODES = ("stock", "checkpointing", "exact", "exact+checkpointing")
 

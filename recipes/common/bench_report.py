@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from .bench_suites import Result
-from .versions import versions
-
-PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "peft", "hf-actcompress")
+from .files import replace_text
+from .versions import PACKAGES, device_name, versions
 
 # column -> how a result fills it
 _EQUAL = {
@@ -42,7 +41,7 @@ def environment(device: str, command: str, options: dict[str, Any]) -> dict[str,
     """What a figure needs to be worth something."""
     return {
         "command": command,
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **versions(PACKAGES),
@@ -77,18 +76,15 @@ def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> str:
-    """benchmark.jsonl (one record per result), benchmark.md and benchmark.png. Returns the markdown."""
+def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> None:
+    """benchmark.jsonl (one record per result) and benchmark.md; whole files, so that a kill leaves no half of one."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [json.dumps({**asdict(result), **about}) for result in results]
-    (folder / "benchmark.jsonl").write_text("\n".join(records) + "\n")
-    text = markdown(results, about)
-    (folder / "benchmark.md").write_text(text)
-    _plot(results, folder / "benchmark.png")
-    return text
+    replace_text(folder / "benchmark.jsonl", "\n".join(records) + "\n")
+    replace_text(folder / "benchmark.md", markdown(results, about))
 
 
-def _plot(results: Sequence[Result], path: Path) -> None:
+def plot(results: Sequence[Result], path: Path) -> None:
     """Kept bytes beside tokens/s of the equal batch; largest batch of each card."""
     from matplotlib.figure import Figure
 

@@ -4,7 +4,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from hf_actcompress import find_batch_size, kept_bytes, measure_step
 
-from .bench_models import build, shape_of
+from .bench_models import Shape, build, shape_of
 from .bench_modes import MODES, sharing_weights
 
 # relative L2 error over all gradients: several roundings of the dtype, and far below what a wrong term makes
@@ -41,6 +41,18 @@ class Result:
     step_ratio: float | None = None
     cap: str = ""
     seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+    def add_time(self, seconds: float, stock: float | None, tokens: int) -> None:
+        """One more round: medians of the time and of the ratio to stock's time in the same round."""
+        self.seconds.append(seconds)
+        if stock is not None:
+            self.ratios.append(seconds / stock)
+        if not self.correct:
+            return
+        median = statistics.median(self.seconds)
+        self.step_ms, self.tokens_per_second = 1000 * median, tokens / median
+        self.step_ratio = statistics.median(self.ratios) if self.ratios else None
 
 
 Forward = Callable[..., Any]
@@ -75,10 +87,10 @@ def gradients(model: Any, step: Callable[[], None]) -> torch.Tensor:
 
 
 def gradient_error(name: str, mode: str, args: argparse.Namespace) -> float:
-    """Against stock; without dropout where the mode draws other masks."""
+    """Against stock, with few layers; without dropout where the mode draws other masks."""
     family, shape = shape_of(name, args)
     dropout = args.dropout if MODES[mode].same_masks else 0.0
-    model = build(family, shape, args, dropout)
+    model = build(family, replace(shape, layers=_few_layers(shape)[0]), args, dropout)
     batch = make_batch(args.batch, shape.vocab, args)
     exact = gradients(model, make_step(model, batch, args))
     found = gradients(model, make_step(MODES[mode].prepare(model), batch, args))
@@ -86,11 +98,11 @@ def gradient_error(name: str, mode: str, args: argparse.Namespace) -> float:
 
 
 def kept_slope(name: str, mode: str, args: argparse.Namespace) -> float:
-    """Bytes kept per token per layer in units of the hidden size, between half of the layers and all of them."""
+    """Bytes kept per token per layer in units of the hidden size: what a few more layers add."""
     family, shape = shape_of(name, args)
     batch, kept = make_batch(args.batch, shape.vocab, args), []
-    halves = (shape.layers // 2, shape.layers)
-    for layers in halves:
+    few, more = _few_layers(shape)
+    for layers in (few, more):
         forward = MODES[mode].prepare(build(family, replace(shape, layers=layers), args))
 
         def run(forward: Forward = forward) -> Any:
@@ -98,7 +110,12 @@ def kept_slope(name: str, mode: str, args: argparse.Namespace) -> float:
                 return forward(**batch)
 
         kept.append(kept_bytes(run, args.device))
-    return (kept[1] - kept[0]) / (batch["input_ids"].numel() * shape.hidden * (halves[1] - halves[0]))
+    return (kept[1] - kept[0]) / (batch["input_ids"].numel() * shape.hidden * (more - few))
+
+
+def _few_layers(shape: Shape) -> tuple[int, int]:
+    """Two numbers of layers: what holds for each layer is seen there, and a compiler is through with them soon."""
+    return (2, 4) if shape.layers >= 4 else (1, 2)
 
 
 def timed(step: Callable[[], None], device: str) -> float:
@@ -116,45 +133,69 @@ def total_mib(device: str) -> float | None:
     return torch.cuda.max_memory_allocated() / MIB if device == "cuda" else None
 
 
-def equal_batch(name: str, args: argparse.Namespace) -> list[Result]:
-    """All modes at one batch size: time and memory. Rounds go through the modes in turn, over shared weights."""
-    results, steps = [], []
+def equal_batch(name: str, args: argparse.Namespace) -> Iterator[list[Result]]:
+    """All modes at one batch size: memory, then time in rounds over shared weights.
+
+    Compiled modes come last, each in rounds of its own beside stock: a run that a compiler outlasts has timed the rest.
+    Yields what is known so far, after each mode and each round.
+    """
     family, shape = shape_of(name, args)
-    weights = build(family, shape, args)
-    batch = make_batch(args.batch, shape.vocab, args)
-    for mode in args.modes:
-        result = Result("equal", name, mode, args.batch, args.seq_len)
-        results.append(result)
-        result.note = MODES[mode].reason_missing(family, args.device)
+    bench = _EqualBatch(name, args, build(family, shape, args), make_batch(args.batch, shape.vocab, args))
+    eager = [mode for mode in args.modes if not MODES[mode].compiled]
+    for group in (eager, *([mode] for mode in args.modes if mode not in eager)):
+        yield from bench.measure(group)
+
+
+@dataclass
+class _EqualBatch:
+    """One model in several modes over the same weights."""
+
+    name: str
+    args: argparse.Namespace
+    weights: Any
+    batch: dict[str, torch.Tensor]
+    results: list[Result] = field(default_factory=list)
+    stock: Callable[[], None] | None = None
+
+    def measure(self, modes: Sequence[str]) -> Iterator[list[Result]]:
+        """Memory of each mode, then rounds that run each of them once, in turn."""
+        steps = []
+        for mode in modes:
+            result = Result("equal", self.name, mode, self.args.batch, self.args.seq_len)
+            step = self._prepared(result)
+            self.results.append(result)
+            yield self.results
+            if step is not None:
+                steps.append((result, step))
+            if mode == "stock":
+                self.stock = step
+        gc.collect()
+        for _ in range(self.args.rounds if steps else 0):
+            self._round(steps)
+            yield self.results
+
+    def _prepared(self, result: Result) -> Callable[[], None] | None:
+        """The mode's step, after one to warm up; its errors and bytes go into the result. None if it cannot run."""
+        mode, args = MODES[result.mode], self.args
+        result.note = mode.reason_missing(shape_of(self.name, args)[0], args.device)
         if result.note:
-            continue
-        result.gradient_error = gradient_error(name, mode, args)
+            return None
+        result.gradient_error = gradient_error(self.name, result.mode, args)
         # `<=` is false for a NaN
-        result.correct = not MODES[mode].exact or result.gradient_error <= GRADIENT_LIMIT[args.grain]
-        result.kept_h = kept_slope(name, mode, args)
-        step = make_step(MODES[mode].prepare(sharing_weights(weights)), batch, args)
+        result.correct = not mode.exact or result.gradient_error <= GRADIENT_LIMIT[args.grain]
+        result.kept_h = kept_slope(self.name, result.mode, args)
+        step = make_step(mode.prepare(sharing_weights(self.weights)), self.batch, args)
         step()  # warm-up, compilation, gradients
         result.peak_mib = measure_step(step, args.device).peak_bytes / MIB
         result.total_mib = total_mib(args.device)
-        steps.append((result, step))
-    gc.collect()
-    for _ in range(args.rounds):
+        return step
+
+    def _round(self, steps: Sequence[tuple[Result, Callable[[], None]]]) -> None:
+        timed_stock = timed(self.stock, self.args.device) if self.stock is not None else None
         for result, step in steps:
-            result.seconds.append(timed(step, args.device))
-    _finish(results, batch["input_ids"].numel())
-    return results
-
-
-def _finish(results: list[Result], tokens: int) -> None:
-    """Medians, and the ratio to stock within each round; none for a mode whose gradients are wrong."""
-    stock = next((result.seconds for result in results if result.mode == "stock"), [])
-    for result in results:
-        if not result.seconds or not result.correct:
-            continue
-        median = statistics.median(result.seconds)
-        result.step_ms, result.tokens_per_second = 1000 * median, tokens / median
-        if stock:
-            result.step_ratio = statistics.median(a / b for a, b in zip(result.seconds, stock, strict=True))
+            # stock has been timed for the others already
+            seconds = timed_stock if step is self.stock else None
+            result.add_time(seconds or timed(step, self.args.device), timed_stock, self.batch["input_ids"].numel())
 
 
 @contextmanager

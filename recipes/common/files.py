@@ -1,0 +1,12 @@
+"""Files that are whole at any moment, also for a reader who comes while they are written."""
+
+import os
+from pathlib import Path
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file beside it and put that in its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text)
+    os.replace(beside, path)

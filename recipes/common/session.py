@@ -1,0 +1,133 @@
+"""Commands run one after the other, each within a limit, whose files are in one archive at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# how old the archive may be
+SECONDS_BETWEEN_ARCHIVES = 5.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command for this Python below the repository's root, without the options that all jobs share.
+
+    Attributes:
+        seconds: After these it is cut off.
+        shared: Whether it takes the options that all jobs share (device, sizes, folder).
+        rehearsed: What runs in the command's place where there is no GPU, if it is not the same.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    shared: bool = True
+    rehearsed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended. `status` is the exit status; None: it was cut off, or not started."""
+
+    name: str
+    command: str
+    limit: float
+    took: float
+    status: int | None
+    ending: str
+
+    @property
+    def ok(self) -> bool:
+        return self.ending == "ok"
+
+    def record(self) -> dict[str, object]:
+        return {**asdict(self), "ok": self.ok}
+
+
+class Archive:
+    """The files of a folder in one compressed archive, which is whole whenever the process is killed."""
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        self.folder, self.path = folder, path
+        self._seen: dict[Path, int] = {}
+        self._made = 0.0
+
+    def refresh(self, now: bool = False) -> None:
+        """Make it again if a file has changed since, and the last one is old enough."""
+        if not now and time.monotonic() - self._made < SECONDS_BETWEEN_ARCHIVES:
+            return
+        self._made = time.monotonic()
+        files = {path: path.stat().st_mtime_ns for path in self._files()}
+        if files == self._seen:
+            return
+        beside = self.path.with_name(f".{self.path.name}.new")
+        with tarfile.open(beside, "w:gz", compresslevel=3) as archive:
+            for path in files:
+                archive.add(path, arcname=str(path.relative_to(self.folder.parent)))
+        os.replace(beside, self.path)
+        self._seen = files
+
+    def _files(self) -> list[Path]:
+        wanted = self.path.name, f".{self.path.name}.new"
+        return sorted(p for p in self.folder.rglob("*") if p.is_file() and p.name not in wanted)
+
+
+def run(job: Job, command: Sequence[str], log: Path, limit: float, site: Path | None, archive: Archive) -> Ended:
+    """Run a command for this Python; its output goes to the log, and the archive is kept fresh meanwhile."""
+    began = time.monotonic()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT, env=environment(site), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while process.poll() is None and time.monotonic() - began < limit:
+                time.sleep(0.1)
+                archive.refresh()
+        finally:
+            cut_off = process.poll() is None
+            _kill(process)
+    status = None if cut_off else process.returncode
+    ending = "cut off" if cut_off else "ok" if status == 0 else f"exit status {status}"
+    took = round(time.monotonic() - began, 1)
+    return Ended(job.name, shlex.join(["python", *command]), round(limit, 1), took, status, ending)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started: test workers and compilers would go on beside the next job."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def environment(site: Path | None) -> dict[str, str]:
+    """Of a job: the package is imported from this checkout, and peers from where their wheels were unpacked."""
+    before = os.environ.get("PYTHONPATH", "")
+    folders = [str(ROOT), *([str(site)] if site else []), *([before] if before else [])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(folders),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def unpack_wheels(folder: Path, site: Path) -> None:
+    """Put the wheels of a folder where the jobs find them: no network, nothing of the environment is changed."""
+    wheels = sorted(str(path) for path in folder.glob("*.whl"))
+    if not wheels:
+        raise SystemExit(f"--wheels {folder}: there is no .whl file in it")
+    options = ["--no-index", "--no-deps", "--no-compile", "--upgrade", "--quiet", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *wheels], check=True)

@@ -1,0 +1,158 @@
+"""Everything that needs a GPU, in one command: correctness first, then speed, in the order of what it is worth.
+
+    python recipes/measure_on_gpu.py --out results/gpu --wheels wheels/
+    python recipes/measure_on_gpu.py --rehearse --out /tmp/rehearsal        # the same jobs on a CPU, at tiny sizes
+
+The package need not be installed: the checkout that this file is in is measured. Each job has a time limit and writes
+as it goes: after each mode, round, kernel or model type. One archive (OUT.tar.gz, or --archive) has all of it, and is
+made again while the jobs run, so that a session that is killed leaves what it has measured. A job that fails or is cut
+off is named in session.json and on the console, and the rest still runs. --jobs runs some alone, --minutes ends it all.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.files import replace_text
+from common.session import ROOT, Archive, Ended, Job, run, unpack_wheels
+from common.versions import PEERS, about_this_run
+
+_MODES = ("stock", "checkpointing", "liger", "liger+checkpointing", "exact", "exact+checkpointing", "int8", "int4")
+_COMPILED = ("stock", "compile", "exact+compile")
+_ROUNDS = ("--rounds", "7")
+# seconds; with fewer left, a job is not started
+MINIMUM = 5.0
+# what has to be one shape for all modes: Llama-3.2-1B, its LoRA, BERT and GPT-2 as they are trained
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "llama-1b": ("--models", "llama-1b", "--batch", "2", "--seq-len", "2048"),
+    "lora": ("--models", "llama-1b", "--lora", "--batch", "2", "--seq-len", "2048"),
+    "bert-base": ("--models", "bert-base", "--batch", "16", "--seq-len", "128"),
+    "bert-large": ("--models", "bert-large", "--batch", "8", "--seq-len", "512"),
+    "gpt2": ("--models", "gpt2-small", "--batch", "8", "--seq-len", "1024"),
+}
+
+
+def _kernel_tests() -> Job:
+    """Every kernel's tests, on the GPU; compiling for other GPUs needs none. A CPU interprets a sample of them."""
+    pytest = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
+    tests = ("tests/kernels", "--ignore", "tests/kernels/test_aot.py", "-n", "12")
+    sample = ("tests/kernels/test_rope.py", "tests/kernels/test_models.py", "-n", "2")
+    return Job("kernel-tests", (*pytest, *tests), 100, shared=False, rehearsed=(*pytest, *sample))
+
+
+def _device_tests() -> Job:
+    """The tests that are skipped without a GPU: collecting the others would take longer than these run."""
+    tests = ROOT / "tests"
+    files = sorted(str(p.relative_to(ROOT)) for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text())
+    options = ("-v", "-m", "gpu", "-p", "no:cacheprovider", "-n", "6")
+    # pytest's status 5 is that all are deselected; skipped ones are not
+    return Job("device-tests", ("-m", "pytest", *options, *files), 60, shared=False)
+
+
+def _speed(name: str, modes: Sequence[str], seconds: int) -> Job:
+    job = f"{name}-compiled" if modes is _COMPILED else name
+    return Job(job, ("recipes/benchmark.py", *_SETTINGS[name], *_ROUNDS, "--modes", *modes), seconds)
+
+
+def _largest(name: str, cap: str, seconds: int, *options: str) -> Job:
+    modes = ("stock", "checkpointing", "liger", "exact", "exact+checkpointing", "int8", "int4")
+    sizes = ("--suite", "largest", "--caps", cap, "--rounds", "2", "--modes", *modes)
+    return Job(f"largest-{name}-{cap}", ("recipes/benchmark.py", *options, *sizes), seconds)
+
+
+JOBS = (
+    _kernel_tests(),
+    _device_tests(),
+    Job("families", ("recipes/compare_families.py",), 90),
+    *(_speed(name, _MODES, 45) for name in _SETTINGS),
+    _speed("llama-1b", _COMPILED, 90),
+    _largest("gpt2", "24GiB", 45, "--models", "gpt2-small", "--seq-len", "1024"),
+    _largest("bert-large", "12GiB", 45, "--models", "bert-large", "--seq-len", "512"),
+    _largest("lora", "12GiB", 45, "--models", "llama-1b", "--lora", "--seq-len", "2048"),
+    Job("kernels", ("recipes/benchmark_kernels.py", "--automatic"), 75),
+    *(
+        Job(f"profile-{name}", ("recipes/profile_step.py", *_SETTINGS[name], "--modes", "stock", "exact", "int8"), 45)
+        for name in ("bert-base", "llama-1b")
+    ),
+    # per shape: a weight gradient out of what is stored, by a kernel or by a pass and torch's product
+    Job("weight-gradients", ("recipes/benchmark_kernels.py", "--on-request"), 60),
+    *(_speed(name, _COMPILED, 90) for name in ("bert-base", "gpt2", "lora", "bert-large")),
+    # the estimates beside what was measured: needs no GPU, and can be run again later
+    Job("estimates", ("recipes/compare_estimates.py",), 60),
+)
+NAMES = [job.name for job in JOBS]
+
+
+def command(job: Job, args: argparse.Namespace) -> list[str]:
+    """What is run: the job's command and the options that all share."""
+    if job.name == "estimates":
+        return [*job.command, "--results", str(args.out), "--out", str(args.out / job.name)]
+    if not job.shared:
+        return list((args.rehearse and job.rehearsed) or job.command)
+    where = ["--device", "cpu", "--quick"] if args.rehearse else ["--device", "cuda"]
+    return [*job.command, *where, "--out", str(args.out / job.name)]
+
+
+def run_jobs(args: argparse.Namespace, archive: Archive) -> list[Ended]:
+    """The jobs in their order, until time is up."""
+    about = about_this_run(shlex.join(["python", "recipes/measure_on_gpu.py", *args.argv]), args.site)
+    missing = [name for name in PEERS if about[name] == "not installed"]
+    print(f"{about['device']}; missing: {', '.join(missing) or 'nothing'}", flush=True)
+    end = time.monotonic() + 60 * args.minutes
+    done: list[Ended] = []
+    for job in JOBS:
+        if job.name not in args.jobs:
+            continue
+        wanted, limit = command(job, args), min(args.scale * job.seconds, end - time.monotonic())
+        if limit < MINIMUM:
+            ended = Ended(job.name, shlex.join(["python", *wanted]), 0.0, 0.0, None, "not started: time was up")
+        else:
+            ended = run(job, wanted, args.out / f"{job.name}.log", limit, args.site, archive)
+        print(f"{job.name}: {ended.ending}, {ended.took} s", flush=True)
+        done.append(ended)
+        record = {**about, "missing": missing, "jobs": [ended.record() for ended in done]}
+        replace_text(args.out / "session.json", json.dumps(record, indent=2) + "\n")
+        archive.refresh(now=True)
+    return done
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--archive", type=Path, help="by default OUT.tar.gz beside the folder")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels (liger-kernel, peft, ...) that are not installed")
+    parser.add_argument("--jobs", nargs="+", choices=NAMES, default=NAMES, metavar="JOB", help=", ".join(NAMES))
+    parser.add_argument("--minutes", type=float, default=None, help="for all jobs: 9 by default, 60 for a rehearsal")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, with four times the jobs' limits")
+    args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    args.out = args.out.resolve()
+    args.archive = (args.archive or args.out.with_name(f"{args.out.name}.tar.gz")).resolve()
+    args.scale = 4 if args.rehearse else 1
+    args.minutes = args.minutes or (60 if args.rehearse else 9)
+    args.site = args.out.with_name(f"{args.out.name}-site") if args.wheels else None
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the jobs; the exit status is 1 if any did not end well."""
+    args = parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.archive.parent.mkdir(parents=True, exist_ok=True)
+    if args.wheels:
+        unpack_wheels(args.wheels, args.site)
+    archive = Archive(args.out, args.archive)
+    try:
+        done = run_jobs(args, archive)
+    finally:
+        archive.refresh(now=True)
+    print(f"results: {args.archive}")
+    return int(not all(ended.ok for ended in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
