@@ -10,6 +10,7 @@ off is named in session.json and on the console, and the rest still runs. --jobs
 """
 
 import argparse
+import importlib.util
 import json
 import shlex
 import sys
@@ -36,11 +37,16 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _processes(count: int) -> tuple[str, ...]:
+    """Tests side by side, where pytest can."""
+    return ("-n", str(count)) if importlib.util.find_spec("xdist") else ()
+
+
 def _kernel_tests() -> Job:
     """Every kernel's tests, on the GPU; compiling for other GPUs needs none. A CPU interprets a sample of them."""
     pytest = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
-    tests = ("tests/kernels", "--ignore", "tests/kernels/test_aot.py", "-n", "12")
-    sample = ("tests/kernels/test_rope.py", "tests/kernels/test_models.py", "-n", "2")
+    tests = ("tests/kernels", "--ignore", "tests/kernels/test_aot.py", *_processes(12))
+    sample = ("tests/kernels/test_rope.py", "tests/kernels/test_models.py", *_processes(2))
     return Job("kernel-tests", (*pytest, *tests), 100, shared=False, rehearsed=(*pytest, *sample))
 
 
@@ -48,7 +54,7 @@ def _device_tests() -> Job:
     """The tests that are skipped without a GPU: collecting the others would take longer than these run."""
     tests = ROOT / "tests"
     files = sorted(str(p.relative_to(ROOT)) for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text())
-    options = ("-v", "-m", "gpu", "-p", "no:cacheprovider", "-n", "6")
+    options = ("-v", "-m", "gpu", "-p", "no:cacheprovider", *_processes(6))
     # pytest's status 5 is that all are deselected; skipped ones are not
     return Job("device-tests", ("-m", "pytest", *options, *files), 60, shared=False)
 

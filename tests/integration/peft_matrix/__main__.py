@@ -65,7 +65,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "",
         ", ".join(f"{count} {status}" for status, count in summary(rows).items()) + ".",
         "",
-        "Equal: the same bits as stock in every step. Close: within 1e-5 of stock's L2 norm in fp32 and 2e-2 in bf16, or "
+        "Equal: the same bits as stock in every step. Close: within 1e-5 of stock's L2 norm (bf16: 2e-2), or "
         "as near to fp64 as stock is. Refused: an error that names the order to use. PEFT refuses: stock raises too.",
         "",
         f"| method | {' | '.join(names)} |",
