@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 from torch import nn
@@ -19,6 +19,7 @@ from .models.checkpointing import find_checkpoint_input, restore_checkpointing, 
 from .models.heads import find_head
 from .models.root import install_roots, is_root, restore_root, root_of
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
+from .programs import find_program
 from .reference.rng import Generators
 from .reporting import heads_of, is_parametrization, patch_report
 
@@ -105,11 +106,16 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
         prefix: The model's name in the model that the config names.
         generators: From which the stochastic codecs draw.
     """
+    _patch_leaves(model, config, prefix, generators)
+    if config.programs:
+        _install_programs(model, config, prefix, generators)
+
+
+def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
     heads = {id(head) for head in heads_of(model)}
     of_rank = {id(layer) for module in model.modules() for layer in rank_layers(module)}
     # a list: modules change their classes on the way
-    for inner, module in list(model.named_modules()):
-        name = f"{prefix}.{inner}" if prefix else inner
+    for name, module in list(_named(model, prefix)):
         if settings_of(module) is not None or is_parametrization(name):
             continue
         if isinstance(module, PatchedModule):
@@ -124,6 +130,21 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
         if isinstance(found, Site):
             codec = found.settings.codec.drawing_from(generators)
             patch_instance(module, found.mixin, replace(found.settings, codec=codec))
+
+
+def _install_programs(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
+    """Let the layers that are proved run as programs; their leaves stay patched for the calls that do not."""
+    for name, layer in list(_named(model, prefix)):
+        patch_leaves = partial(_patch_leaves, config=config, prefix=name, generators=generators)
+        found = find_program(layer, patch_leaves) if settings_of(layer) is None else None
+        if isinstance(found, Site):
+            patch_instance(layer, found.mixin, found.settings)
+
+
+def _named(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Every module by its name in the model that the config names."""
+    for name, module in model.named_modules():
+        yield f"{prefix}.{name}" if prefix and name else name or prefix, module
 
 
 def _warn_if_lossy(config: CompressionConfig) -> None:

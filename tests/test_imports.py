@@ -28,6 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("ops",),
     ("modules",),
     ("models",),
+    ("programs",),
     ("reporting",),
     ("patching",),
     ("memory",),
@@ -37,7 +38,7 @@ LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 # third-party package -> where in the package it may be imported
 CONFINED = {
-    "transformers": ("models", "training", "memory"),
+    "transformers": ("models", "programs", "training", "memory"),
     "peft": ("models", "training"),
     "accelerate": ("training",),
     "triton": ("kernels",),

@@ -1,0 +1,35 @@
+"""Layers as programs: a whole half of a layer in one autograd Function, where that is proved to be the same.
+
+`find_program` says of a layer whose leaves are patched whether it can run so, or why it goes on leaf by leaf.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..models.sites import Declined, Site
+from ..modules.base import Settings
+from .gated_layer import GatedLayer, find_parts
+from .layer import LayerPrograms, ProgramLayerMixin
+from .proof import PatchLeaves, prove
+
+__all__ = ["find_program"]
+
+
+def find_program(layer: nn.Module, patch_leaves: PatchLeaves) -> Site | Declined | None:
+    """The site of a layer that runs as programs; why not; None for what is no layer.
+
+    Args:
+        layer: Its leaves are patched.
+        patch_leaves: Patches the leaves of a module in the same way.
+    """
+    if not isinstance(layer, GradientCheckpointingLayer):
+        return None
+    parts = find_parts(layer)
+    if not isinstance(parts, GatedLayer):
+        return Declined("layer", parts or "no program knows its structure; it runs leaf by leaf")
+    keywords = prove(layer, parts, patch_leaves)
+    if isinstance(keywords, str):
+        return Declined("layer", f"{keywords}; it runs leaf by leaf")
+    return Site(ProgramLayerMixin, Settings("layer", "program", (LayerPrograms.of(parts, keywords),)))
