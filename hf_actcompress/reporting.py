@@ -19,6 +19,7 @@ from .models.heads import find_head, output_layers
 from .models.padding import why_not
 from .models.root import pretrained_models, root_module, root_of
 from .modules.base import PLAIN_TENSORS, Settings, settings_of, stock_type
+from .programs import find_program
 
 _INERT = (
     "its forward has been bound on the instance since it was patched (device_map or offload hooks, Liger), so the "
@@ -125,6 +126,8 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
             yield _patched(name, module, settings)
         elif (row := _left_alone(name, module, config)) is not None:
             yield row
+        elif config.programs and isinstance(found := find_program(module), Declined):
+            yield PatchRow(name, type(module).__name__, found.role, "leaf by leaf", note=found.reason)
     for name, module in model.named_modules():
         if is_switched_on(module):
             yield PatchRow(name, type(module).__name__, "checkpoint", "layer", keeps="input")

@@ -17,19 +17,23 @@ from .proof import PatchLeaves, prove
 __all__ = ["find_program"]
 
 
-def find_program(layer: nn.Module, patch_leaves: PatchLeaves) -> Site | Declined | None:
+def find_program(layer: nn.Module, patch_leaves: PatchLeaves | None = None) -> Site | Declined | None:
     """The site of a layer that runs as programs; why not; None for what is no layer.
 
     Args:
         layer: Its leaves are patched.
-        patch_leaves: Patches the leaves of a module in the same way.
+        patch_leaves: Patches the leaves of a module in the same way, for the proof; None: what has been proved counts.
     """
     if not isinstance(layer, GradientCheckpointingLayer):
         return None
     parts = find_parts(layer)
     if not isinstance(parts, GatedLayer):
-        return Declined("layer", parts or "no program knows its structure; it runs leaf by leaf")
+        return _leaf_by_leaf(parts or "no program knows its structure")
     keywords = prove(layer, parts, patch_leaves)
     if isinstance(keywords, str):
-        return Declined("layer", f"{keywords}; it runs leaf by leaf")
+        return _leaf_by_leaf(keywords)
     return Site(ProgramLayerMixin, Settings("layer", "program", (LayerPrograms.of(parts, keywords),)))
+
+
+def _leaf_by_leaf(reason: str) -> Declined:
+    return Declined("layer", f"{reason}; it runs leaf by leaf")

@@ -68,7 +68,8 @@ class Program:
             step = maker.get(value)
             if value in made or value in kept:
                 return
-            if step is None or not step.rebuilt:
+            # what needs no gradient is one tensor to keep, and what it is made from would be kept for it alone
+            if step is None or not step.rebuilt or value not in frozen:
                 kept.append(value)
                 return
             # what it is made from: its inputs, and what its own forward left behind

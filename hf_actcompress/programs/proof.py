@@ -36,17 +36,19 @@ _SPY = "hf_actcompress_spy"
 _proved: dict[tuple[Any, ...], Keywords | str] = {}
 
 
-def prove(layer: nn.Module, parts: GatedLayer, patch_leaves: PatchLeaves) -> Keywords | str:
+def prove(layer: nn.Module, parts: GatedLayer, patch_leaves: PatchLeaves | None) -> Keywords | str:
     """The attention's keywords if programs of such a layer are right, or why it is not known that they are.
 
-    Asked once for a class and all that its config says but sizes.
+    Asked once for a class and all that its config says but sizes. Without `patch_leaves` nothing new is tried.
     """
     attention: Any = parts.attention.module
     config = attention.__dict__["config"]
     told = {name: value for name, value in config.to_dict().items() if name not in _SIZES}
     of_parts = tuple((part.name, stock_type(part.module), part.settings.variant) for part in parts.parts())
     key = (stock_type(layer), of_parts, json.dumps(told, default=str, sort_keys=True), attention.layer_idx)
-    if key not in _proved:
+    if key not in _proved and patch_leaves is None:
+        return "it has not been tried"
+    if key not in _proved and patch_leaves is not None:
         try:
             with _undisturbed():
                 _proved[key] = _prove(layer, config, attention.layer_idx, patch_leaves)

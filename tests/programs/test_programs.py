@@ -1,0 +1,286 @@
+"""Layers that run as programs: the bits and bytes of the leaf path, which runs where programs do not fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
+from hf_actcompress.memory.allocator import kept_bytes
+from hf_actcompress.records import live_entries
+from tests.families import BY_NAME, Batch, step
+
+PROGRAMS = CompressionConfig(programs=True)
+NAMES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+MODES = ("fp32", "bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+every_family = pytest.mark.parametrize("name", NAMES)
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """The same weights leaf by leaf and as programs."""
+    model = BY_NAME[name].build(dtype, **options)
+    return patch_model(model), patch_model(copy.deepcopy(unpatch_model(copy.deepcopy(model))), PROGRAMS)
+
+
+def calls(model: nn.Module) -> list[int]:
+    """How often each layer has run as programs."""
+    return [layer.actcompress.options[0].calls for layer in model.model.layers]  # type: ignore[union-attr, operator]
+
+
+def assert_same(model: Any, other: Any, batch: Batch, mode: str = "fp32") -> None:
+    (loss, grads), (other_loss, other_grads) = step(model, batch, mode), step(other, batch, mode)
+    assert torch.equal(loss, other_loss) and grads.keys() == other_grads.keys()
+    assert all(torch.equal(grads[name], x) for name, x in other_grads.items())
+
+
+@every_family
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("padding", ("none", "right", "left"))
+def test_the_same_bits(name: str, mode: str, padding: str) -> None:
+    leaves, programs = pair(name, DTYPES[mode])
+    assert_same(programs, leaves, BY_NAME[name].make_batch(padding), mode)
+    assert calls(programs) == [1, 1] and live_entries() == 0
+
+
+@every_family
+def test_stocks_loss(name: str) -> None:
+    stock = BY_NAME[name].build()
+    batch = BY_NAME[name].make_batch("right")
+    loss = step(stock, batch)[0]
+    assert torch.equal(step(patch_model(stock, PROGRAMS), batch)[0], loss)
+
+
+@every_family
+def test_the_same_bytes(name: str) -> None:
+    batch = BY_NAME[name].make_batch("none")
+    kept = [kept_bytes(lambda model=model: model(**batch), "cpu") for model in pair(name, torch.bfloat16)]  # type: ignore[misc]
+    assert kept[1] <= kept[0]
+
+
+def test_two_functions_a_layer() -> None:
+    _, programs = pair("llama")
+    names: list[str] = []
+    pending, seen = [programs(**BY_NAME["llama"].make_batch()).loss.grad_fn], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(type(node).__name__)
+            pending += [parent for parent, _ in node.next_functions]
+    assert names.count("ProgramFunctionBackward") == 2 * len(programs.model.layers)
+    # of the layers nothing is left; the last norm is none of theirs
+    assert names.count("RMSNormFunctionBackward") == 1 and names.count("LinearFunctionBackward") == 0
+
+
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "all but the norms": lambda name: "norm" not in name,
+    "the norms": lambda name: "norm" in name,
+    "the attention": lambda name: "self_attn" in name,
+    "the MLP": lambda name: "mlp" in name,
+    "one projection": lambda name: "k_proj" in name or "up_proj" in name,
+    "the first layer": lambda name: "layers.0" in name or "embed" in name,
+    "everything but one weight": lambda name: "layers.1.mlp.gate_proj" not in name,
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_weights(frozen: str) -> None:
+    models = pair("qwen3")
+    for model in models:
+        for name, p in model.named_parameters():
+            p.requires_grad_(not FROZEN[frozen](name))
+    assert_same(models[1], models[0], BY_NAME["qwen3"].make_batch("right"))
+    batch = BY_NAME["qwen3"].make_batch()
+    kept = [kept_bytes(lambda model=model: model(**batch), "cpu") for model in models]  # type: ignore[misc]
+    assert kept[1] <= kept[0]
+
+
+def test_backward_twice_and_accumulation() -> None:
+    leaves, programs = pair("llama")
+    batch = BY_NAME["llama"].make_batch()
+    grads = []
+    for model in (leaves, programs):
+        loss = model(**batch).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
+def test_other_data_before_backward_and_writes() -> None:
+    leaves, programs = pair("llama")
+    batch = BY_NAME["llama"].make_batch()
+    grads = []
+    for model in (leaves, programs):
+        loss = model(**batch).loss
+        for p in model.parameters():
+            p.data = torch.zeros_like(p)
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+    loss = programs(**batch).loss
+    with torch.no_grad():
+        programs.model.layers[0].mlp.gate_proj.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_second_derivatives_in_silence() -> None:
+    _, programs = pair("llama")
+    grads = torch.autograd.grad(
+        programs(**BY_NAME["llama"].make_batch()).loss, list(programs.parameters()), create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        sum(g.sum() for g in grads).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_under_checkpointing(reentrant: bool) -> None:
+    leaves, programs = pair("llama")
+    for model in (leaves, programs):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    assert_same(programs, leaves, BY_NAME["llama"].make_batch("right"))
+    assert min(calls(programs)) > 0
+
+
+def test_a_cache_that_is_empty() -> None:
+    leaves, programs = pair("llama")
+    batch = BY_NAME["llama"].make_batch("right")
+    losses = [model(**batch, use_cache=True).loss for model in (leaves, programs)]
+    assert torch.equal(*losses) and calls(programs) == [1, 1]
+
+
+def hook(model: Any, batch: Batch) -> Batch:
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    return batch
+
+
+def filled_cache(model: Any, batch: Batch) -> Batch:
+    with torch.no_grad():
+        cache = model(input_ids=batch["input_ids"][:, :4], use_cache=True).past_key_values
+    assert isinstance(cache, DynamicCache)
+    return {"input_ids": batch["input_ids"][:, 4:], "past_key_values": cache, "labels": batch["labels"][:, 4:]}
+
+
+def own_forward(model: Any, batch: Batch) -> Batch:
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.forward = projection.forward
+    return batch
+
+
+def exchanged(model: Any, batch: Batch) -> Batch:
+    model.model.layers[0].mlp.up_proj = copy.deepcopy(unpatch_model(copy.deepcopy(model)).model.layers[0].mlp.up_proj)
+    return batch
+
+
+def eager(model: Any, batch: Batch) -> Batch:
+    model.config._attn_implementation = "eager"
+    return batch
+
+
+# what makes the first layer go leaf by leaf
+LEAF_BY_LEAF: dict[str, Callable[[Any, Batch], Batch]] = {
+    "a hook inside": hook, "a forward of its own": own_forward, "a child that was exchanged": exchanged,
+    "a filled cache": filled_cache, "eager attention": eager,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LEAF_BY_LEAF)
+def test_calls_that_go_leaf_by_leaf(what: str) -> None:
+    leaves, programs = pair("llama")
+    batches = [LEAF_BY_LEAF[what](model, BY_NAME["llama"].make_batch()) for model in (leaves, programs)]
+    before = calls(programs)[0]
+    (loss, grads), (expected, wanted) = step(programs, batches[1]), step(leaves, batches[0])
+    assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
+    assert calls(programs)[0] == before
+
+
+def test_autocast_and_no_grad_go_leaf_by_leaf() -> None:
+    leaves, programs = pair("llama")
+    batch = BY_NAME["llama"].make_batch("right")
+    assert_same(programs, leaves, batch, "autocast")
+    with torch.no_grad():
+        assert torch.equal(programs(**batch).logits, leaves(**batch).logits)
+    assert calls(programs) == [0, 0]
+
+
+def test_adapters_go_leaf_by_leaf() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
+    models = []
+    for options in (CompressionConfig(), PROGRAMS):
+        torch.manual_seed(0)
+        models.append(peft.get_peft_model(patch_model(BY_NAME["llama"].build(), options), config))
+    assert_same(models[1], models[0], BY_NAME["llama"].make_batch("right"))
+
+
+def test_copies_files_and_unpatching() -> None:
+    leaves, programs = pair("llama")
+    batch = BY_NAME["llama"].make_batch()
+    file = io.BytesIO()
+    torch.save(programs, file)
+    file.seek(0)
+    for other in (copy.deepcopy(programs), torch.load(file, weights_only=False)):
+        before = calls(other)[0]
+        assert_same(other, leaves, batch)
+        assert calls(other)[0] == before + 1
+        inner = other.model.layers[0].actcompress.options[0].parts.q.module
+        assert inner is other.model.layers[0].self_attn.q_proj
+    assert calls(programs) == [0, 0]
+    stock = BY_NAME["llama"].build()
+    assert [type(m) for m in unpatch_model(programs).modules()] == [type(m) for m in stock.modules()]
+
+
+@pytest.mark.parametrize("preset", ("tempo", "fewbit"))
+def test_other_presets_go_leaf_by_leaf_and_the_report_says_why(preset: str) -> None:
+    options = {"programs": True, "mlp": "int8" if preset == "fewbit" else "identity"}
+    model = patch_model(BY_NAME["llama"].build(), CompressionConfig.from_preset(preset, **options))
+    notes = {row.note for row in patch_report(model).rows if row.role == "layer"}
+    assert notes == {"it keeps something through a codec; it runs leaf by leaf"}
+
+
+def test_the_report_names_programs_and_layers_without() -> None:
+    rows = [row for row in patch_report(pair("llama")[1]).rows if row.role == "layer"]
+    assert [row.variant for row in rows] == ["program", "program"]
+    model = patch_model(BY_NAME["bert"].build(), PROGRAMS)
+    rows = [row for row in patch_report(model).rows if row.role == "layer"]
+    assert {row.variant for row in rows} == {"leaf by leaf"} and "no program knows its structure" in rows[0].note
+
+
+class ScaledLayer(type(BY_NAME["llama"].build().model.layers[0])):  # type: ignore[misc]
+    """The same parts in another order of things: only trying it can tell."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, **kwargs) + 0.125 * hidden_states  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_does_something_else_is_not_proved() -> None:
+    model = BY_NAME["llama"].build()
+    for layer in model.model.layers:
+        layer.__class__ = ScaledLayer
+    expected = step(model, BY_NAME["llama"].make_batch())
+    patch_model(model, PROGRAMS)
+    (row, *_) = [row for row in patch_report(model).rows if row.role == "layer"]
+    assert row.variant == "leaf by leaf" and "found by a numeric probe" in row.note
+    assert torch.equal(step(model, BY_NAME["llama"].make_batch())[0], expected[0])
+
+
+def test_patching_draws_no_random_number_and_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_actcompress.programs import proof
+
+    model = BY_NAME["llama"].build()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    patch_model(model, PROGRAMS)
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(proof, "_prove", lambda *_: pytest.fail("asked again"))
+    patch_model(BY_NAME["llama"].build(), PROGRAMS)
