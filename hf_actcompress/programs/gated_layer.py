@@ -19,6 +19,9 @@ from ..modules.leaves import LinearMixin, RMSNormMixin
 from .program import Builder, Program
 from .steps import Add, GatedProduct, Heads, Linear, RMSNorm, Rope, Swap
 
+# the dictionary and the name under which each tensor is; None where there is none
+Places = tuple[tuple[dict[str, Any], str] | None, ...]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -144,16 +147,20 @@ def _add_norm(b: Builder, part: Part, y: str, x: str, weight: str) -> None:
     b.add(RMSNorm, y, x=x, weight=weight, rstd=rstd, eps=getattr(part.module, eps_name), variant=part.settings.variant)
 
 
-def weights_before(parts: GatedLayer) -> list[Any]:
-    """The tensors of the first program between x and the angles."""
-    layers = [part.module._parameters for part in (parts.q, parts.k, parts.v)]
-    norms = [part.module._parameters["weight"] if part else None for part in (parts.q_norm, parts.k_norm)]
-    weights, biases = [p["weight"] for p in layers], [p.get("bias") for p in layers]
-    return [parts.norm.module._parameters["weight"], *weights, *biases, *norms]
+def places_before(parts: GatedLayer) -> Places:
+    """Of the tensors of the first program between x and the angles."""
+    linears, norms = (parts.q, parts.k, parts.v), (parts.q_norm, parts.k_norm)
+    weights, biases = [_place(part, "weight") for part in linears], [_place(part, "bias") for part in linears]
+    return (_place(parts.norm, "weight"), *weights, *biases, *(_place(norm, "weight") for norm in norms))
 
 
-def weights_after(parts: GatedLayer) -> list[Any]:
-    """The tensors of the second program behind x."""
-    o, *mlp = (part.module._parameters for part in (parts.o, parts.gate, parts.up, parts.down))
-    norm = parts.mlp_norm.module._parameters["weight"]
-    return [o["weight"], o.get("bias"), norm, *(p["weight"] for p in mlp), *(p.get("bias") for p in mlp)]
+def places_after(parts: GatedLayer) -> Places:
+    """Of the tensors of the second program behind x."""
+    mlp = (parts.gate, parts.up, parts.down)
+    weights, biases = [_place(part, "weight") for part in mlp], [_place(part, "bias") for part in mlp]
+    output = _place(parts.o, "weight"), _place(parts.o, "bias")
+    return (*output, _place(parts.mlp_norm, "weight"), *weights, *biases)
+
+
+def _place(part: Part | None, name: str) -> tuple[dict[str, Any], str] | None:
+    return (part.module._parameters, name) if part is not None else None  # type: ignore[return-value]

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..models.attention import attention_forward
-from ..modules.base import HOOKS, PatchedModule, keeps_for_backward
+from ..modules.base import PatchedModule, keeps_for_backward
 from ..ops.autocast import autocast_dtype
 from ..private_apis import transforms_active
 from ..reference.device_rules import device_rules
-from .gated_layer import GatedLayer, Part, program_after, program_before, weights_after, weights_before
+from .gated_layer import GatedLayer, Places, places_after, places_before, program_after, program_before
 from .program import Program
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ else:
 
 # what the layer hands on to the attention, and what it looks at itself
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position"}
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_GLOBAL_HOOKS = tuple(
+    f"_global_{hooks}" for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+)
 
 
 class ProgramLayerMixin(_Module):
@@ -41,7 +43,7 @@ class ProgramLayerMixin(_Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
         if settings is not None and len(args) == 1:
-            y = settings.options[0].run(self, args[0], kwargs)
+            y = settings.options[0].run(args[0], kwargs)
             if y is not None:
                 return y
         return super().forward(*args, **kwargs)
@@ -53,6 +55,8 @@ class LayerPrograms:
 
     Attributes:
         keywords: The attention's own keywords -> what reads each off the attention module.
+        children: Each part as the entry of its parent's children that it was found in.
+        before_weights, after_weights: Where the tensors of each program are.
         calls: How many calls ran as programs.
     """
 
@@ -60,64 +64,73 @@ class LayerPrograms:
     before: Program
     after: Program
     keywords: Mapping[str, Callable[[Any], Any]]
+    children: tuple[tuple[dict[str, Any], str, nn.Module], ...]
+    before_weights: Places
+    after_weights: Places
     calls: int = 0
 
     @classmethod
     def of(cls, parts: GatedLayer, keywords: Mapping[str, str]) -> LayerPrograms:
         readers = {name: attrgetter(place) for name, place in keywords.items()}
-        return cls(parts, program_before(parts), program_after(parts), readers)
+        children = tuple((part.parent._modules, part.name, part.module) for part in parts.parts())
+        programs = program_before(parts), program_after(parts)
+        return cls(parts, *programs, readers, children, places_before(parts), places_after(parts))
 
-    def run(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    def run(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output; None for a call that goes leaf by leaf."""
         angles = kwargs.get("position_embeddings")
-        if not (kwargs.keys() <= _KNOWN and isinstance(angles, tuple) and self._knows(x, kwargs)):
+        if type(angles) is not tuple or not kwargs.keys() <= _KNOWN or not self._is_ordinary(x, kwargs):
             return None
-        before, after = weights_before(self.parts), weights_after(self.parts)
-        if not _plain(x, before) or not _plain(x, after) or not keeps_for_backward(x, *before, *after):
+        before, after = _tensors(self.before_weights), _tensors(self.after_weights)
+        if not (_plain(x, before) and _plain(x, after) and keeps_for_backward(x, *before, *after)):
             return None
         attention: Any = self.parts.attention.module
         q, k, v = self.before(x, *before, *angles)
         cache = kwargs.get("past_key_values")
         if cache is not None:
             k, v = cache.update(k, v, attention.layer_idx)
-        options = {name: place(attention) for name, place in self.keywords.items()}
-        heads, _ = attention_forward(
-            attention, q, k, v, kwargs.get("attention_mask"),
-            dropout=attention.attention_dropout if attention.training else 0.0, **options,
-        )  # fmt: skip
+        options = {name: read(attention) for name, read in self.keywords.items()}
+        dropout = attention.attention_dropout if attention.training else 0.0
+        heads, _ = attention_forward(attention, q, k, v, kwargs.get("attention_mask"), dropout=dropout, **options)
         self.calls += 1
         y: Tensor = self.after(heads.reshape(*x.shape[:-1], -1), x, *after)
         return y
 
-    def _knows(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether the call is an ordinary one in training, on a layer that nobody has changed or looks into."""
+    def _is_ordinary(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether it is a call in training, of a layer that nobody has changed or looks into."""
         if torch.compiler.is_compiling() or transforms_active() or device_rules() is not None:
             return False
-        if x.dim() != 3 or not x.numel() or autocast_dtype(x) is not None:
+        if x.dim() != 3 or not x.numel() or autocast_dtype(x) is not None or not self._is_unchanged():
             return False
-        if any(getattr(torch_module, hooks) for hooks in _GLOBAL_HOOKS) or not all(map(_unchanged, self.parts.parts())):
-            return False
+        attention: Any = self.parts.attention.module
         cache = kwargs.get("past_key_values")
-        if cache is not None and cache.get_seq_length(self.parts.attention.module.layer_idx) > 0:
+        if cache is not None and cache.get_seq_length(attention.layer_idx) > 0:
             return False
-        config = self.parts.attention.module.__dict__["config"]
-        return config._attn_implementation == "sdpa" and not getattr(config, "output_attentions", False)
+        return bool(attention.__dict__["config"]._attn_implementation == "sdpa")
+
+    def _is_unchanged(self) -> bool:
+        """Whether all parts are where they were and patched, and nobody wants to see one called."""
+        if any(getattr(torch_module, hooks) for hooks in _GLOBAL_HOOKS):
+            return False
+        for children, name, module in self.children:
+            state = module.__dict__
+            if children.get(name) is not module or "actcompress" not in state or "forward" in state:
+                return False
+            if state["_forward_hooks"] or state["_forward_pre_hooks"]:
+                return False
+            if state["_backward_hooks"] or state["_backward_pre_hooks"]:
+                return False
+        return True
 
 
-def _unchanged(part: Part) -> bool:
-    """Whether the child is the one that it was, is patched, and nobody wants to see it called."""
-    module = part.module
-    if part.parent._modules.get(part.name) is not module:
-        return False
-    state = module.__dict__
-    if "forward" in state or "_hf_hook" in state or state.get("actcompress") is None:
-        return False
-    return not any(state[hooks] for hooks in HOOKS)
+def _tensors(places: Places) -> list[Any]:
+    return [place[0].get(place[1]) if place is not None else None for place in places]
 
 
 def _plain(x: Tensor, weights: list[Any]) -> bool:
     """Whether all weights are plain parameters in x's dtype. ZeRO-3 gathers its own by hooks that only a call runs."""
+    dtype = x.dtype
     for w in weights:
-        if w is not None and (type(w) is not nn.Parameter or w.dtype != x.dtype or hasattr(w, "ds_id")):
+        if w is not None and (type(w) is not nn.Parameter or w.dtype != dtype or hasattr(w, "ds_id")):
             return False
     return True
