@@ -107,8 +107,7 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
         generators: From which the stochastic codecs draw.
     """
     _patch_leaves(model, config, prefix, generators)
-    if config.programs:
-        _install_programs(model, config, prefix, generators)
+    _install_programs(model, config, prefix, generators)
 
 
 def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
@@ -136,7 +135,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig, prefix: str, 
     """Let the layers that are proved run as programs; their leaves stay patched for the calls that do not."""
     for name, layer in list(_named(model, prefix)):
         patch_leaves = partial(_patch_leaves, config=config, prefix=name, generators=generators)
-        found = find_program(layer, patch_leaves) if settings_of(layer) is None else None
+        found = find_program(layer, config, patch_leaves) if settings_of(layer) is None else None
         if isinstance(found, Site):
             patch_instance(layer, found.mixin, found.settings)
 

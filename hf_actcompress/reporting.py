@@ -126,7 +126,7 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
             yield _patched(name, module, settings)
         elif (row := _left_alone(name, module, config)) is not None:
             yield row
-        elif config.programs and isinstance(found := find_program(module), Declined):
+        elif isinstance(found := find_program(module, config), Declined):
             yield PatchRow(name, type(module).__name__, found.role, "leaf by leaf", note=found.reason)
     for name, module in model.named_modules():
         if is_switched_on(module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..config import CompressionConfig
 from ..models.sites import Declined, Site
 from ..modules.base import Settings
 from .gated_layer import GatedLayer, find_parts
@@ -17,15 +18,20 @@ from .proof import PatchLeaves, prove
 __all__ = ["find_program"]
 
 
-def find_program(layer: nn.Module, patch_leaves: PatchLeaves | None = None) -> Site | Declined | None:
-    """The site of a layer that runs as programs; why not; None for what is no layer.
+def find_program(
+    layer: nn.Module, config: CompressionConfig, patch_leaves: PatchLeaves | None = None
+) -> Site | Declined | None:
+    """The site of a layer that runs as programs; why not; None for what is no layer, or if nobody asked for programs.
 
     Args:
         layer: Its leaves are patched.
+        config: What they were patched with.
         patch_leaves: Patches the leaves of a module in the same way, for the proof; None: what has been proved counts.
     """
-    if not isinstance(layer, GradientCheckpointingLayer):
+    if not config.programs or not isinstance(layer, GradientCheckpointingLayer):
         return None
+    if config.drop_padding:
+        return _leaf_by_leaf("programs keep padding rows, which drop_padding=True does not want")
     parts = find_parts(layer)
     if not isinstance(parts, GatedLayer):
         return _leaf_by_leaf(parts or "no program knows its structure")

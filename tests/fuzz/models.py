@@ -27,7 +27,11 @@ def weight_dtype(case: Case) -> torch.dtype:
 def config_of(case: Case) -> CompressionConfig:
     """The config that the case's model is patched with."""
     return CompressionConfig.from_preset(
-        case.preset, drop_padding=case.drop_padding, loss_head=case.loss_head, logits=case.keep_logits
+        case.preset,
+        drop_padding=case.drop_padding,
+        loss_head=case.loss_head,
+        logits=case.keep_logits,
+        programs=case.programs,
     )
 
 
