@@ -61,7 +61,8 @@ def _same(module: nn.Module, stock: Callable[..., Any], roundings: _Dtypes) -> b
     k, v = (torch.randn(2, 2, 7, 16, generator=generator) for _ in range(2))
     try:
         with undisturbed():
-            return all(_same_in(dtype, probe, stock, roundings, q, k, v) for dtype in DTYPES)
+            same = all(_same_in(dtype, probe, stock, roundings, q, k, v) for dtype in DTYPES)
+            return same and _same_under_autocast(probe, stock, roundings, q, k, v)
     except REFUSALS:
         return False
 
@@ -82,6 +83,15 @@ def _same_in(dtype: torch.dtype, probe: Any, stock: Callable[..., Any], how: _Dt
         if not all(map(same_bits, _attend(q, k, v, mask, 0.25, 0.0, how, IDENTITY), expected)):
             return False
     return True
+
+
+def _same_under_autocast(probe: Any, stock: Callable[..., Any], how: _Dtypes, *heads: Tensor) -> bool:
+    """Rotary angles make q and k wider than v: there it shows to which of their dtypes the probabilities are cast."""
+    q, k, v = heads
+    with torch.autocast("cpu", torch.bfloat16):
+        heads = q, k, v.bfloat16()
+        expected = stock(probe, *heads, None, scaling=0.25, dropout=0.0)
+        return all(map(same_bits, _attend(*heads, None, 0.25, 0.0, how, IDENTITY), expected))
 
 
 def _attend(

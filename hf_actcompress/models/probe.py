@@ -43,7 +43,7 @@ def takes_one_tensor(module: nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2
 
 
-class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises before a random number is drawn, in this thread."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,7 +58,7 @@ def undisturbed() -> Iterator[None]:
 
     Putting the generator back instead would take back what another thread has drawn meanwhile.
     """
-    with torch.no_grad(), _NoDraws(), torch.autocast("cpu", enabled=False):  # type: ignore[no-untyped-call]
+    with torch.no_grad(), NoDraws(), torch.autocast("cpu", enabled=False):  # type: ignore[no-untyped-call]
         if torch.cuda.is_available():
             with torch.autocast("cuda", enabled=False):
                 yield

@@ -52,14 +52,14 @@ def prove(layer: nn.Module, parts: GatedLayer, patch_leaves: PatchLeaves | None)
         try:
             with _undisturbed():
                 _proved[key] = _prove(layer, config, attention.layer_idx, patch_leaves)
-        except REFUSALS as error:
+        except (*REFUSALS, StopIteration) as error:
             _proved[key] = f"a tiny layer of its class cannot be tried: {type(error).__name__}: {str(error)[:100]}"
     return _proved[key]
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Gradients on, autocast off, real tensors on the CPU, whatever the patching runs under."""
+    """Gradients on, autocast off, real tensors on the CPU, no random number, whatever the patching runs under."""
     with (
         unset_fake_temporarily(),
         torch.device("cpu"),
@@ -110,11 +110,17 @@ def _tiny(kind: Any, config: Any, layer_idx: int) -> nn.Module:
     if next(layer.buffers(), None) is not None:
         raise ValueError("it has buffers")
     layer = layer.to_empty(device="cpu").to(torch.float32).train()
+    # a program hands it on to the attention, which draws where stock draws
+    _attention_of(layer).attention_dropout = 0.0
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         with torch.no_grad():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
     return layer
+
+
+def _attention_of(layer: nn.Module) -> Any:
+    return next(child for child in layer.children() if hasattr(child, "attention_dropout"))
 
 
 def _call(dtype: torch.dtype, masked: bool) -> tuple[Tensor, dict[str, Any]]:
@@ -159,7 +165,7 @@ AttentionInterface.register(_SPY, _spy)
 
 def _keywords(layer: Any) -> Keywords | str:
     """Which keywords the layer's attention hands to the attention interface, and where it has them from."""
-    attention: Any = next(child for child in layer.children() if hasattr(child, "layer_idx"))
+    attention = _attention_of(layer)
     before = attention.config._attn_implementation
     attention.config._attn_implementation = _SPY
     x, kwargs = _call(torch.float32, False)

@@ -15,6 +15,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from hf_actcompress import patch_model, patch_report, unpatch_model
 from hf_actcompress.models.probe import DTYPES
 from hf_actcompress.modules.base import PatchedModule
+from tests.families import BY_NAME
 
 WIDTH = 24
 
@@ -151,3 +152,19 @@ def test_generators_and_buffers_are_as_before() -> None:
     state = torch.get_rng_state()
     patch_model(norm, strict=False)
     assert torch.equal(torch.get_rng_state(), state) and norm.calls == 0
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.1))
+@pytest.mark.parametrize("name", ("llama", "qwen2", "bert", "gpt2-gelu-tanh", "vit"))
+def test_eager_attention_under_autocast(name: str, dropout: float) -> None:
+    """Rotary angles make the query wider than the value: the probabilities are dropped in the dtype of one of them."""
+    stock = BY_NAME[name].build(dropout=dropout, attn_implementation="eager")
+    ours = patch_model(copy.deepcopy(stock), "tempo")
+    batch = BY_NAME[name].make_batch("none")
+    losses = []
+    for model in (stock, ours):
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(**batch).loss)
+    assert any(row.role == "attention" and row.variant == "eager" for row in patch_report(ours).patched)
+    assert torch.equal(*losses)

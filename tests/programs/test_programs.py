@@ -280,13 +280,28 @@ def test_a_layer_that_does_something_else_is_not_proved() -> None:
     assert torch.equal(step(model, BY_NAME["llama"].make_batch())[0], expected[0])
 
 
-def test_patching_draws_no_random_number_and_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_family
+def test_attention_dropout(name: str) -> None:
+    leaves, programs = pair(name, dropout=0.1)
+    batch = BY_NAME[name].make_batch("right")
+    results = []
+    for model in (leaves, programs):
+        torch.manual_seed(5)
+        results.append(step(model, batch))
+    (loss, grads), (expected, wanted) = results
+    assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
+    assert calls(programs) == [1, 1]
+
+
+@pytest.mark.parametrize("dropout", (0.0, 0.1))
+def test_patching_draws_no_random_number_and_asks_once(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_actcompress.programs import proof
 
-    model = BY_NAME["llama"].build()
+    model = BY_NAME["llama"].build(dropout=dropout)
+    monkeypatch.setattr(proof, "_proved", {})
     torch.manual_seed(3)
     before = torch.get_rng_state()
     patch_model(model, PROGRAMS)
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(proof, "_prove", lambda *_: pytest.fail("asked again"))
-    patch_model(BY_NAME["llama"].build(), PROGRAMS)
+    patch_model(BY_NAME["llama"].build(dropout=dropout), PROGRAMS)
