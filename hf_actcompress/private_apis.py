@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 
@@ -30,6 +31,7 @@ __all__ = [
     "current_backward",
     "delayed_error",
     "fused_attention_choice",
+    "hooks_on_every_module",
     "innermost_saved_tensor_hooks",
     "not_a_view",
     "run_backward",
@@ -99,6 +101,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.nn.Linear(1, 1)._buffers", _T, "a probe's copy has buffers of its own"),
     PrivateAPI("torch.nn.Linear(1, 1)._modules", _T, "children by name: probes on stand-ins, what came since patching"),
     PrivateAPI("torch.nn.Linear(1, 1)._forward_hooks", _T, "whether somebody wants to see a module called"),
+    *(PrivateAPI(f"torch.nn.modules.module._global_{kind}", _T, "whether somebody wants to see every module called")
+      for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")),
     PrivateAPI("torch.nn.Linear(1, 1)._compiled_call_impl", _T, "whether module.compile() came before patch_model"),
     PrivateAPI("torch.nn.Linear(1, 1)._call_impl", _T, "memory_report: whether a frame on the stack is a module's"),
     PrivateAPI("torch.nn.Linear(1, 1)._get_name", _T, "the name in repr(model)"),
@@ -146,6 +150,13 @@ def delayed_error(message: str, count: int) -> Callable[..., tuple[Tensor, ...]]
 def transforms_active() -> bool:
     """Whether torch.func transforms or forward-mode differentiation are on."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def hooks_on_every_module() -> bool:
+    """Whether somebody wants to see every module called (`register_module_forward_hook` and its kin)."""
+    of = torch_module
+    forward = of._global_forward_hooks or of._global_forward_pre_hooks
+    return bool(forward or of._global_backward_hooks or of._global_backward_pre_hooks)
 
 
 def fused_attention_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> int:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from ..models.attention import attention_forward
 from ..modules.base import PatchedModule, keeps_for_backward
 from ..ops.autocast import autocast_dtype
-from ..private_apis import transforms_active
+from ..private_apis import hooks_on_every_module, transforms_active
 from ..reference.device_rules import device_rules
 from .gated_layer import GatedLayer, Places, places_after, places_before, program_after, program_before
 from .program import Program
@@ -32,9 +31,6 @@ else:
 
 # what the layer hands on to the attention, and what it looks at itself
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position"}
-_GLOBAL_HOOKS = tuple(
-    f"_global_{hooks}" for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-)
 
 
 class ProgramLayerMixin(_Module):
@@ -110,7 +106,7 @@ class LayerPrograms:
 
     def _is_unchanged(self) -> bool:
         """Whether all parts are where they were and patched, and nobody wants to see one called."""
-        if any(getattr(torch_module, hooks) for hooks in _GLOBAL_HOOKS):
+        if hooks_on_every_module():
             return False
         for children, name, module in self.children:
             state = module.__dict__

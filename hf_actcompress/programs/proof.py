@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -34,6 +35,8 @@ _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_va
 _SPY = "hf_actcompress_spy"
 
 _proved: dict[tuple[Any, ...], Keywords | str] = {}
+# one at a time: what an attention was called with is noted in one place
+_proving = threading.RLock()
 
 
 def prove(layer: nn.Module, parts: GatedLayer, patch_leaves: PatchLeaves | None) -> Keywords | str:
@@ -48,13 +51,18 @@ def prove(layer: nn.Module, parts: GatedLayer, patch_leaves: PatchLeaves | None)
     key = (stock_type(layer), of_parts, json.dumps(told, default=str, sort_keys=True), attention.layer_idx)
     if key not in _proved and patch_leaves is None:
         return "it has not been tried"
-    if key not in _proved and patch_leaves is not None:
-        try:
-            with _undisturbed():
-                _proved[key] = _prove(layer, config, attention.layer_idx, patch_leaves)
-        except (*REFUSALS, StopIteration) as error:
-            _proved[key] = f"a tiny layer of its class cannot be tried: {type(error).__name__}: {str(error)[:100]}"
-    return _proved[key]
+    with _proving:
+        if key not in _proved and patch_leaves is not None:
+            _proved[key] = _proof(layer, config, attention.layer_idx, patch_leaves)
+        return _proved[key]
+
+
+def _proof(layer: nn.Module, config: Any, layer_idx: int, patch_leaves: PatchLeaves) -> Keywords | str:
+    try:
+        with _undisturbed():
+            return _prove(layer, config, layer_idx, patch_leaves)
+    except (*REFUSALS, StopIteration) as error:
+        return f"a tiny layer of its class cannot be tried: {type(error).__name__}: {str(error)[:100]}"
 
 
 @contextmanager

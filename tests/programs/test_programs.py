@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,11 @@ def filled_cache(model: Any, batch: Batch) -> Batch:
     return {"input_ids": batch["input_ids"][:, 4:], "past_key_values": cache, "labels": batch["labels"][:, 4:]}
 
 
+def hook_everywhere(model: Any, batch: Batch) -> Batch:
+    nn.modules.module.register_module_forward_hook(lambda *_: None)
+    return batch
+
+
 def own_forward(model: Any, batch: Batch) -> Batch:
     projection = model.model.layers[0].self_attn.q_proj
     projection.forward = projection.forward
@@ -189,13 +195,14 @@ def eager(model: Any, batch: Batch) -> Batch:
 
 # what makes the first layer go leaf by leaf
 LEAF_BY_LEAF: dict[str, Callable[[Any, Batch], Batch]] = {
-    "a hook inside": hook, "a forward of its own": own_forward, "a child that was exchanged": exchanged,
+    "a hook inside": hook, "a hook on every module": hook_everywhere, "a forward of its own": own_forward, "a child that was exchanged": exchanged,
     "a filled cache": filled_cache, "eager attention": eager,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", LEAF_BY_LEAF)
-def test_calls_that_go_leaf_by_leaf(what: str) -> None:
+def test_calls_that_go_leaf_by_leaf(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
     leaves, programs = pair("llama")
     batches = [LEAF_BY_LEAF[what](model, BY_NAME["llama"].make_batch()) for model in (leaves, programs)]
     before = calls(programs)[0]
