@@ -195,9 +195,13 @@ def eager(model: Any, batch: Batch) -> Batch:
 
 # what makes the first layer go leaf by leaf
 LEAF_BY_LEAF: dict[str, Callable[[Any, Batch], Batch]] = {
-    "a hook inside": hook, "a hook on every module": hook_everywhere, "a forward of its own": own_forward, "a child that was exchanged": exchanged,
-    "a filled cache": filled_cache, "eager attention": eager,
-}  # fmt: skip
+    "a hook inside": hook,
+    "a hook on every module": hook_everywhere,
+    "a forward of its own": own_forward,
+    "a child that was exchanged": exchanged,
+    "a filled cache": filled_cache,
+    "eager attention": eager,
+}
 
 
 @pytest.mark.parametrize("what", LEAF_BY_LEAF)
