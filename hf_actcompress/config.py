@@ -59,10 +59,10 @@ class CompressionConfig:
             checkpointing (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer
             is computed again from what was stored.
         programs: Run layers as programs: half a layer in one autograd Function, with the same bytes, values and
-            gradients, for less of the host's time (recipes/host_time.py). So far exact pre-norm layers with a gated MLP (Llama, Mistral,
-            Qwen, Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not
-            ordinary ones (autocast, hooks, adapters, a filled cache), run leaf by leaf. A half hands its weights'
-            gradients on together, which raises the peak of gradient accumulation by what they take.
+            gradients, for less of the host's time. So far exact pre-norm layers with a gated MLP (Llama, Mistral, Qwen,
+            Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not ordinary ones
+            (autocast, hooks, adapters, a filled cache), run leaf by leaf. A half hands its weights' gradients on
+            together, which raises the peak of gradient accumulation by what they take.
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role, or
