@@ -108,8 +108,7 @@ class Linear(Step):
         return (self.x, self.weight) if self.bias is None else (self.x, self.weight, self.bias)
 
     def needs(self, wanted: frozenset[int]) -> tuple[int, ...]:
-        kept = ((self.weight,) if self.x in wanted else ()) + ((self.x,) if self.weight in wanted else ())
-        return kept
+        return ((self.weight,) if self.x in wanted else ()) + ((self.x,) if self.weight in wanted else ())
 
     def forward(self, v: Values) -> None:
         bias = None if self.bias is None else v[self.bias]
@@ -132,12 +131,10 @@ class Linear(Step):
 
 
 @dataclass(frozen=True)
-class Heads(Step):
-    """y [B, S, H, D] of x [B, S, H * D], or [B, H, S, D] if `swap`; a view."""
+class OfOne(Step):
+    """A step of one value whose gradient needs nothing of it; made again in backward."""
 
     x: int
-    size: int
-    swap: bool
     rebuilt: ClassVar[bool] = True
 
     def inputs(self) -> tuple[int, ...]:
@@ -145,6 +142,14 @@ class Heads(Step):
 
     def needs(self, wanted: frozenset[int]) -> tuple[int, ...]:
         return ()
+
+
+@dataclass(frozen=True)
+class Heads(OfOne):
+    """y [B, S, H, D] of x [B, S, H * D], or [B, H, S, D] if `swap`; a view."""
+
+    size: int
+    swap: bool
 
     def forward(self, v: Values) -> None:
         x = v[self.x]
@@ -157,17 +162,8 @@ class Heads(Step):
 
 
 @dataclass(frozen=True)
-class Swap(Step):
+class Swap(OfOne):
     """y [B, H, S, D] of x [B, S, H, D]; a view."""
-
-    x: int
-    rebuilt: ClassVar[bool] = True
-
-    def inputs(self) -> tuple[int, ...]:
-        return (self.x,)
-
-    def needs(self, wanted: frozenset[int]) -> tuple[int, ...]:
-        return ()
 
     def forward(self, v: Values) -> None:
         v[self.y] = v[self.x].transpose(1, 2)
@@ -177,16 +173,11 @@ class Swap(Step):
 
 
 @dataclass(frozen=True)
-class Rope(Step):
+class Rope(OfOne):
     """y = x turned by the angles cos and sin [B or 1, S, D]; x [B, H, S, D]."""
 
-    x: int
     cos: int
     sin: int
-    rebuilt: ClassVar[bool] = True
-
-    def inputs(self) -> tuple[int, ...]:
-        return (self.x,)
 
     def needs(self, wanted: frozenset[int]) -> tuple[int, ...]:
         return (self.cos, self.sin)
@@ -196,10 +187,9 @@ class Rope(Step):
         v[self.y] = implementation("rope_fwd", x)(x, v[self.cos].unsqueeze(1), v[self.sin].unsqueeze(1))
 
     def backward(self, v: Values, g: Values, wanted: frozenset[int]) -> None:
-        if self.x in wanted:
-            dy = g[self.y]
-            backward = implementation("rope_bwd", dy)
-            add_gradient(g, self.x, backward(dy, v[self.cos].unsqueeze(1), v[self.sin].unsqueeze(1), dy.dtype))
+        dy = g[self.y]
+        backward = implementation("rope_bwd", dy)
+        add_gradient(g, self.x, backward(dy, v[self.cos].unsqueeze(1), v[self.sin].unsqueeze(1), dy.dtype))
 
 
 @dataclass(frozen=True)
@@ -236,7 +226,6 @@ class Add(Step):
 
     a: int
     b: int
-    rebuilt: ClassVar[bool] = False
 
     def inputs(self) -> tuple[int, ...]:
         return (self.a, self.b)

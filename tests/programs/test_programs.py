@@ -1,45 +1,20 @@
-"""Layers that run as programs: the bits and bytes of the leaf path, which runs where programs do not fit."""
+"""Layers that run as programs: the bits and bytes of the leaf path."""
 
 from __future__ import annotations
 
 import copy
 import io
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache
 
-from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
+from hf_actcompress import patch_model, unpatch_model
 from hf_actcompress.memory.allocator import kept_bytes
 from hf_actcompress.records import live_entries
-from tests.families import BY_NAME, Batch, step
-
-PROGRAMS = CompressionConfig(programs=True)
-NAMES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
-MODES = ("fp32", "bf16")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-every_family = pytest.mark.parametrize("name", NAMES)
-
-
-def pair(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """The same weights leaf by leaf and as programs."""
-    model = BY_NAME[name].build(dtype, **options)
-    return patch_model(model), patch_model(copy.deepcopy(unpatch_model(copy.deepcopy(model))), PROGRAMS)
-
-
-def calls(model: nn.Module) -> list[int]:
-    """How often each layer has run as programs."""
-    return [layer.actcompress.options[0].calls for layer in model.model.layers]  # type: ignore[union-attr, operator]
-
-
-def assert_same(model: Any, other: Any, batch: Batch, mode: str = "fp32") -> None:
-    (loss, grads), (other_loss, other_grads) = step(model, batch, mode), step(other, batch, mode)
-    assert torch.equal(loss, other_loss) and grads.keys() == other_grads.keys()
-    assert all(torch.equal(grads[name], x) for name, x in other_grads.items())
+from tests.families import BY_NAME, step
+from tests.programs.pairs import DTYPES, MODES, PROGRAMS, assert_same, calls, every_family, pair
 
 
 @every_family
@@ -160,80 +135,6 @@ def test_a_cache_that_is_empty() -> None:
     assert torch.equal(*losses) and calls(programs) == [1, 1]
 
 
-def hook(model: Any, batch: Batch) -> Batch:
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    return batch
-
-
-def filled_cache(model: Any, batch: Batch) -> Batch:
-    with torch.no_grad():
-        cache = model(input_ids=batch["input_ids"][:, :4], use_cache=True).past_key_values
-    assert isinstance(cache, DynamicCache)
-    return {"input_ids": batch["input_ids"][:, 4:], "past_key_values": cache, "labels": batch["labels"][:, 4:]}
-
-
-def hook_everywhere(model: Any, batch: Batch) -> Batch:
-    nn.modules.module.register_module_forward_hook(lambda *_: None)
-    return batch
-
-
-def own_forward(model: Any, batch: Batch) -> Batch:
-    projection = model.model.layers[0].self_attn.q_proj
-    projection.forward = projection.forward
-    return batch
-
-
-def exchanged(model: Any, batch: Batch) -> Batch:
-    model.model.layers[0].mlp.up_proj = copy.deepcopy(unpatch_model(copy.deepcopy(model)).model.layers[0].mlp.up_proj)
-    return batch
-
-
-def eager(model: Any, batch: Batch) -> Batch:
-    model.config._attn_implementation = "eager"
-    return batch
-
-
-# what makes the first layer go leaf by leaf
-LEAF_BY_LEAF: dict[str, Callable[[Any, Batch], Batch]] = {
-    "a hook inside": hook,
-    "a hook on every module": hook_everywhere,
-    "a forward of its own": own_forward,
-    "a child that was exchanged": exchanged,
-    "a filled cache": filled_cache,
-    "eager attention": eager,
-}
-
-
-@pytest.mark.parametrize("what", LEAF_BY_LEAF)
-def test_calls_that_go_leaf_by_leaf(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.modules.module, "_global_forward_hooks", OrderedDict())
-    leaves, programs = pair("llama")
-    batches = [LEAF_BY_LEAF[what](model, BY_NAME["llama"].make_batch()) for model in (leaves, programs)]
-    before = calls(programs)[0]
-    (loss, grads), (expected, wanted) = step(programs, batches[1]), step(leaves, batches[0])
-    assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
-    assert calls(programs)[0] == before
-
-
-def test_autocast_and_no_grad_go_leaf_by_leaf() -> None:
-    leaves, programs = pair("llama")
-    batch = BY_NAME["llama"].make_batch("right")
-    assert_same(programs, leaves, batch, "autocast")
-    with torch.no_grad():
-        assert torch.equal(programs(**batch).logits, leaves(**batch).logits)
-    assert calls(programs) == [0, 0]
-
-
-def test_adapters_go_leaf_by_leaf() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2, init_lora_weights=False)
-    models = []
-    for options in (CompressionConfig(), PROGRAMS):
-        torch.manual_seed(0)
-        models.append(peft.get_peft_model(patch_model(BY_NAME["llama"].build(), options), config))
-    assert_same(models[1], models[0], BY_NAME["llama"].make_batch("right"))
-
-
 def test_copies_files_and_unpatching() -> None:
     leaves, programs = pair("llama")
     batch = BY_NAME["llama"].make_batch()
@@ -249,46 +150,6 @@ def test_copies_files_and_unpatching() -> None:
     assert calls(programs) == [0, 0]
     stock = BY_NAME["llama"].build()
     assert [type(m) for m in unpatch_model(programs).modules()] == [type(m) for m in stock.modules()]
-
-
-@pytest.mark.parametrize("preset", ("tempo", "fewbit"))
-def test_other_presets_go_leaf_by_leaf_and_the_report_says_why(preset: str) -> None:
-    options = {"programs": True, "mlp": "int8" if preset == "fewbit" else "identity"}
-    model = patch_model(BY_NAME["llama"].build(), CompressionConfig.from_preset(preset, **options))
-    notes = {row.note for row in patch_report(model).rows if row.role == "layer"}
-    assert notes == {"it keeps something through a codec; it runs leaf by leaf"}
-
-
-def test_padding_that_is_dropped_goes_leaf_by_leaf() -> None:
-    model = patch_model(BY_NAME["llama"].build(), CompressionConfig(programs=True, drop_padding=True))
-    (note,) = {row.note for row in patch_report(model).rows if row.role == "layer"}
-    assert "drop_padding" in note and not any(hasattr(layer, "actcompress") for layer in model.model.layers)
-
-
-def test_the_report_names_programs_and_layers_without() -> None:
-    rows = [row for row in patch_report(pair("llama")[1]).rows if row.role == "layer"]
-    assert [row.variant for row in rows] == ["program", "program"]
-    model = patch_model(BY_NAME["bert"].build(), PROGRAMS)
-    rows = [row for row in patch_report(model).rows if row.role == "layer"]
-    assert {row.variant for row in rows} == {"leaf by leaf"} and "no program knows its structure" in rows[0].note
-
-
-class ScaledLayer(type(BY_NAME["llama"].build().model.layers[0])):  # type: ignore[misc]
-    """The same parts in another order of things: only trying it can tell."""
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        return super().forward(hidden_states, **kwargs) + 0.125 * hidden_states  # type: ignore[no-any-return]
-
-
-def test_a_layer_that_does_something_else_is_not_proved() -> None:
-    model = BY_NAME["llama"].build()
-    for layer in model.model.layers:
-        layer.__class__ = ScaledLayer
-    expected = step(model, BY_NAME["llama"].make_batch())
-    patch_model(model, PROGRAMS)
-    (row, *_) = [row for row in patch_report(model).rows if row.role == "layer"]
-    assert row.variant == "leaf by leaf" and "found by a numeric probe" in row.note
-    assert torch.equal(step(model, BY_NAME["llama"].make_batch())[0], expected[0])
 
 
 @every_family

@@ -1,0 +1,36 @@
+"""The same weights leaf by leaf and as programs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_actcompress import CompressionConfig, patch_model, unpatch_model
+from tests.families import BY_NAME, Batch, step
+
+PROGRAMS = CompressionConfig(programs=True)
+NAMES = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+MODES = ("fp32", "bf16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+every_family = pytest.mark.parametrize("name", NAMES)
+
+
+def pair(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """The same weights leaf by leaf and as programs."""
+    model = BY_NAME[name].build(dtype, **options)
+    return patch_model(model), patch_model(copy.deepcopy(unpatch_model(copy.deepcopy(model))), PROGRAMS)
+
+
+def calls(model: nn.Module) -> list[int]:
+    """How often each layer has run as programs."""
+    return [layer.actcompress.options[0].calls for layer in model.model.layers]  # type: ignore[union-attr, operator]
+
+
+def assert_same(model: Any, other: Any, batch: Batch, mode: str = "fp32") -> None:
+    (loss, grads), (other_loss, other_grads) = step(model, batch, mode), step(other, batch, mode)
+    assert torch.equal(loss, other_loss) and grads.keys() == other_grads.keys()
+    assert all(torch.equal(grads[name], x) for name, x in other_grads.items())
