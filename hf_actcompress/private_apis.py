@@ -7,14 +7,18 @@ are read where they are needed. `PRIVATE_APIS` lists all of them: for what, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
+from torch.fx import GraphModule
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
@@ -30,11 +34,17 @@ __all__ = [
     "at_end_of_backward",
     "current_backward",
     "delayed_error",
+    "fake_mode_of",
     "fused_attention_choice",
     "hooks_on_every_module",
+    "inductor_decompositions",
     "innermost_saved_tensor_hooks",
+    "min_cut_partition",
     "not_a_view",
+    "partitioner_ops",
+    "replace_random",
     "run_backward",
+    "tracing_for_compiler",
     "transforms_active",
     "unset_fake_temporarily",
     "without_torch_function",
@@ -111,6 +121,15 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.nn.modules.conv._ConvNd", _T, "convolutions that no rule knows, for the report"),
     PrivateAPI("torch.nn.modules.batchnorm._NormBase", _T, "batch norms that no rule knows, for the report"),
     PrivateAPI("torch.nn.DataParallel.replicate", _T, "calls _replicate_for_data_parallel, which we refuse by name"),
+    # torch.compile
+    PrivateAPI("torch._functorch.partitioners.min_cut_rematerialization_partition", _T, "divides a joint graph"),
+    PrivateAPI("torch._functorch.partitioners.get_default_op_list", _T, "which ops it takes for cheap, dear or random"),
+    PrivateAPI("torch._inductor.config.custom_partitioner_fn", _T, "our partition of patched models' graphs"),
+    PrivateAPI("torch._inductor.custom_graph_pass.CustomPartitionerFn", _T, "what that must be"),
+    PrivateAPI("torch._inductor.fx_passes.replace_random.replace_random_passes", _T, "random numbers as seeds"),
+    PrivateAPI("torch._inductor.decomposition.select_decomp_table", _T, "the ops of codecs as the compiler takes them"),
+    PrivateAPI("torch._dynamo.backends.common.aot_autograd", _T, 'the backend "hf_actcompress"'),
+    PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
     # transformers
     PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
     PrivateAPI("transformers.PreTrainedModel._supports_sdpa", _H, "whether to advise it"),
@@ -173,3 +192,46 @@ def not_a_view(y: Tensor) -> Tensor:
 ProfilerEvent = torch._C._profiler._EventType
 # a context in which the ops of tensor subclasses go past their `__torch_function__`
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """Torch's partition of a joint graph into forward and backward, which keeps the fewest bytes it can."""
+    graphs: tuple[GraphModule, GraphModule] = partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    return graphs
+
+
+@cache
+def partitioner_ops() -> Any:
+    """The sets of ops by which it decides: `recomputable_ops`, `compute_intensive_ops`, `random_ops`."""
+    return partitioners.get_default_op_list()  # type: ignore[no-untyped-call]
+
+
+def replace_random(graph: GraphModule) -> None:
+    """Random draws as Inductor compiles them: a seed, and numbers made from it."""
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
+
+    replace_random_passes(graph)
+
+
+def inductor_decompositions() -> Any:
+    """How Inductor takes ops apart before it compiles them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def fake_mode_of(x: Tensor) -> FakeTensorMode:
+    """The mode that a fake tensor was made under."""
+    assert isinstance(x, FakeTensor)
+    return x.fake_mode
+
+
+@contextmanager
+def tracing_for_compiler() -> Iterator[None]:
+    """`torch.compiler.is_compiling()` inside, for code that a backend traces itself."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -28,6 +28,7 @@ class AdapterMixin(_Module):
         cast_enabled = getattr(self, "cast_input_dtype_enabled", True)
         # below the first trainable layer x needs no gradient, but the adapters' weights need x
         settings = self.actcompress
-        if settings is None or not isinstance(x, Tensor) or not cast_enabled or not recording(x):
+        eager = not torch.compiler.is_compiling()
+        if settings is None or not isinstance(x, Tensor) or not cast_enabled or not eager or not recording(x):
             return super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
         return ops.cast(x, dtype, codec=settings.codec)

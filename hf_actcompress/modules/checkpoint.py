@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import compilation
 from ..codecs import Codec
 from ..records import kept_through
 from .base import PatchedModule, recording
@@ -38,7 +39,9 @@ class CheckpointInputMixin(PatchedModule):
 def _checkpoint(checkpoint: Callable[..., Any], codec: Codec, layer: Callable[..., Any], x: Any, *args: Any) -> Any:
     """``checkpoint(layer, x, *args)``, which runs on x and keeps ``codec.pack(x)``."""
     packable = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
-    if not packable or torch.compiler.is_compiling() or not recording(x):
+    if not packable or not recording(x):
         return checkpoint(layer, x, *args)
+    if torch.compiler.is_compiling():
+        return checkpoint(layer, compilation.keep(x, codec), *args)
     with kept_through(codec, x):
         return checkpoint(layer, x, *args)

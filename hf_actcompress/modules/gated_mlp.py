@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import compilation, ops
 from .base import PatchedModule, Settings, has_hooks, keeps_for_backward, only_tensor, settings_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class _GatedMLPMixin(_Module):
         activation, settings = settings_of(act), self.actcompress
         if activation is None or settings is None or has_hooks(act) or not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling():
+            return act(gate) * compilation.keep(up, settings.codec)  # type: ignore[no-any-return]
         stock, options = act.stock_forward(), activation.options
         return ops.gated_product(gate, up, stock, activation.variant, options, codec=settings.codec)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import compilation, ops
 from ..codecs import IDENTITY, Codec
 from ..reference import draws_like_any, linear_fwd
 from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor, recording
@@ -35,6 +35,8 @@ class LinearMixin(_Module):
         if not keeps_for_backward(x, weight, bias):
             return linear_fwd(x, weight, bias, transposed)
         derive = settings.keeps == "input"
+        if torch.compiler.is_compiling() and derive:
+            return super().forward(compilation.offer(x, settings.codec))  # type: ignore[no-any-return]
         return ops.linear(x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
 
 
@@ -48,6 +50,8 @@ class Conv2dMixin(_Module):
         weight, bias = self.weight, self.bias
         if not keeps_for_backward(x, weight, bias):
             return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
+        if torch.compiler.is_compiling() and settings.keeps == "input":
+            return super().forward(compilation.offer(x, settings.codec))  # type: ignore[no-any-return]
         # pixels, which need no gradient, are held by the batch as they are
         codec = settings.codec if x.requires_grad else IDENTITY
         derive = settings.keeps == "input"
@@ -69,6 +73,8 @@ class LayerNormMixin(_Module):
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         if settings.keeps == "output":
             return ops.layer_norm_output(x, self.normalized_shape, weight, bias, self.eps)
+        if torch.compiler.is_compiling():
+            return super().forward(compilation.keep(x, settings.codec))  # type: ignore[no-any-return]
         copy = is_sharded(self)
         return ops.layer_norm(x, self.normalized_shape, weight, bias, self.eps, codec=settings.codec, copy_affine=copy)
 
@@ -92,6 +98,8 @@ class RMSNormMixin(_Module):
         eps = getattr(self, eps_name)
         if settings.keeps == "output":
             return ops.rms_norm_output(x, weight, eps, settings.variant)
+        if torch.compiler.is_compiling():
+            return super().forward(compilation.keep(x, settings.codec))  # type: ignore[no-any-return]
         return ops.rms_norm(x, weight, eps, settings.variant, codec=settings.codec, copy_affine=is_sharded(self))
 
 
@@ -136,6 +144,8 @@ class ActivationMixin(_Module):
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or not keeps_for_backward(x):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling() and settings.keeps == "input":
+            return super().forward(compilation.keep(x, settings.codec))  # type: ignore[no-any-return]
         keep = ACTIVATION_OPS[settings.keeps]
         return keep(x, self.stock_forward(), settings.variant, settings.options, settings.codec)
 

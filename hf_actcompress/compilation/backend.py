@@ -1,0 +1,27 @@
+"""The backend "hf_actcompress": the graphs of a patched model run op by op, with nothing generated.
+
+It gives the values of eager mode and keeps what the compiled model keeps. For debugging, and for devices that Inductor
+does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from .partition import partition
+
+
+def backend(graph: GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+    """A backend of `torch.compile`. It takes no options."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def as_it_is(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        run: Callable[..., Any] = make_boxed_func(graph.forward)
+        return run
+
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=as_it_is, partition_fn=partition)(graph, inputs)
+    return compiled

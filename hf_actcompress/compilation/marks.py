@@ -1,0 +1,80 @@
+"""Marks: how a patched module that is being traced says which of its tensors backward reads, and how each is stored.
+
+A mark is a node in the traced graph. It computes nothing, and `partition.py` takes it out again. Because it is a node,
+it is part of the keys of torch's compile caches, so the graph of a stock model and that of a patched one are never taken
+for each other, and one preset is never taken for another.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs import CODECS, IDENTITY, Codec
+from .install import install
+
+_log = logging.getLogger(__name__)
+
+# what a mark asks for
+KEEP = "keep"  # if backward needs this tensor or what is made from it, keep it; do not compute it again
+OFFER = "offer"  # as the partitioner likes it; if it is kept, then through the codec
+RECOMPUTE = "recompute"  # never keep it: compute it again, also if it is a product
+
+_LIBRARY = torch.library.Library("hf_actcompress", "DEF")
+_LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")
+
+
+def keep(x: Tensor, codec: Codec = IDENTITY) -> Tensor:
+    """x [any shape], marked as a tensor that the eager op keeps through this codec. Only while a graph is traced."""
+    return _mark(x, KEEP, codec)
+
+
+def offer(x: Tensor, codec: Codec) -> Tensor:
+    """x [any shape], marked: if the partitioner keeps it, then through this codec."""
+    return x if codec == IDENTITY else _mark(x, OFFER, codec)
+
+
+def recompute(x: Tensor) -> Tensor:
+    """x [any shape], marked: computed again in backward whatever it costs, as the logits are."""
+    return _mark(x, RECOMPUTE, IDENTITY)
+
+
+def _mark(x: Tensor, wish: str, codec: Codec) -> Tensor:
+    y: Tensor = torch.ops.hf_actcompress.mark(x, wish, _NAMES[codec])
+    return y
+
+
+_NAMES = {codec: name for name, codec in CODECS.items()}
+
+
+@torch.library.register_fake("hf_actcompress::mark", lib=_LIBRARY)
+def _traced(x: Tensor, wish: str, codec: str) -> Tensor:
+    # every trace of a patched model comes by here, inside of the options of its own torch.compile
+    install()
+    return x.new_empty_strided(x.size(), x.stride())
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad, None, None
+
+
+torch.library.register_autograd("hf_actcompress::mark", _backward, lib=_LIBRARY)
+
+
+@torch.library.impl(_LIBRARY, "mark", "CompositeExplicitAutograd")
+def _run(x: Tensor, wish: str, codec: str) -> Tensor:
+    _say_unread()
+    # an op never returns its input: compilers reuse the memory
+    return x.clone()
+
+
+@cache
+def _say_unread() -> None:
+    _log.warning(
+        "a patched model was compiled by a backend that does not read what it keeps, so that it keeps what the backend "
+        'likes to: use backend="inductor" (the default), or backend="hf_actcompress" for the values of eager mode'
+    )

@@ -1,0 +1,110 @@
+"""Codecs in compiled graphs: what crosses from forward to backward is packed where it is made, and unpacked where
+backward first reads it. Both are traced into the graphs as plain torch ops, which the compiler fuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..codecs import CODECS, Codec
+from ..private_apis import fake_mode_of, inductor_decompositions, tracing_for_compiler
+from .policy import CODEC, made_by
+
+_Function = Callable[..., tuple[Tensor, ...]]
+
+
+def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> None:
+    """Change both graphs so that every saved value with a codec crosses packed.
+
+    Args:
+        outputs: How many of the first outputs of `forward` are the caller's; what follows is saved for backward.
+    """
+    output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
+    returned = list(output.args[0])  # type: ignore[arg-type]
+    read = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    saved: list[Any] = returned[:outputs]
+    changed = False
+    for x in returned[outputs:]:
+        codec = _codec_of(x)
+        if codec is None:
+            saved.append(x)
+            continue
+        tensors, meta = _pack(forward.graph, x, codec)
+        _unpack(backward.graph, read[x.name], tensors, codec, meta)
+        saved.extend(tensors)
+        changed = True
+    if changed:
+        output.args = (tuple(saved),)
+        output.meta.pop("desc", None)
+        for module in (forward, backward):
+            module.graph.eliminate_dead_code()
+            module.graph.lint()
+            module.recompile()
+
+
+def _codec_of(x: Any) -> Codec | None:
+    """The codec of a saved value; None: it is kept as it is."""
+    if not isinstance(x, Node) or not isinstance(x.meta.get("val"), Tensor):
+        return None
+    name = x.meta.get(CODEC) or made_by(x).meta.get(CODEC)
+    value = x.meta["val"]
+    return CODECS[name] if name and value.is_floating_point() and x.op != "placeholder" else None
+
+
+def _pack(graph: Graph, x: Node, codec: Codec) -> tuple[list[Node], object]:
+    """Nodes behind x that make what is kept of it, and the codec's static data."""
+    static: list[object] = []
+
+    def pack(value: Tensor) -> tuple[Tensor, ...]:
+        tensors, meta = codec.pack(value)
+        static.append(meta)
+        return tensors
+
+    nodes = _insert(graph, pack, [x], x.next)
+    for i, node in enumerate(nodes):
+        # backward has a node of that name, by which it is found
+        node.name = graph._graph_namespace.create_name(f"{x.name}_packed_{i}", node)
+    return nodes, static[-1]
+
+
+def _unpack(graph: Graph, x: Node, tensors: Sequence[Node], codec: Codec, meta: object) -> None:
+    """In place of the placeholder x those of `tensors`, and the value where it is first read."""
+    places = []
+    for tensor in tensors:
+        with graph.inserting_before(x):
+            place = graph.placeholder(tensor.name)
+        place.meta = dict(tensor.meta)
+        places.append(place)
+    if x.users:
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        first = min(x.users, key=order.__getitem__)
+        (value,) = _insert(graph, lambda *packed: (codec.unpack(packed, meta),), places, first)
+        x.replace_all_uses_with(value)
+    graph.erase_node(x)
+
+
+def _insert(graph: Graph, function: _Function, inputs: Sequence[Node], before: Node) -> list[Node]:
+    """Trace a function of tensors into the graph, in front of a node; the nodes of its results."""
+    traced = _trace(function, [node.meta["val"] for node in inputs])
+    places = (node for node in traced.graph.nodes if node.op == "placeholder")
+    known: dict[Node, Any] = dict(zip(places, inputs, strict=True))
+    with graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                return [known[result] for result in node.args[0]]
+            if node.op != "placeholder":
+                known[node] = graph.node_copy(node, lambda n: known[n])
+                known[node].meta = {"val": node.meta.get("val")}
+    raise AssertionError("a graph has an output")
+
+
+def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Tensor]) -> GraphModule:
+    with tracing_for_compiler(), fake_mode_of(values[0]), torch.no_grad():
+        # codecs write in place, graphs must not
+        return make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values)

@@ -1,0 +1,142 @@
+"""What a compiled graph keeps between forward and backward: the same tensors as the eager ops.
+
+Torch's partitioner looks for the cheapest set of tensors to keep, but it does not compute again what a product reads:
+outputs of norms, of activations and of dropout. Here every node that is pointwise, a view or a large reduction is told
+to be computed again, and the inputs of norms and activations, which the modules have marked, are told to stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..private_apis import partitioner_ops
+from .marks import KEEP, RECOMPUTE
+
+_MARK = torch.ops.hf_actcompress.mark.default
+# in `node.meta`: the name of the codec through which the value is kept
+CODEC = "actcompress_codec"
+# larger than those of checkpointed regions: what leaves such a region for one of our nodes stays, as in eager mode
+_REGION = 2**30
+# what a reduction must leave of its input to be computed again; the statistics of a norm or a softmax are kept
+_LARGE = 16
+# pointwise, reductions or compositions of them, under names that torch's own list lacks
+_CHEAP = {
+    "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_unsafe_view", "cat", "constant_pad_nd", "flip",
+    "glu", "inductor_random", "log_sigmoid_forward", "native_group_norm", "native_layer_norm", "repeat", "roll",
+    "select_scatter", "slice_scatter", "stack", "tril", "triu",
+}  # fmt: skip
+_VIEWS = {
+    "alias", "as_strided", "chunk", "detach", "expand", "permute", "reshape", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+}  # fmt: skip
+
+
+def has_marks(graph: Graph) -> bool:
+    """Whether this is the graph of a patched model."""
+    return any(node.target is _MARK for node in graph.nodes)
+
+
+def apply_policy(graph: Graph) -> None:
+    """Take the marks out, and tell torch's partitioner which nodes to compute again and which to keep."""
+    for node in list(graph.nodes):
+        if node.target is _MARK:
+            _take_out(graph, node)
+    in_backward = _after_tangents(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in in_backward and "recompute" not in node.meta and _is_cheap(node):
+            _tag(node)
+
+
+def _take_out(graph: Graph, mark: Node) -> None:
+    x, wish, codec = mark.args
+    assert isinstance(x, Node)
+    made = made_by(x)
+    # what checkpointing has decided stays decided
+    if wish == RECOMPUTE:
+        if "recompute" not in made.meta:
+            _tag(made)
+    else:
+        if wish == KEEP:
+            made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+        if codec != "identity" and not (wish != KEEP and CODEC in made.meta):
+            made.meta[CODEC] = codec
+    if any(user.op == "output" for user in mark.users):
+        # a graph does not return one tensor twice, or its own input
+        with graph.inserting_before(mark):
+            copy = graph.call_function(torch.ops.aten.clone.default, (x,))
+        copy.meta = {name: value for name, value in mark.meta.items()}
+        mark.replace_all_uses_with(copy, delete_user_cb=lambda user: user.op == "output")
+    mark.replace_all_uses_with(x)
+    graph.erase_node(mark)
+
+
+def _tag(node: Node) -> None:
+    node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.PREFER_RECOMPUTE, _REGION
+
+
+def made_by(x: Node) -> Node:
+    """The node that computes what x is a view of."""
+    while x.op == "call_function" and (_is_view(x) or _name(x) == "_unsafe_view"):
+        x = x.all_input_nodes[0]
+    return x
+
+
+def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and source.op == "call_function" and _is_view(source)
+    return _name(node) in _VIEWS
+
+
+def _after_tangents(graph: Graph) -> set[Node]:
+    """What is made from a gradient."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if "tangents" in str(node.target):
+                found.add(node)
+        elif any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_cheap(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return False
+    packet, ops = getattr(node.target, "overloadpacket", node.target), partitioner_ops()
+    if packet in ops.compute_intensive_ops or packet in ops.random_ops or _name(node) in _VIEWS:
+        return False
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    if not (pointwise or packet in ops.recomputable_ops or _name(node) in _CHEAP):
+        return False
+    return pointwise or not _is_statistic(node)
+
+
+def _is_statistic(node: Node) -> bool:
+    """Whether it makes little of much: that is cheap to keep, and dear to make again."""
+    sizes = [size for source in node.all_input_nodes for size in _sizes(source)]
+    return bool(sizes) and sum(_sizes(node)) * _LARGE <= max(sizes)
+
+
+def _sizes(node: Node) -> Iterator[int]:
+    value: Any = node.meta.get("val")
+    for x in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(x, torch.Tensor):
+            yield _numel(x)
+
+
+def _numel(x: torch.Tensor) -> int:
+    n: Any = x.numel()
+    node = getattr(n, "node", None)
+    return int(n if node is None else node.hint or 0)
+
+
+def _name(node: Node) -> str:
+    packet: Any = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet)).split(".")[-1]
