@@ -59,6 +59,7 @@ def _take_out(graph: Graph, mark: Node) -> None:
     made = made_by(x)
     # what checkpointing has decided stays decided
     if wish == RECOMPUTE:
+        made = made.all_input_nodes[0] if made.target is operator.getitem else made
         if "recompute" not in made.meta:
             _tag(made)
     else:

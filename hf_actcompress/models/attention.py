@@ -16,10 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .. import ops
+from .. import compilation, ops
 from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
-from ..modules.attention import ATTENTION_NAME
+from ..modules.attention import ATTENTION_NAME, renamed
 from ..modules.base import Settings, keeps_for_backward, settings_of
 from ..private_apis import fused_attention_choice
 from ..reference.device_rules import device_rules
@@ -51,7 +51,9 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     codec = CODECS[config.attention]
     if name == "sdpa":
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
-        settings = Settings("attention", "sdpa", codec=codec, keeps=keeps, config=module.__dict__["config"])
+        model_config = module.__dict__["config"]
+        options = () if codec == IDENTITY and keeps == "statistics" else (renamed(model_config),)
+        settings = Settings("attention", "sdpa", options, codec=codec, keeps=keeps, config=model_config)
         return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
         return find_eager(module, codec)
@@ -95,9 +97,12 @@ def attention_forward(
     keeps_more = recomputed or codec != IDENTITY
     keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
-    eager = not torch.compiler.is_compiling()
-    if not (keeps_more and plain and eager and keeps_for_backward(query, key, value, bias)):
+    if not (keeps_more and plain and keeps_for_backward(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias), None
+    if torch.compiler.is_compiling():
+        query, key, value = (compilation.keep(x, codec) for x in (query, key, value))
+        out = stock(query, key, value, attention_mask, bias)
+        return compilation.recompute(out) if recomputed else compilation.keep(out, codec), None
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
     fusable = cpu and dropout == 0 and bias is None and not recomputed
     if fusable and _fusable(query, key, value, attention_mask, causal):

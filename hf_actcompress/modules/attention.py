@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,10 +75,18 @@ class _ConfigView:
         return object.__getattribute__(self, "_config").__reduce_ex__(protocol)
 
 
+def renamed(config: Any) -> Any:
+    """A config that names our attention, for a compiler: it cannot trace the view."""
+    copied = copy.copy(config)
+    copied.__dict__["_attn_implementation_internal"] = ATTENTION_NAME
+    return copied
+
+
 class AttentionMixin(_Module):
     """The config is looked at through a view; the model's own is not touched and still builds the stock masks.
 
-    Variant: the implementation that is replaced, "sdpa" or "eager".
+    Variant: the implementation that is replaced, "sdpa" or "eager". Options: the config as a compiler sees it, where
+    our function has something to mark; nothing where the stock function does while a graph is traced.
     """
 
     @property
@@ -87,11 +96,14 @@ class AttentionMixin(_Module):
             return self.__dict__["config"]
         if torch.compiler.is_compiling():
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
-            return settings.config
+            traced = settings.config
+            named = settings.options and traced._attn_implementation == settings.variant
+            return settings.options[0] if named else traced
         return _ConfigView(self.__dict__["config"], settings.variant)
 
     @config.setter
     def config(self, config: Any) -> None:
         self.__dict__["config"] = config
         if self.actcompress is not None:
-            self.__dict__["actcompress"] = replace(self.actcompress, config=config)
+            options = (renamed(config),) if self.actcompress.options else ()
+            self.__dict__["actcompress"] = replace(self.actcompress, config=config, options=options)
