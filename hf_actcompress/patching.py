@@ -169,7 +169,6 @@ _WRAPPERS = {
     "DistributedDataParallel",
     "FSDPModule",
     "FullyShardedDataParallel",
-    "OptimizedModule",
 }
 
 
@@ -178,11 +177,10 @@ def _check(model: nn.Module) -> None:
         raise UnsupportedModelError(f"patch_model takes a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         kinds = {cls.__name__ for cls in type(module).__mro__}
-        compiled = getattr(module, "_compiled_call_impl", None) is not None
-        if kinds & _WRAPPERS or compiled:
+        if kinds & _WRAPPERS:
             raise UnsupportedModelError(
                 f"{name or 'the model'} is already wrapped ({type(module).__name__}); call patch_model before "
-                "Trainer, accelerator.prepare, DDP, fully_shard or torch.compile"
+                "Trainer, accelerator.prepare, DDP or fully_shard"
             )
     meta = next((name for name, p in model.named_parameters() if p.device.type == "meta"), None)
     if meta is not None:

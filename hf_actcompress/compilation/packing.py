@@ -28,18 +28,22 @@ def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> Non
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     returned = list(output.args[0])  # type: ignore[arg-type]
     read = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    together = _bases([x for x in returned[outputs:] if _codec_of(x) is not None])
     saved: list[Any] = returned[:outputs]
-    changed = False
+    unpacked: dict[Node, Node] = {}
     for x in returned[outputs:]:
         codec = _codec_of(x)
         if codec is None:
             saved.append(x)
             continue
-        tensors, meta = _pack(forward.graph, x, codec)
-        _unpack(backward.graph, read[x.name], tensors, codec, meta)
-        saved.extend(tensors)
-        changed = True
-    if changed:
+        base = together.get(x, x)
+        if base not in unpacked:
+            tensors, meta = _pack(forward.graph, base, codec)
+            users = [read[y.name] for y in returned[outputs:] if y is x or together.get(y) is base]
+            unpacked[base] = _unpack(backward.graph, base, read[x.name], users, tensors, codec, meta)
+            saved.extend(tensors)
+        _replace(backward.graph, read[x.name], unpacked[base], _views(x, base))
+    if len(unpacked):
         output.args = (tuple(saved),)
         output.meta.pop("desc", None)
         for module in (forward, backward):
@@ -55,6 +59,28 @@ def _codec_of(x: Any) -> Codec | None:
     name = x.meta.get(CODEC) or made_by(x).meta.get(CODEC)
     value = x.meta["val"]
     return CODECS[name] if name and value.is_floating_point() and x.op != "placeholder" else None
+
+
+def _bases(saved: Sequence[Node]) -> dict[Node, Node]:
+    """Those of the saved values that are views of one tensor -> that tensor: its memory is kept once, and packed once."""
+    of: dict[Node, list[Node]] = {}
+    for x in saved:
+        of.setdefault(made_by(x), []).append(x)
+    found: dict[Node, Node] = {}
+    for base, views in of.items():
+        fewer = base.meta["val"].numel() <= sum(x.meta["val"].numel() for x in views)
+        if len(views) > 1 and fewer and all(len(n.all_input_nodes) == 1 for x in views for n in _views(x, base)):
+            found.update(dict.fromkeys(views, base))
+    return found
+
+
+def _views(x: Node, base: Node) -> list[Node]:
+    """The nodes that make x of base, in order."""
+    chain: list[Node] = []
+    while x is not base:
+        chain.insert(0, x)
+        x = x.all_input_nodes[0]
+    return chain
 
 
 def _pack(graph: Graph, x: Node, codec: Codec) -> tuple[list[Node], object]:
@@ -73,19 +99,46 @@ def _pack(graph: Graph, x: Node, codec: Codec) -> tuple[list[Node], object]:
     return nodes, static[-1]
 
 
-def _unpack(graph: Graph, x: Node, tensors: Sequence[Node], codec: Codec, meta: object) -> None:
-    """In place of the placeholder x those of `tensors`, and the value where it is first read."""
+def _unpack(
+    graph: Graph, base: Node, x: Node, users: Sequence[Node], tensors: Sequence[Node], codec: Codec, meta: object
+) -> Node:
+    """Placeholders of the packed `tensors` before the placeholder x; `base`, made where one of `users` is read."""
     places = []
     for tensor in tensors:
         with graph.inserting_before(x):
             place = graph.placeholder(tensor.name)
         place.meta = dict(tensor.meta)
         places.append(place)
-    if x.users:
-        order = {node: i for i, node in enumerate(graph.nodes)}
-        first = min(x.users, key=order.__getitem__)
-        (value,) = _insert(graph, lambda *packed: (codec.unpack(packed, meta),), places, first)
-        x.replace_all_uses_with(value)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    first = min((reader for user in users for reader in user.users), key=order.__getitem__)
+    order_in_memory = _order(base.meta["val"])
+
+    def unpack(*packed: Tensor) -> tuple[Tensor]:
+        value = codec.unpack(packed, meta)
+        return (value if order_in_memory is None else _laid_out(value, order_in_memory),)
+
+    (value,) = _insert(graph, unpack, places, first)
+    return value
+
+
+def _order(x: Tensor) -> list[int] | None:
+    """The axes of x as they lie in memory; None for a contiguous tensor."""
+    return None if x.is_contiguous() else sorted(range(x.dim()), key=lambda i: (-int(x.stride(i)), i))
+
+
+def _laid_out(x: Tensor, order: list[int]) -> Tensor:
+    """x with its axes in memory in that order: what reads it was traced for such strides."""
+    return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
+
+
+def _replace(graph: Graph, x: Node, value: Node, views: Sequence[Node]) -> None:
+    """The value, seen through `views`, instead of the placeholder x."""
+    for view in views:
+        source = value
+        with graph.inserting_after(source):
+            value = graph.node_copy(view, lambda _, source=source: source)  # type: ignore[misc]
+        value.meta = {"val": view.meta["val"]}
+    x.replace_all_uses_with(value)
     graph.erase_node(x)
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .. import ops
+from .. import compilation, ops
 from ..ops.autocast import autocast_dtype
 from .base import keeps_for_backward, only_tensor
 from .leaves import LinearMixin
@@ -41,6 +42,9 @@ class HeadMixin(LinearMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
+        if torch.compiler.is_compiling():
+            y: Tensor = super().forward(*args, **kwargs)
+            return compilation.recompute(y) if settings is not None and keeps_for_backward(y) else y
         if x is None or settings is None or not any(head is self for head in _scope.heads):
             return super().forward(*args, **kwargs)
         # read once: a parametrisation computes the weight each time that it is read
