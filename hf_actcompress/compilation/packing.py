@@ -14,9 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..codecs import CODECS, Codec
 from ..private_apis import fake_mode_of, inductor_decompositions, tracing_for_compiler
-from .policy import CODEC, made_by
+from ..reference.bits import pack_mask, unpack_mask
+from .policy import CODEC, made_by, numel
 
 _Function = Callable[..., tuple[Tensor, ...]]
+# elements of a mask that is worth the trouble
+_MASK = 1024
 
 
 def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> None:
@@ -52,13 +55,28 @@ def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> Non
             module.recompile()
 
 
-def _codec_of(x: Any) -> Codec | None:
+class _Bits:
+    """Masks: 8 elements per byte instead of one."""
+
+    def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
+        return (pack_mask(x),), x.shape
+
+    def unpack(self, tensors: tuple[Tensor, ...], meta: Any) -> Tensor:
+        return unpack_mask(tensors[0], meta)
+
+
+_BITS = _Bits()
+
+
+def _codec_of(x: Any) -> Codec | _Bits | None:
     """The codec of a saved value; None: it is kept as it is."""
-    if not isinstance(x, Node) or not isinstance(x.meta.get("val"), Tensor):
+    value = x.meta.get("val") if isinstance(x, Node) and x.op != "placeholder" else None
+    if not isinstance(value, Tensor):
         return None
+    if value.dtype == torch.bool:
+        return _BITS if numel(value) >= _MASK else None
     name = x.meta.get(CODEC) or made_by(x).meta.get(CODEC)
-    value = x.meta["val"]
-    return CODECS[name] if name and value.is_floating_point() and x.op != "placeholder" else None
+    return CODECS[name] if name and value.is_floating_point() else None
 
 
 def _bases(saved: Sequence[Node]) -> dict[Node, Node]:
@@ -83,7 +101,7 @@ def _views(x: Node, base: Node) -> list[Node]:
     return chain
 
 
-def _pack(graph: Graph, x: Node, codec: Codec) -> tuple[list[Node], object]:
+def _pack(graph: Graph, x: Node, codec: Codec | _Bits) -> tuple[list[Node], object]:
     """Nodes behind x that make what is kept of it, and the codec's static data."""
     static: list[object] = []
 
@@ -100,7 +118,7 @@ def _pack(graph: Graph, x: Node, codec: Codec) -> tuple[list[Node], object]:
 
 
 def _unpack(
-    graph: Graph, base: Node, x: Node, users: Sequence[Node], tensors: Sequence[Node], codec: Codec, meta: object
+    graph: Graph, base: Node, x: Node, users: Sequence[Node], tensors: Sequence[Node], codec: Codec | _Bits, meta: object
 ) -> Node:
     """Placeholders of the packed `tensors` before the placeholder x; `base`, made where one of `users` is read."""
     places = []

@@ -47,10 +47,18 @@ def apply_policy(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.target is _MARK:
             _take_out(graph, node)
-    in_backward = _after_tangents(graph)
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.native_dropout.default:
+            _scale_by_mask(graph, node)
+    of_gradients = _after_tangents(graph)
+    in_backward = False
     for node in graph.nodes:
-        if node.op == "call_function" and node not in in_backward and "recompute" not in node.meta and _is_cheap(node):
+        in_backward = in_backward or (node in of_gradients and node.op != "placeholder")
+        if node.op == "call_function" and node not in of_gradients and "recompute" not in node.meta and _is_cheap(node):
             _tag(node)
+            if in_backward:
+                # made by the backward of its input, so no border of a region that is computed again
+                del node.meta["ac_graph_id"]
 
 
 def _take_out(graph: Graph, mark: Node) -> None:
@@ -75,6 +83,27 @@ def _take_out(graph: Graph, mark: Node) -> None:
         mark.replace_all_uses_with(copy, delete_user_cb=lambda user: user.op == "output")
     mark.replace_all_uses_with(x)
     graph.erase_node(mark)
+
+
+def _scale_by_mask(graph: Graph, dropout: Node) -> None:
+    """Let what dropout returns be made of its input and its mask, the same values: then the mask alone is kept."""
+    x, p, train = dropout.args
+    results = [node for node in dropout.users if node.args[1] == 0]
+    masks = [node for node in dropout.users if node.args[1] == 1]
+    if not (train and results and masks and isinstance(p, float) and p < 1):
+        return
+    with graph.inserting_after(max(results + masks)):
+        masked = graph.call_function(torch.ops.aten.mul.Tensor, (x, masks[0]))
+    with graph.inserting_after(masked):
+        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (masked, 1 / (1 - p)))
+    for node in (masked, scaled):
+        node.meta = {"val": results[0].meta["val"], **_checkpointing(dropout)}
+    for result in results:
+        result.replace_all_uses_with(scaled)
+
+
+def _checkpointing(node: Node) -> dict[str, Any]:
+    return {name: node.meta[name] for name in ("recompute", "ac_graph_id") if name in node.meta}
 
 
 def _tag(node: Node) -> None:
@@ -129,10 +158,10 @@ def _sizes(node: Node) -> Iterator[int]:
     value: Any = node.meta.get("val")
     for x in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(x, torch.Tensor):
-            yield _numel(x)
+            yield numel(x)
 
 
-def _numel(x: torch.Tensor) -> int:
+def numel(x: torch.Tensor) -> int:
     n: Any = x.numel()
     node = getattr(n, "node", None)
     return int(n if node is None else node.hint or 0)
