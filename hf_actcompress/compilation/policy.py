@@ -92,14 +92,21 @@ def _scale_by_mask(graph: Graph, dropout: Node) -> None:
     masks = [node for node in dropout.users if node.args[1] == 1]
     if not (train and results and masks and isinstance(p, float) and p < 1):
         return
-    with graph.inserting_after(max(results + masks)):
-        masked = graph.call_function(torch.ops.aten.mul.Tensor, (x, masks[0]))
-    with graph.inserting_after(masked):
-        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (masked, 1 / (1 - p)))
-    for node in (masked, scaled):
-        node.meta = {"val": results[0].meta["val"], **_checkpointing(dropout)}
+    mul, value = torch.ops.aten.mul.Tensor, results[0].meta["val"]
+    scale = 1 / (1 - p)
+    with graph.inserting_before(max(results + masks).next):
+        if value.device.type == "cpu":
+            # torch's CPU op rounds the scale to x's dtype
+            noise = graph.call_function(torch.ops.aten._to_copy.default, (masks[0],), {"dtype": value.dtype})
+            scaled = graph.call_function(mul, (noise, scale))
+            new = [noise, scaled, graph.call_function(mul, (x, scaled))]
+        else:
+            masked = graph.call_function(mul, (x, masks[0]))
+            new = [masked, graph.call_function(mul, (masked, scale))]
+    for node in new:
+        node.meta = {"val": value, **_checkpointing(dropout)}
     for result in results:
-        result.replace_all_uses_with(scaled)
+        result.replace_all_uses_with(new[-1])
 
 
 def _checkpointing(node: Node) -> dict[str, Any]:
