@@ -110,11 +110,7 @@ def _pack(graph: Graph, x: Node, codec: Codec | _Bits) -> tuple[list[Node], obje
         static.append(meta)
         return tensors
 
-    nodes = _insert(graph, pack, [x], x.next)
-    for i, node in enumerate(nodes):
-        # backward has a node of that name, by which it is found
-        node.name = graph._graph_namespace.create_name(f"{x.name}_packed_{i}", node)
-    return nodes, static[-1]
+    return _insert(graph, pack, [x], x.next), static[-1]
 
 
 def _unpack(
@@ -122,9 +118,9 @@ def _unpack(
 ) -> Node:
     """Placeholders of the packed `tensors` before the placeholder x; `base`, made where one of `users` is read."""
     places = []
-    for tensor in tensors:
+    for i, tensor in enumerate(tensors):
         with graph.inserting_before(x):
-            place = graph.placeholder(tensor.name)
+            place = graph.placeholder(f"{x.name}_packed_{i}")
         place.meta = dict(tensor.meta)
         places.append(place)
     order = {node: i for i, node in enumerate(graph.nodes)}

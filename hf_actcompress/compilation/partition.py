@@ -26,7 +26,7 @@ def partition(
     divide = inner or min_cut_partition
     marked = has_marks(joint.graph)
     if marked:
-        apply_policy(joint.graph)
+        apply_policy(joint.graph, num_fwd_outputs)
     forward, backward = divide(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if marked:
         pack_saved(forward, backward, num_fwd_outputs)

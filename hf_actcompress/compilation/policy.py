@@ -28,8 +28,8 @@ _LARGE = 16
 # pointwise, reductions or compositions of them, under names that torch's own list lacks
 _CHEAP = {
     "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_unsafe_view", "cat", "constant_pad_nd", "flip",
-    "glu", "inductor_random", "log_sigmoid_forward", "native_group_norm", "native_layer_norm", "repeat", "roll",
-    "select_scatter", "slice_scatter", "stack", "tril", "triu",
+    "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm", "native_layer_norm", "repeat", "roll",
+    "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
 }  # fmt: skip
 _VIEWS = {
     "alias", "as_strided", "chunk", "detach", "expand", "permute", "reshape", "select", "slice", "split",
@@ -42,23 +42,22 @@ def has_marks(graph: Graph) -> bool:
     return any(node.target is _MARK for node in graph.nodes)
 
 
-def apply_policy(graph: Graph) -> None:
-    """Take the marks out, and tell torch's partitioner which nodes to compute again and which to keep."""
+def apply_policy(graph: Graph, outputs: int) -> None:
+    """Take the marks out, and tell torch's partitioner which nodes to compute again and which to keep.
+
+    Args:
+        outputs: How many of the first outputs are the forward's. What only backward needs, such as codes that an op
+            has made to keep, is not told anything: torch keeps whichever of it is smallest.
+    """
     for node in list(graph.nodes):
         if node.target is _MARK:
             _take_out(graph, node)
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.native_dropout.default:
             _scale_by_mask(graph, node)
-    of_gradients = _after_tangents(graph)
-    in_backward = False
-    for node in graph.nodes:
-        in_backward = in_backward or (node in of_gradients and node.op != "placeholder")
-        if node.op == "call_function" and node not in of_gradients and "recompute" not in node.meta and _is_cheap(node):
+    for node in _of_forward(graph, outputs):
+        if "recompute" not in node.meta and _is_cheap(node):
             _tag(node)
-            if in_backward:
-                # made by the backward of its input, so no border of a region that is computed again
-                del node.meta["ac_graph_id"]
 
 
 def _take_out(graph: Graph, mark: Node) -> None:
@@ -131,16 +130,17 @@ def _is_view(node: Node) -> bool:
     return _name(node) in _VIEWS
 
 
-def _after_tangents(graph: Graph) -> set[Node]:
-    """What is made from a gradient."""
+def _of_forward(graph: Graph, outputs: int) -> set[Node]:
+    """The calls without which the forward's outputs cannot be made."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
     found: set[Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if "tangents" in str(node.target):
-                found.add(node)
-        elif any(source in found for source in node.all_input_nodes):
+    new = [node for node in output.args[0][:outputs] if isinstance(node, Node)]  # type: ignore[index]
+    while new:
+        node = new.pop()
+        if node not in found:
             found.add(node)
-    return found
+            new.extend(node.all_input_nodes)
+    return {node for node in found if node.op == "call_function"}
 
 
 def _is_cheap(node: Node) -> bool:

@@ -25,9 +25,9 @@ class _GatedMLPMixin(_Module):
         activation, settings = settings_of(act), self.actcompress
         if activation is None or settings is None or has_hooks(act) or not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling():
-            return act(gate) * compilation.keep(up, settings.codec)  # type: ignore[no-any-return]
         stock, options = act.stock_forward(), activation.options
+        if torch.compiler.is_compiling():
+            return stock(compilation.keep(gate, settings.codec)) * compilation.keep(up, settings.codec)  # type: ignore[no-any-return]
         return ops.gated_product(gate, up, stock, activation.variant, options, codec=settings.codec)
 
     def _parts(self, settings: Settings) -> list[Any]:

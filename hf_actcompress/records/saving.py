@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from .. import compilation
 from ..codecs import IDENTITY, Codec
 from .padding import RealRows
 from .record import Pending, Recipe, Record, Stored
@@ -91,11 +93,12 @@ def save(ctx: Any, *records: Record | None) -> None:
 
 
 def _stored_tensor(record: Record) -> Tensor:
-    """Under `torch.compile` the partitioner decides what is kept; hand it the plain value."""
+    """Under `torch.compile`: the value, made of what is marked as kept, so that the partitioner makes it again."""
     if isinstance(record, Pending):
         record = record.packed()
     if isinstance(record, Stored):
-        return record.codec.unpack(record.tensors, record.meta)
+        kept = (x if isinstance(x, Parameter) else compilation.keep(x) for x in record.tensors)
+        return record.codec.unpack(tuple(kept), record.meta)
     assert not isinstance(record, Pending)
     return record.recipe.recompute(*(_stored_tensor(source) for source in record.sources))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
+from hf_actcompress.compilation import backend
 from hf_actcompress import PRESETS, kept_bytes, patch_model
 from hf_actcompress.models.root import root_of
 from tests.families import BY_NAME, Family, Gradients, differing, relative_error
@@ -147,7 +148,7 @@ def test_compile(preset: str) -> None:
     ours = patch_model(copy.deepcopy(stock), preset)
     (loss, exact), (_, alone) = gradients(stock, {"x": x}), gradients(ours, {"x": x})
     ours.zero_grad()
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, backend=backend)
     ours_loss, found = gradients(compiled, {"x": x})
     found = {name.removeprefix("_orig_mod."): g for name, g in found.items()}
     assert torch.equal(ours_loss, loss)
