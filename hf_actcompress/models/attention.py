@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import compilation, ops
-from ..codecs import CODECS, IDENTITY
+from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, renamed
 from ..modules.base import Settings, keeps_for_backward, settings_of
@@ -52,7 +52,7 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     if name == "sdpa":
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
         model_config = module.__dict__["config"]
-        options = () if codec == IDENTITY and keeps == "statistics" else (renamed(model_config),)
+        options = (renamed(model_config),)
         settings = Settings("attention", "sdpa", options, codec=codec, keeps=keeps, config=model_config)
         return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
@@ -97,12 +97,10 @@ def attention_forward(
     keeps_more = recomputed or codec != IDENTITY
     keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
+    if torch.compiler.is_compiling():
+        return _traced(stock, query, key, value, attention_mask, bias, codec, recomputed), None
     if not (keeps_more and plain and keeps_for_backward(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias), None
-    if torch.compiler.is_compiling():
-        query, key, value = (compilation.keep(x, codec) for x in (query, key, value))
-        out = stock(query, key, value, attention_mask, bias)
-        return compilation.recompute(out) if recomputed else compilation.keep(out, codec), None
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
     fusable = cpu and dropout == 0 and bias is None and not recomputed
     if fusable and _fusable(query, key, value, attention_mask, causal):
@@ -110,6 +108,25 @@ def attention_forward(
         return out.transpose(1, 2).contiguous(), None
     out = ops.recomputed_attention(stock, query, key, value, attention_mask, bias, is_causal=causal, codec=codec)
     return out, None
+
+
+def _traced(
+    stock: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    codec: Codec,
+    recomputed: bool,
+) -> Tensor:
+    """The stock attention in a graph: q, k and v stay, and not what they are the sums of (a layer's and its LoRA's)."""
+    if not keeps_for_backward(query, key, value, bias):
+        return stock(query, key, value, mask, bias)
+    out = stock(*(compilation.keep(x, codec) for x in (query, key, value)), mask, bias)
+    if recomputed:
+        return compilation.recompute(out)
+    return out if codec == IDENTITY else compilation.keep(out, codec)
 
 
 def on_cpu(x: Tensor) -> bool:
