@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from .compilation import register
 from .config import PRESETS, CompressionConfig, Configured, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
 from .models import Site, find_site
@@ -23,6 +24,7 @@ from .programs import find_program
 from .reference.rng import Generators
 from .reporting import heads_of, is_parametrization, patch_report
 
+register()
 logger = logging.getLogger(__name__)
 _Model = TypeVar("_Model", bound=nn.Module)
 

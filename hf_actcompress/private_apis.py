@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
@@ -129,6 +128,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._inductor.fx_passes.replace_random.replace_random_passes", _T, "random numbers as seeds"),
     PrivateAPI("torch._inductor.decomposition.select_decomp_table", _T, "the ops of codecs as the compiler takes them"),
     PrivateAPI("torch._dynamo.backends.common.aot_autograd", _T, 'the backend "hf_actcompress"'),
+    PrivateAPI("torch._dynamo.backends.registry._COMPILER_FNS", _T, "whether that backend is known already"),
     PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
     # transformers
     PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
@@ -196,6 +196,8 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """Torch's partition of a joint graph into forward and backward, which keeps the fewest bytes it can."""
+    from torch._functorch import partitioners
+
     graphs: tuple[GraphModule, GraphModule] = partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
     return graphs
 
@@ -203,7 +205,9 @@ def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[G
 @cache
 def partitioner_ops() -> Any:
     """The sets of ops by which it decides: `recomputable_ops`, `compute_intensive_ops`, `random_ops`."""
-    return partitioners.get_default_op_list()  # type: ignore[no-untyped-call]
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
 
 
 def replace_random(graph: GraphModule) -> None:

@@ -24,6 +24,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("dispatch",),
     ("codecs",),
+    # marks that records and modules put down while a graph is traced
+    ("compilation",),
     ("records", "config"),
     ("ops",),
     ("modules",),

@@ -18,6 +18,10 @@ PYTHON = {"_missing_", "_asdict", "_replace", "_getframe"}
 
 
 def evaluated(name: str) -> Any:
+    import torch._dynamo.backends.common
+    import torch._functorch.partitioners
+    import torch._inductor.decomposition
+    import torch._inductor.fx_passes.replace_random
     import torch.utils._device
     import torch.utils._python_dispatch
     import torch.utils._pytree

@@ -8,7 +8,7 @@ into Inductor's options; `backend.py` is a backend of its own, without code gene
 
 from __future__ import annotations
 
-from .backend import backend
+from .backend import backend, register
 from .marks import keep, offer, recompute
 
-__all__ = ["backend", "keep", "offer", "recompute"]
+__all__ = ["backend", "keep", "offer", "recompute", "register"]

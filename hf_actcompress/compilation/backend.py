@@ -14,6 +14,17 @@ from torch.fx import GraphModule
 from .partition import partition
 
 
+NAME = "hf_actcompress"
+
+
+def register() -> None:
+    """Make the backend known by its name where the package is not installed: an installed one has an entry point."""
+    from torch._dynamo.backends import registry
+
+    if NAME not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name=NAME)
+
+
 def backend(graph: GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
     """A backend of `torch.compile`. It takes no options."""
     from functorch.compile import make_boxed_func
