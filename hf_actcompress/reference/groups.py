@@ -61,6 +61,10 @@ def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     if x.numel() == 0:
         return
     x = x.unsqueeze(0) if x.dim() == 0 else x
+    if torch.compiler.is_compiling():
+        # a loop over rows would hold for this number of rows alone
+        yield slice(None), x.reshape(-1, x.size(-1))
+        return
     features, start = x.size(-1), 0
     # q, k and v are transposed views that do not flatten: one sequence of them is copied at a time
     for part in (x,) if x.is_contiguous() or x.dim() <= 2 else x.unbind(0):
@@ -74,6 +78,9 @@ def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice]:
     """The same for a tensor that is about to be made."""
+    if torch.compiler.is_compiling():
+        yield slice(None)
+        return
     step = min(chunk_rows(features, device), max(rows, 1))
     for start in chunk_starts(rows, step):
         yield slice(start, min(start + step, rows))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model, unpatch_model
-from tests.families import BY_NAME, Family, differing, step
+from tests.families import BY_NAME, Family, Gradients, differing, relative_error, step
 from tests.sweep.batches import find_batch, padded, with_labels
 from tests.sweep.catalogue import catalogue, model_class
 from tests.sweep.configs import tiny_config
@@ -46,6 +46,31 @@ def _kept(model: Any, batch: dict[str, Any]) -> int:
     return kept_bytes(lambda: model(**batch), "cpu")
 
 
+class _Autocast(nn.Module):
+    """A model whose forward alone runs under autocast, as Trainer has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(**batch)
+
+
+def _same(ours: tuple[Tensor, Gradients], stock: tuple[Tensor, Gradients], *, rms_norms: bool) -> None:
+    """The loss bit by bit; gradients bit by bit, but for fp32 in models with RMSNorms.
+
+    There x is read twice inside of the norm and once beside it, and a mark hands back the sum of the first two, where
+    the stock graph adds one after the other: two roundings of three terms, seen through a few layers.
+    """
+    assert torch.equal(ours[0], stock[0])
+    if rms_norms:
+        assert relative_error(ours[1], {name: g.double() for name, g in stock[1].items()}) < 1e-6
+    else:
+        assert not differing(ours[1], stock[1])
+
+
 @three
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 def test_the_values_of_the_stock_graph(family: Family, mode: str) -> None:
@@ -54,11 +79,9 @@ def test_the_values_of_the_stock_graph(family: Family, mode: str) -> None:
     stock, ours = (_build(family, dtype, dropout=0.1) for _ in range(2))
     patch_model(ours)
     batch = family.make_batch("right")
-    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
-        expected_loss, expected = step(_compiled(stock, "aot_eager"), batch)
-        loss, grads = step(_compiled(ours), batch)
-    assert torch.equal(loss, expected_loss)
-    assert not differing(grads, expected)
+    models = [_Autocast(model) if mode == "autocast" else model for model in (ours, stock)]
+    found, expected = (step(_compiled(m, b), batch) for m, b in zip(models, (BACKEND, "aot_eager"), strict=True))
+    _same(found, expected, rms_norms=family.name == "llama" and mode != "bf16")
 
 
 @three
@@ -77,6 +100,7 @@ def test_layers_that_are_checkpointed(family: Family) -> None:
     batch = family.make_batch()
     for preset in ("exact", "int8"):
         model = patch_model(_build(family), preset)
+        model.config.use_cache = False  # or transformers logs, which cannot be traced
         model.gradient_checkpointing_enable()
         assert _kept(_compiled(model), batch) <= 1.02 * _kept(model, batch) + 2048
 
@@ -119,9 +143,9 @@ def test_one_graph(name: str) -> None:
     batch = padded(plain, "right", stock.config) or plain
     batch = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
     ours = patch_model(copy.deepcopy(stock))
-    expected_loss, expected = step(_compiled(stock, "aot_eager"), batch)
-    loss, grads = step(_compiled(ours), batch)
-    assert torch.equal(loss, expected_loss) and not differing(grads, expected)
+    expected = step(_compiled(stock, "aot_eager"), batch)
+    rms_norms = any("RMSNorm" in type(m).__name__ or name == "t5" for m in stock.modules())
+    _same(step(_compiled(ours), batch), expected, rms_norms=rms_norms)
     assert _kept(_compiled(ours), batch) < 0.9 * _kept(_compiled(stock, "aot_eager"), batch)
 
 
@@ -159,15 +183,14 @@ def test_eager_after_compile() -> None:
 
 
 def test_lengths_that_change() -> None:
-    """dynamic=True: one graph for two lengths, and the codecs with it."""
+    """dynamic=True: one graph for two lengths, codecs and all."""
     family = BY_NAME["llama"]
-    for preset in ("exact", "int8"):
-        torch._dynamo.reset()
+    for preset in ("exact", "int4"):
         model = patch_model(_build(family), preset)
         compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=True)
-        batches = [family.make_batch(), {k: v.repeat(1, 2) for k, v in family.make_batch().items()}]
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        for batch in batches:
+        for times in (1, 2):
+            batch = {name: x.repeat(1, times) for name, x in family.make_batch().items()}
             assert _kept(compiled, batch) <= 1.02 * _kept(model, batch) + 2048
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
 
