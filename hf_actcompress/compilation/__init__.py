@@ -9,6 +9,6 @@ into Inductor's options; `backend.py` is a backend of its own, without code gene
 from __future__ import annotations
 
 from .backend import backend, register
-from .marks import keep, offer, recompute
+from .marks import PLAIN, keep, offer, recompute
 
-__all__ = ["backend", "keep", "offer", "recompute", "register"]
+__all__ = ["PLAIN", "backend", "keep", "offer", "recompute", "register"]

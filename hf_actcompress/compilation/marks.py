@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import CODECS, IDENTITY, Codec
 from .install import install
 
 _log = logging.getLogger(__name__)
@@ -23,32 +22,34 @@ _log = logging.getLogger(__name__)
 KEEP = "keep"  # if backward needs this tensor or what is made from it, keep it; do not compute it again
 OFFER = "offer"  # as the partitioner likes it; if it is kept, then through the codec
 RECOMPUTE = "recompute"  # never keep it: compute it again, also if it is a product
+# the codec of what is kept as it is
+PLAIN = "identity"
 
 _LIBRARY = torch.library.Library("hf_actcompress", "DEF")
 _LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")
 
 
-def keep(x: Tensor, codec: Codec = IDENTITY) -> Tensor:
-    """x [any shape], marked as a tensor that the eager op keeps through this codec. Only while a graph is traced."""
+def keep(x: Tensor, codec: str = PLAIN) -> Tensor:
+    """x [any shape], marked as a tensor that the eager op keeps through the codec of that name in `CODECS`.
+
+    As the functions below it is called while a graph is traced, and never else.
+    """
     return _mark(x, KEEP, codec)
 
 
-def offer(x: Tensor, codec: Codec) -> Tensor:
+def offer(x: Tensor, codec: str) -> Tensor:
     """x [any shape], marked: if the partitioner keeps it, then through this codec."""
-    return x if codec == IDENTITY else _mark(x, OFFER, codec)
+    return x if codec == PLAIN else _mark(x, OFFER, codec)
 
 
 def recompute(x: Tensor) -> Tensor:
     """x [any shape], marked: computed again in backward whatever it costs, as the logits are."""
-    return _mark(x, RECOMPUTE, IDENTITY)
+    return _mark(x, RECOMPUTE, PLAIN)
 
 
-def _mark(x: Tensor, wish: str, codec: Codec) -> Tensor:
-    y: Tensor = torch.ops.hf_actcompress.mark(x, wish, _NAMES[codec])
+def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
+    y: Tensor = torch.ops.hf_actcompress.mark(x, wish, codec)
     return y
-
-
-_NAMES = {codec: name for name, codec in CODECS.items()}
 
 
 @torch.library.register_fake("hf_actcompress::mark", lib=_LIBRARY)

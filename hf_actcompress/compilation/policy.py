@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..private_apis import partitioner_ops
-from .marks import KEEP, RECOMPUTE
+from .marks import KEEP, PLAIN, RECOMPUTE
 
 _MARK = torch.ops.hf_actcompress.mark.default
 # in `node.meta`: the name of the codec through which the value is kept
@@ -72,7 +72,7 @@ def _take_out(graph: Graph, mark: Node) -> None:
     else:
         if wish == KEEP:
             made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-        if codec != "identity" and not (wish != KEEP and CODEC in made.meta):
+        if codec != PLAIN and not (wish != KEEP and CODEC in made.meta):
             made.meta[CODEC] = codec
     if any(user.op == "output" for user in mark.users):
         # a graph does not return one tensor twice, or its own input

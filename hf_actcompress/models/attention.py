@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import compilation, ops
-from ..codecs import CODECS, IDENTITY, Codec
+from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, renamed
 from ..modules.base import Settings, keeps_for_backward, settings_of
@@ -98,7 +98,7 @@ def attention_forward(
     keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
-        return _traced(stock, query, key, value, attention_mask, bias, codec, recomputed), None
+        return _traced(stock, (query, key, value), attention_mask, bias, settings), None
     if not (keeps_more and plain and keeps_for_backward(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias), None
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
@@ -112,21 +112,19 @@ def attention_forward(
 
 def _traced(
     stock: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     bias: Tensor | None,
-    codec: Codec,
-    recomputed: bool,
+    settings: Settings,
 ) -> Tensor:
     """The stock attention in a graph: q, k and v stay, and not what they are the sums of (a layer's and its LoRA's)."""
-    if not keeps_for_backward(query, key, value, bias):
-        return stock(query, key, value, mask, bias)
-    out = stock(*(compilation.keep(x, codec) for x in (query, key, value)), mask, bias)
-    if recomputed:
+    if not keeps_for_backward(*qkv, bias):
+        return stock(*qkv, mask, bias)
+    name = settings.codec_name
+    out = stock(*(compilation.keep(x, name) for x in qkv), mask, bias)
+    if settings.keeps == "recomputed":
         return compilation.recompute(out)
-    return out if codec == IDENTITY else compilation.keep(out, codec)
+    return out if name == compilation.PLAIN else compilation.keep(out, name)
 
 
 def on_cpu(x: Tensor) -> bool:

@@ -14,9 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..codecs import IDENTITY, Codec
+from .. import compilation
+from ..codecs import CODECS, IDENTITY, Codec
 from ..errors import UnsupportedModelError
 from ..private_apis import FakeTensor, transforms_active
+
+
+_NAMES = {codec: name for name, codec in CODECS.items()}
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class Settings:
     keeps: str = "input"
     note: str = ""
     config: Any = field(default=None, compare=False, repr=False)
+    # for a compiler, which would guard every field of every codec of the table
+    codec_name: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "codec_name", _NAMES.get(self.codec, compilation.PLAIN))
 
 
 class PatchedModule:

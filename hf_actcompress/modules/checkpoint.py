@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import compilation
-from ..codecs import Codec
 from ..records import kept_through
-from .base import PatchedModule, recording
+from .base import PatchedModule, Settings, recording
 
 _NAME = "_gradient_checkpointing_func"
 
@@ -29,19 +28,19 @@ class CheckpointInputMixin(PatchedModule):
             raise AttributeError(f"{type(self).__name__!r} has no attribute {_NAME!r}")
         checkpoint: Callable[..., Any] = self.__dict__[_NAME]
         settings = self.actcompress
-        return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings.codec)
+        return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings)
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
         self.__dict__[_NAME] = function
 
 
-def _checkpoint(checkpoint: Callable[..., Any], codec: Codec, layer: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """``checkpoint(layer, x, *args)``, which runs on x and keeps ``codec.pack(x)``."""
+def _checkpoint(checkpoint: Callable[..., Any], settings: Settings, layer: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """``checkpoint(layer, x, *args)``, which runs on x and keeps x through the codec."""
     packable = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
     if not packable or not recording(x):
         return checkpoint(layer, x, *args)
     if torch.compiler.is_compiling():
-        return checkpoint(layer, compilation.keep(x, codec), *args)
-    with kept_through(codec, x):
+        return checkpoint(layer, compilation.keep(x, settings.codec_name), *args)
+    with kept_through(settings.codec, x):
         return checkpoint(layer, x, *args)

@@ -27,7 +27,8 @@ class _GatedMLPMixin(_Module):
             return act(gate) * up  # type: ignore[no-any-return]
         stock, options = act.stock_forward(), activation.options
         if torch.compiler.is_compiling():
-            return stock(compilation.keep(gate, settings.codec)) * compilation.keep(up, settings.codec)  # type: ignore[no-any-return]
+            gate, up = (compilation.keep(x, settings.codec_name) for x in (gate, up))
+            return stock(gate) * up  # type: ignore[no-any-return]
         return ops.gated_product(gate, up, stock, activation.variant, options, codec=settings.codec)
 
     def _parts(self, settings: Settings) -> list[Any]:
