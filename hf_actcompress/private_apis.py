@@ -35,6 +35,7 @@ __all__ = [
     "delayed_error",
     "fake_mode_of",
     "fused_attention_choice",
+    "graph_breaks",
     "hooks_on_every_module",
     "inductor_decompositions",
     "innermost_saved_tensor_hooks",
@@ -112,7 +113,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.nn.Linear(1, 1)._forward_hooks", _T, "whether somebody wants to see a module called"),
     *(PrivateAPI(f"torch.nn.modules.module._global_{kind}", _T, "whether somebody wants to see every module called")
       for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")),
-    PrivateAPI("torch.nn.Linear(1, 1)._compiled_call_impl", _T, "whether module.compile() came before patch_model"),
+    PrivateAPI("torch.nn.Linear(1, 1)._compiled_call_impl", _T, "memory_report: what a call of a module runs"),
     PrivateAPI("torch.nn.Linear(1, 1)._call_impl", _T, "memory_report: whether a frame on the stack is a module's"),
     PrivateAPI("torch.nn.Linear(1, 1)._get_name", _T, "the name in repr(model)"),
     PrivateAPI("torch.nn.Conv2d(1, 1, 1)._conv_forward", _T, "the stock convolution on a weight that was read once"),
@@ -129,6 +130,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._inductor.decomposition.select_decomp_table", _T, "the ops of codecs as the compiler takes them"),
     PrivateAPI("torch._dynamo.backends.common.aot_autograd", _T, 'the backend "hf_actcompress"'),
     PrivateAPI("torch._dynamo.backends.registry._COMPILER_FNS", _T, "whether that backend is known already"),
+    PrivateAPI("torch._dynamo.utils.counters", _T, "whether a graph was broken, for a warning"),
     PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
     # transformers
     PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
@@ -215,6 +217,13 @@ def replace_random(graph: GraphModule) -> None:
     from torch._inductor.fx_passes.replace_random import replace_random_passes
 
     replace_random_passes(graph)
+
+
+def graph_breaks() -> list[str]:
+    """Why Dynamo has ended graphs early in this process since it was reset."""
+    from torch._dynamo.utils import counters
+
+    return [str(reason) for reason in counters["graph_break"]]
 
 
 def inductor_decompositions() -> Any:

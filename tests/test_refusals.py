@@ -80,15 +80,6 @@ def test_sharded_by_fsdp2(one_rank: None) -> None:
         patch_model(model)
 
 
-def test_wrapped_by_compile() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"OptimizedModule.*torch\.compile"):
-        patch_model(torch.compile(LLAMA.build(), backend="eager"))
-    model = LLAMA.build()
-    model.compile(backend="eager")
-    with pytest.raises(UnsupportedModelError, match=r"torch\.compile"):
-        patch_model(model)
-
-
 def _reasons(model: nn.Module) -> dict[str, str]:
     return {row.name: row.reason for row in patch_report(model).left_alone}
 

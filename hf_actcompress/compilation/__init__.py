@@ -1,9 +1,9 @@
 """torch.compile of patched models: the graph keeps what the eager ops keep.
 
-While a patched module is traced it runs its stock forward, and marks what backward reads (`marks.py`). When the compiler
-divides the graph of forward and backward, `partition.py` takes the marks out, tells torch's partitioner what to keep and
-what to compute again (`policy.py`), and packs what crosses through the codecs (`packing.py`). `install.py` brings that
-into Inductor's options; `backend.py` is a backend of its own, without code generation.
+While a patched module is traced it runs its stock forward, and marks what backward reads (`marks.py`). When the
+compiler divides the graph of forward and backward, `partition.py` takes the marks out, tells torch's partitioner what
+to keep and what to compute again (`policy.py`), and packs what crosses through the codecs (`packing.py`). `install.py`
+brings that into Inductor's options; `backend.py` is a backend of its own, without code generation.
 """
 
 from __future__ import annotations

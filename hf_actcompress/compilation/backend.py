@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 
 from .partition import partition
 
-
 NAME = "hf_actcompress"
 
 
@@ -27,8 +26,8 @@ def register() -> None:
 
 def backend(graph: GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
     """A backend of `torch.compile`. It takes no options."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
 
     def as_it_is(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         run: Callable[..., Any] = make_boxed_func(graph.forward)

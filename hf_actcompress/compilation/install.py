@@ -51,5 +51,7 @@ class Partitioner(CustomPartitionerFn):
 @cache
 def _hash(inner: str) -> bytes:
     package = Path(__file__).parent.parent
-    files = sorted(str(path) for part in ("compilation", "codecs", "reference") for path in (package / part).glob("*.py"))
+    files = sorted(
+        str(path) for part in ("compilation", "codecs", "reference") for path in (package / part).glob("*.py")
+    )
     return get_hash_for_files(tuple(files), inner)

@@ -1,8 +1,8 @@
 """Marks: how a patched module that is being traced says which of its tensors backward reads, and how each is stored.
 
 A mark is a node in the traced graph. It computes nothing, and `partition.py` takes it out again. Because it is a node,
-it is part of the keys of torch's compile caches, so the graph of a stock model and that of a patched one are never taken
-for each other, and one preset is never taken for another.
+it is part of the keys of torch's compile caches: the graphs of a stock and a patched model, or of two presets, are
+never taken for each other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ RECOMPUTE = "recompute"  # never keep it: compute it again, also if it is a prod
 # the codec of what is kept as it is
 PLAIN = "identity"
 
-_LIBRARY = torch.library.Library("hf_actcompress", "DEF")
-_LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")
+_LIBRARY = torch.library.Library("hf_actcompress", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def keep(x: Tensor, codec: str = PLAIN) -> Tensor:

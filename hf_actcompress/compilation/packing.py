@@ -80,7 +80,7 @@ def _codec_of(x: Any) -> Codec | _Bits | None:
 
 
 def _bases(saved: Sequence[Node]) -> dict[Node, Node]:
-    """Those of the saved values that are views of one tensor -> that tensor: its memory is kept once, and packed once."""
+    """Those of the saved values that are views of one tensor -> that tensor, whose memory is kept and packed once."""
     of: dict[Node, list[Node]] = {}
     for x in saved:
         of.setdefault(made_by(x), []).append(x)
@@ -114,7 +114,13 @@ def _pack(graph: Graph, x: Node, codec: Codec | _Bits) -> tuple[list[Node], obje
 
 
 def _unpack(
-    graph: Graph, base: Node, x: Node, users: Sequence[Node], tensors: Sequence[Node], codec: Codec | _Bits, meta: object
+    graph: Graph,
+    base: Node,
+    x: Node,
+    users: Sequence[Node],
+    tensors: Sequence[Node],
+    codec: Codec | _Bits,
+    meta: object,
 ) -> Node:
     """Placeholders of the packed `tensors` before the placeholder x; `base`, made where one of `users` is read."""
     places = []
@@ -125,11 +131,11 @@ def _unpack(
         places.append(place)
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = min((reader for user in users for reader in user.users), key=order.__getitem__)
-    order_in_memory = _order(base.meta["val"])
+    axes = _order(base.meta["val"])
 
     def unpack(*packed: Tensor) -> tuple[Tensor]:
         value = codec.unpack(packed, meta)
-        return (value if order_in_memory is None else _laid_out(value, order_in_memory),)
+        return (value if axes is None else _laid_out(value, axes),)
 
     (value,) = _insert(graph, unpack, places, first)
     return value
@@ -137,7 +143,8 @@ def _unpack(
 
 def _order(x: Tensor) -> list[int] | None:
     """The axes of x as they lie in memory; None for a contiguous tensor."""
-    return None if x.is_contiguous() else sorted(range(x.dim()), key=lambda i: (-int(x.stride(i)), i))
+    strides: Sequence[Any] = x.stride()
+    return None if x.is_contiguous() else sorted(range(x.dim()), key=lambda i: (-int(strides[i]), i))
 
 
 def _laid_out(x: Tensor, order: list[int]) -> Tensor:

@@ -28,8 +28,8 @@ _LARGE = 16
 # pointwise, reductions or compositions of them, under names that torch's own list lacks
 _CHEAP = {
     "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_unsafe_view", "cat", "constant_pad_nd", "flip",
-    "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm", "native_layer_norm", "repeat", "roll",
-    "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
+    "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm",
+    "native_layer_norm", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
 }  # fmt: skip
 _VIEWS = {
     "alias", "as_strided", "chunk", "detach", "expand", "permute", "reshape", "select", "slice", "split",

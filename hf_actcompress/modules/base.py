@@ -19,7 +19,6 @@ from ..codecs import CODECS, IDENTITY, Codec
 from ..errors import UnsupportedModelError
 from ..private_apis import FakeTensor, transforms_active
 
-
 _NAMES = {codec: name for name, codec in CODECS.items()}
 
 

@@ -35,7 +35,9 @@ class CheckpointInputMixin(PatchedModule):
         self.__dict__[_NAME] = function
 
 
-def _checkpoint(checkpoint: Callable[..., Any], settings: Settings, layer: Callable[..., Any], x: Any, *args: Any) -> Any:
+def _checkpoint(
+    checkpoint: Callable[..., Any], settings: Settings, layer: Callable[..., Any], x: Any, *args: Any
+) -> Any:
     """``checkpoint(layer, x, *args)``, which runs on x and keeps x through the codec."""
     packable = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
     if not packable or not recording(x):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
-from hf_actcompress.compilation import backend
 from hf_actcompress import PRESETS, kept_bytes, patch_model
+from hf_actcompress.compilation import backend
 from hf_actcompress.models.root import root_of
 from tests.families import BY_NAME, Family, Gradients, differing, relative_error
 from tests.test_presets import ERRORS
