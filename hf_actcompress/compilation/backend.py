@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.fx import GraphModule
+from torch.fx.graph import _BoxedCodeGen
 
 from .partition import partition
 
@@ -27,11 +28,18 @@ def register() -> None:
 def backend(graph: GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
     """A backend of `torch.compile`. It takes no options."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
 
-    def as_it_is(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        run: Callable[..., Any] = make_boxed_func(graph.forward)
-        return run
-
-    compiled: Callable[..., Any] = aot_autograd(fw_compiler=as_it_is, partition_fn=partition)(graph, inputs)
+    compiled: Callable[..., Any] = aot_autograd(fw_compiler=_as_it_is, partition_fn=partition)(graph, inputs)
     return compiled
+
+
+def _as_it_is(graph: GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
+    # a function of one list, which it empties: each saved tensor is freed behind its last reader
+    graph.graph.set_codegen(_BoxedCodeGen())
+    graph.recompile()
+
+    def run(args: list[Any]) -> Any:
+        return graph.forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

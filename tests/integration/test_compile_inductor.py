@@ -1,0 +1,90 @@
+"""torch.compile with its default backend: bytes, and the caches that processes share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from hf_actcompress import kept_bytes, patch_model
+from hf_actcompress.compilation.install import Partitioner
+from tests.integration.compile_worker import Block
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _in_a_process(preset: str, cache: Path) -> dict[str, int]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.integration.compile_worker", preset]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def test_caches_that_processes_share(tmp_path: Path) -> None:
+    """Stock, exact, int8, stock over one cache: each has its own graphs, and the second time finds them."""
+    stock, exact, int8, again = (_in_a_process(preset, tmp_path) for preset in ("stock", "exact", "int8", "stock"))
+    assert [run["hits"] for run in (stock, exact, int8)] == [0, 0, 0]
+    assert again["hits"] and not again["misses"] and again["kept"] == stock["kept"]
+    # GELU's input, half of what stock keeps of it, and the residual stream
+    assert exact["kept"] < 0.65 * stock["kept"] and int8["kept"] < 0.7 * exact["kept"]
+    # dropout by seeds, where the eager op keeps the state of a generator
+    assert exact["kept"] <= exact["eager"] and int8["kept"] <= 1.02 * int8["eager"]
+
+
+class _Noted(CustomPartitionerFn):
+    """Somebody's own partition."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gm: Any, joint_inputs: Any, **options: Any) -> Any:
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        self.calls += 1
+        return min_cut_rematerialization_partition(gm, joint_inputs, **options)
+
+    def uuid(self) -> str:
+        return "noted"
+
+
+def test_somebodys_own_partition() -> None:
+    """It divides what our marks have prepared, in this process beside a stock model, which keeps what it kept."""
+    torch._dynamo.reset()
+    own = _Noted()
+    torch.manual_seed(0)
+    x, kept = torch.randn(128, 64).bfloat16(), []
+    with inductor.patch(force_disable_caches=True):
+        for ours in (False, True, False):
+            model = Block().bfloat16()
+            if ours:
+                patch_model(model)
+            compiled = torch.compile(model, fullgraph=True, options={"custom_partitioner_fn": own})
+            compiled(x).backward()
+            kept.append(kept_bytes(lambda compiled=compiled: compiled(x), "cpu"))
+    assert own.calls == 2, "the second stock model has the class and the code of the first"
+    assert kept[1] < 0.65 * kept[0] and kept[2] == kept[0]
+
+
+def test_it_is_installed_once() -> None:
+    """However often a model is traced, ours is around what was there, not around itself."""
+    from hf_actcompress.compilation.install import install
+
+    before = inductor.custom_partitioner_fn
+    try:
+        inductor.custom_partitioner_fn = own = _Noted()
+        install()
+        install()
+        found = inductor.custom_partitioner_fn
+        assert isinstance(found, Partitioner) and found.inner is own
+        assert found.uuid() != Partitioner(None).uuid() and found.uuid() == Partitioner(own).uuid()
+    finally:
+        inductor.custom_partitioner_fn = before
