@@ -14,10 +14,10 @@ from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..errors import UnknownOptionError
 from ..modules.base import Settings
-from ..modules.checkpoint import CheckpointInputMixin
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointInputMixin
 from .sites import Site
 
-_FLAGS = ("gradient_checkpointing", "_gradient_checkpointing_func")
+_FLAGS = ("gradient_checkpointing", CHECKPOINT_FUNCTION)
 # where a layer keeps what its flags were before
 _BEFORE = "actcompress_checkpointing"
 
@@ -46,7 +46,8 @@ def find_checkpoint_input(module: nn.Module, config: CompressionConfig) -> Site 
     codec = CODECS[config.checkpoint_input]
     if codec == IDENTITY or not isinstance(module, GradientCheckpointingLayer):
         return None
-    return Site(CheckpointInputMixin, Settings("checkpoint_input", "packed", codec=codec))
+    known = tuple(module.__dict__[name] for name in (CHECKPOINT_FUNCTION,) if name in module.__dict__)
+    return Site(CheckpointInputMixin, Settings("checkpoint_input", "packed", known, codec=codec))
 
 
 def checkpointable(model: nn.Module) -> dict[str, nn.Module]:

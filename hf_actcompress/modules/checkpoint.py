@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,26 +14,34 @@ from .. import compilation
 from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
-_NAME = "_gradient_checkpointing_func"
+CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 
 
 class CheckpointInputMixin(PatchedModule):
-    """transformers' GradientCheckpointingLayer. What checkpoints it stays whatever the model was told to use."""
+    """transformers' GradientCheckpointingLayer. What checkpoints it stays whatever the model was told to use.
+
+    Options: that function again, where a compiler finds it.
+    """
 
     # FSDP, accelerate and device maps are told layers by the name of their class
     prefix = ""
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
-        if _NAME not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {_NAME!r}")
-        checkpoint: Callable[..., Any] = self.__dict__[_NAME]
         settings = self.actcompress
+        if settings is not None and torch.compiler.is_compiling():
+            # torch 2.11 cannot trace a look into __dict__ for the name of a property
+            return partial(_checkpoint, settings.options[0], settings)
+        if CHECKPOINT_FUNCTION not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
+        checkpoint: Callable[..., Any] = self.__dict__[CHECKPOINT_FUNCTION]
         return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings)
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
-        self.__dict__[_NAME] = function
+        self.__dict__[CHECKPOINT_FUNCTION] = function
+        if self.actcompress is not None:
+            self.__dict__["actcompress"] = replace(self.actcompress, options=(function,))
 
 
 def _checkpoint(

@@ -1,4 +1,4 @@
-"""A process of its own: compile a small model with Inductor under a preset, print what it keeps and which caches hit."""
+"""A process of its own: compile a small model with Inductor, print what it keeps and which caches hit."""
 
 from __future__ import annotations
 
