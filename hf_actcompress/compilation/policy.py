@@ -144,7 +144,7 @@ def _of_forward(graph: Graph, outputs: int) -> set[Node]:
 
 
 def _is_cheap(node: Node) -> bool:
-    if node.target is operator.getitem:
+    if node.target is operator.getitem or _draws_or_writes(node):
         return False
     packet, ops = getattr(node.target, "overloadpacket", node.target), partitioner_ops()
     if packet in ops.compute_intensive_ops or packet in ops.random_ops or _name(node) in _VIEWS:
@@ -153,6 +153,13 @@ def _is_cheap(node: Node) -> bool:
     if not (pointwise or packet in ops.recomputable_ops or _name(node) in _CHEAP):
         return False
     return pointwise or not _is_statistic(node)
+
+
+def _draws_or_writes(node: Node) -> bool:
+    """Whether a second run would draw other numbers, or write once more."""
+    schema = getattr(node.target, "_schema", None)
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
 
 
 def _is_statistic(node: Node) -> bool:
