@@ -63,6 +63,10 @@ def _compiled(model: Any, memory_budget: float = 1.0) -> Forward:
     return torch.compile(model, backend=backend)
 
 
+def _patched_and_compiled(model: Any, preset: str) -> Forward:
+    return _compiled(patch_model(model, preset))
+
+
 MODES: dict[str, Mode] = {
     "stock": Mode(lambda model: model),
     "checkpointing": Mode(_checkpointed),
@@ -76,7 +80,13 @@ MODES: dict[str, Mode] = {
         lambda model: _checkpointed(patch_model(model, CompressionConfig(checkpoint_input="int8_outliers"))),
         exact=False,
     ),
-    "exact+compile": Mode(lambda model: _compiled(patch_model(model)), same_masks=False, compiled=True),
+    "checkpointing+compile": Mode(lambda model: _compiled(_checkpointed(model)), same_masks=False, compiled=True),
+    **{
+        f"{name}+compile": Mode(
+            partial(_patched_and_compiled, preset=name), exact=name in EXACT, same_masks=False, compiled=True
+        )
+        for name in ("exact", "int8", "int4")
+    },
 }
 DEFAULT_MODES = ("stock", "checkpointing", "exact", "exact+checkpointing")
 

@@ -262,6 +262,14 @@ def test_a_break_inside_of_a_layer(caplog: pytest.LogCaptureFixture) -> None:
     assert len([r for r in caplog.records if "broken the graph" in r.message]) == 1
 
 
+def test_an_exported_program_is_stocks() -> None:
+    """It may run where this package is not installed."""
+    family = BY_NAME["bert"]
+    model = patch_model(_build(family))
+    program = torch.export.export(model, (), family.make_batch(), strict=True)
+    assert "actcompress" not in program.graph_module.code
+
+
 def test_evaluation_is_stocks() -> None:
     """Without gradients nothing is marked."""
     family = BY_NAME["bert"]
