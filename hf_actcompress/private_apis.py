@@ -130,6 +130,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._inductor.decomposition.select_decomp_table", _T, "the ops of codecs as the compiler takes them"),
     PrivateAPI("torch._dynamo.backends.common.aot_autograd", _T, 'the backend "hf_actcompress"'),
     PrivateAPI("torch._dynamo.backends.registry._COMPILER_FNS", _T, "whether that backend is known already"),
+    PrivateAPI("torch._functorch._aot_autograd.utils.make_boxed_func(len)._boxed_call", _T, "says that one list "
+               "is taken"),
     PrivateAPI("torch.fx.graph._BoxedCodeGen", _T, "a graph that frees what it was given"),
     PrivateAPI("torch._dynamo.utils.counters", _T, "whether a graph was broken, for a warning"),
     PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
