@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 
 
 def install() -> None:
-    """Put our partition around the one in Inductor's options, if it is not there. Called whenever a mark is traced:
+    """Put our partition around the one in Inductor's options, if it is not there.
 
-    that is inside of the options of the `torch.compile` that traces, wherever those come from, and again if somebody
-    has put another partition there since.
+    Every trace of a mark calls this. The options that hold then are those of the `torch.compile` that traces, also if
+    its caller passed them, and also if somebody has put another partition there since the last trace.
     """
     before = inductor.custom_partitioner_fn
     if not isinstance(before, Partitioner):

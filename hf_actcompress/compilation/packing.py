@@ -46,7 +46,7 @@ def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> Non
             unpacked[base] = _unpack(backward.graph, base, read[x.name], users, tensors, codec, meta)
             saved.extend(tensors)
         _replace(backward.graph, read[x.name], unpacked[base], _views(x, base))
-    if len(unpacked):
+    if unpacked:
         output.args = (tuple(saved),)
         output.meta.pop("desc", None)
         for module in (forward, backward):

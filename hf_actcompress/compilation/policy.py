@@ -78,7 +78,7 @@ def _take_out(graph: Graph, mark: Node) -> None:
         # a graph does not return one tensor twice, or its own input
         with graph.inserting_before(mark):
             copy = graph.call_function(torch.ops.aten.clone.default, (x,))
-        copy.meta = {name: value for name, value in mark.meta.items()}
+        copy.meta = dict(mark.meta)
         mark.replace_all_uses_with(copy, delete_user_cb=lambda user: user.op == "output")
     mark.replace_all_uses_with(x)
     graph.erase_node(mark)

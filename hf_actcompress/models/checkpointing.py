@@ -46,8 +46,8 @@ def find_checkpoint_input(module: nn.Module, config: CompressionConfig) -> Site 
     codec = CODECS[config.checkpoint_input]
     if codec == IDENTITY or not isinstance(module, GradientCheckpointingLayer):
         return None
-    known = tuple(module.__dict__[name] for name in (CHECKPOINT_FUNCTION,) if name in module.__dict__)
-    return Site(CheckpointInputMixin, Settings("checkpoint_input", "packed", known, codec=codec))
+    options = (module.__dict__.get(CHECKPOINT_FUNCTION),)
+    return Site(CheckpointInputMixin, Settings("checkpoint_input", "packed", options, codec=codec))
 
 
 def checkpointable(model: nn.Module) -> dict[str, nn.Module]:

@@ -85,8 +85,8 @@ def renamed(config: Any) -> Any:
 class AttentionMixin(_Module):
     """The config is looked at through a view; the model's own is not touched and still builds the stock masks.
 
-    Variant: the implementation that is replaced, "sdpa" or "eager". Options: the config as a compiler sees it; nothing
-    where the stock function runs while a graph is traced.
+    Variant: the implementation that is replaced, "sdpa" or "eager". Options: a copy of the config that names our
+    function, for a compiler; nothing where a compiler traces the stock function.
     """
 
     @property
