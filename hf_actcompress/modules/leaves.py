@@ -36,7 +36,7 @@ class LinearMixin(_Module):
             return linear_fwd(x, weight, bias, transposed)
         derive = settings.keeps == "input"
         if torch.compiler.is_compiling() and derive:
-            return super().forward(compilation.offer(x, settings.codec_name))  # type: ignore[no-any-return]
+            return linear_fwd(compilation.offer(x, settings.codec_name), weight, bias, transposed)
         return ops.linear(x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
 
 
@@ -51,7 +51,7 @@ class Conv2dMixin(_Module):
         if not keeps_for_backward(x, weight, bias):
             return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
         if torch.compiler.is_compiling() and settings.keeps == "input":
-            return super().forward(compilation.offer(x, settings.codec_name))  # type: ignore[no-any-return]
+            return self._conv_forward(compilation.offer(x, settings.codec_name), weight, bias)  # type: ignore[operator, no-any-return]
         # pixels, which need no gradient, are held by the batch as they are
         codec = settings.codec if x.requires_grad else IDENTITY
         derive = settings.keeps == "input"
@@ -74,7 +74,8 @@ class LayerNormMixin(_Module):
         if settings.keeps == "output":
             return ops.layer_norm_output(x, self.normalized_shape, weight, bias, self.eps)
         if torch.compiler.is_compiling():
-            return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
+            x = compilation.keep(x, settings.codec_name)
+            return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         copy = is_sharded(self)
         return ops.layer_norm(x, self.normalized_shape, weight, bias, self.eps, codec=settings.codec, copy_affine=copy)
 
