@@ -20,18 +20,31 @@ from tests.integration.compile_worker import Block
 ROOT = Path(__file__).parent.parent.parent
 
 
+class _BadLibraryError(Exception):
+    """The machine's linker made a library that cannot be loaded. Inductor keeps it in its cache."""
+
+
 def _in_a_process(preset: str, cache: Path) -> dict[str, int]:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.integration.compile_worker", preset]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    if run.returncode and "undefined symbol: _ZT" in run.stderr:
+        raise _BadLibraryError(run.stderr[-2000:])
     assert run.returncode == 0, run.stderr[-2000:]
     found: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
     return found
 
 
 def test_caches_that_processes_share(tmp_path: Path) -> None:
-    """Stock, exact, int8, stock over one cache: each has its own graphs, and the second time finds them."""
-    stock, exact, int8, again = (_in_a_process(preset, tmp_path) for preset in ("stock", "exact", "int8", "stock"))
+    """Stock, exact, int8, stock over one cache: each has its own graphs, and the second time finds them.
+
+    A loaded machine linked a stock graph once without the C++ library. Such a cache is thrown away and made again.
+    """
+    presets = ("stock", "exact", "int8", "stock")
+    try:
+        stock, exact, int8, again = (_in_a_process(preset, tmp_path / "cache") for preset in presets)
+    except _BadLibraryError:
+        stock, exact, int8, again = (_in_a_process(preset, tmp_path / "again") for preset in presets)
     assert [run["hits"] for run in (stock, exact, int8)] == [0, 0, 0]
     assert again["hits"] and not again["misses"] and again["kept"] == stock["kept"]
     # GELU's input, half of what stock keeps of it, and the residual stream
