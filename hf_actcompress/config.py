@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from .codecs import CODECS
+from .codecs import CODECS, Codec, Offload
 from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
@@ -116,8 +116,16 @@ class CompressionConfig:
     def lossless(self) -> bool:
         """Whether every gradient stays exact."""
         exact = self.activation_variant == "input" and self.norm_variant == "input"
-        codecs = [*(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
-        return exact and all(CODECS[codec].lossless for codec in codecs)
+        return exact and all(codec.lossless for codec in self._codecs())
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something is kept in host memory."""
+        return any(isinstance(codec, Offload) for codec in self._codecs())
+
+    def _codecs(self) -> list[Codec]:
+        names = [*(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
+        return [CODECS[name] for name in names]
 
 
 def _check_codec(role: str, codec: str) -> None:

@@ -31,9 +31,10 @@ __all__ = [
     "PrivateAPI",
     "ProfilerEvent",
     "at_end_of_backward",
+    "compile_for_inductor",
     "current_backward",
     "delayed_error",
-    "fake_mode_of",
+    "exporting",
     "fused_attention_choice",
     "graph_breaks",
     "hooks_on_every_module",
@@ -44,6 +45,7 @@ __all__ = [
     "partitioner_ops",
     "replace_random",
     "run_backward",
+    "traced_frame",
     "tracing_for_compiler",
     "transforms_active",
     "unset_fake_temporarily",
@@ -133,7 +135,12 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._functorch._aot_autograd.utils.make_boxed_func(len)._boxed_call", _T, "says that one list "
                "is taken"),
     PrivateAPI("torch.fx.graph._BoxedCodeGen", _T, "a graph that frees what it was given"),
+    PrivateAPI("torch._inductor.compile_fx.compile_fx", _T, "a compiled step that is watched: what it does to a graph"),
+    PrivateAPI("torch._functorch.config.enable_autograd_cache", _T, "off where code from a cache is not wanted"),
     PrivateAPI("torch._dynamo.utils.counters", _T, "whether a graph was broken, for a warning"),
+    PrivateAPI("torch._guards.CompileContext.current_compile_id", _T, "which frame of a broken graph is compiled"),
+    PrivateAPI("torch.compiler._is_exporting_flag", _T, "no marks in a program for those who do not have this package"),
+    PrivateAPI("torch._dispatch.python.enable_python_dispatcher", _T, "codecs traced for sizes that may be any"),
     PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
     # transformers
     PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
@@ -223,10 +230,23 @@ def replace_random(graph: GraphModule) -> None:
 
 
 def graph_breaks() -> list[str]:
-    """Why Dynamo has ended graphs early in this process since it was reset."""
+    """Why graphs were broken in this process so far, a line or more per reason; the last one may be repeated."""
     from torch._dynamo.utils import counters
 
-    return [str(reason) for reason in counters["graph_break"]]
+    return [reason for reason, times in counters["graph_break"].items() for _ in range(times)]
+
+
+def exporting() -> bool:
+    """Whether torch.export traces. Its public name is true in torch.compile too where torch 2.11 traces the call."""
+    return torch.compiler._is_exporting_flag
+
+
+def traced_frame() -> tuple[Any, Any] | None:
+    """Which frame Dynamo is compiling, however often it starts again; None outside of it."""
+    from torch._guards import CompileContext
+
+    compiled = CompileContext.current_compile_id()
+    return None if compiled is None else (compiled.frame_id, compiled.frame_compile_id)
 
 
 def inductor_decompositions() -> Any:
@@ -236,18 +256,28 @@ def inductor_decompositions() -> Any:
     return select_decomp_table()
 
 
-def fake_mode_of(x: Tensor) -> FakeTensorMode:
-    """The mode that a fake tensor was made under."""
-    assert isinstance(x, FakeTensor)
-    return x.fake_mode
+def compile_for_inductor(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that divides and changes graphs as Inductor does; `compile_graph` takes the place of its code."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: GraphModule, inputs: Any, **options: Any) -> Any:
+        # from a cache would come the code of such a graph
+        with config.patch(enable_autograd_cache=False):
+            return compile_fx(graph, inputs, inner_compile=compile_graph)
+
+    return backend
 
 
 @contextmanager
 def tracing_for_compiler() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` inside, for code that a backend traces itself."""
+    """`torch.compiler.is_compiling()` inside, and sizes that may be any: for code that a backend traces itself."""
+    from torch._dispatch.python import enable_python_dispatcher
+
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        yield
+        with enable_python_dispatcher():
+            yield
     finally:
         torch.compiler._is_compiling_flag = before

@@ -17,26 +17,26 @@ Build = Callable[..., Any]
 Prepare = Callable[[Any], Any]
 
 
-def bert(layers: int, hidden: int = 768, **options: Any) -> Any:
+def bert(layers: int, hidden: int = 768, vocab_size: int = VOCAB, **options: Any) -> Any:
     config = hf.BertConfig(
-        vocab_size=VOCAB, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
         intermediate_size=4 * hidden, attention_probs_dropout_prob=0.0, **options,
     )  # fmt: skip
     return hf.BertForMaskedLM(config)
 
 
-def gpt2(layers: int, hidden: int = 768, **options: Any) -> Any:
+def gpt2(layers: int, hidden: int = 768, vocab_size: int = VOCAB, **options: Any) -> Any:
     config = hf.GPT2Config(
-        vocab_size=VOCAB, n_embd=hidden, n_layer=layers, n_head=hidden // 64,
+        vocab_size=vocab_size, n_embd=hidden, n_layer=layers, n_head=hidden // 64,
         **{"attn_pdrop": 0.0, "use_cache": False, **options},
     )  # fmt: skip
     return hf.GPT2LMHeadModel(config)
 
 
-def llama(layers: int, hidden: int = 1024, **options: Any) -> Any:
+def llama(layers: int, hidden: int = 1024, vocab_size: int = VOCAB, **options: Any) -> Any:
     heads = hidden // 64
     config = hf.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 4), intermediate_size=hidden * 7 // 2, **{"use_cache": False, **options},
     )  # fmt: skip
     return hf.LlamaForCausalLM(config)

@@ -18,8 +18,11 @@ PYTHON = {"_missing_", "_asdict", "_replace", "_getframe"}
 
 
 def evaluated(name: str) -> Any:
+    import torch._dispatch.python
     import torch._dynamo.backends.common
+    import torch._functorch.config
     import torch._functorch.partitioners
+    import torch._inductor.compile_fx
     import torch._inductor.decomposition
     import torch._inductor.fx_passes.replace_random
     import torch.utils._device

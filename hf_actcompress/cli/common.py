@@ -47,6 +47,7 @@ Gpu = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="cuda or cpu: by whose rules.")]
+Engine = Annotated[str, typer.Option(help="eager, or compile: under torch.compile, where the model is one graph.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page with pictures. Needs matplotlib.")]
 

@@ -12,6 +12,7 @@ from .common import (
     BatchSize,
     Device,
     Dtype,
+    Engine,
     Exit,
     Gpu,
     Html,
@@ -53,6 +54,7 @@ def estimate(
     lora: Lora = False,
     lora_rank: LoraRank = None,
     device: Device = "cuda",
+    engine: Engine = "eager",
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +65,9 @@ def estimate(
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
     room = size_option("--gpu", gpu)
-    options = {"batch_size": batch_size, "seq_len": seq_len, "optimizer": optimizer, "device": device}
+    options = {
+        "batch_size": batch_size, "seq_len": seq_len, "optimizer": optimizer, "device": device, "engine": engine,
+    }  # fmt: skip
     with exit_codes(), busy(f"estimating {model}"):
         from ..memory.estimating.source import dtype_of, skeleton
 

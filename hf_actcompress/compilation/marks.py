@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..private_apis import exporting
+from .breaks import note_trace
 from .install import install
 
 _log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ def recompute(x: Tensor) -> Tensor:
 
 
 def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
-    if torch.compiler.is_exporting():
+    if exporting():
         # an exported program is for processes that do not know us
         return x
     y: Tensor = torch.ops.hf_actcompress.mark(x, wish, codec)
@@ -59,6 +61,7 @@ def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
 def _traced(x: Tensor, wish: str, codec: str) -> Tensor:
     # every trace of a patched model comes by here, inside of the options of its own torch.compile
     install()
+    note_trace()
     return x.new_empty_strided(x.size(), x.stride())
 
 

@@ -3,6 +3,7 @@ backward first reads it. Both are traced into the graphs as plain torch ops, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..codecs import CODECS, Codec
-from ..private_apis import fake_mode_of, inductor_decompositions, tracing_for_compiler
+from ..private_apis import inductor_decompositions, tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask
-from .policy import CODEC, made_by, numel
+from .policy import CODEC, attributed, hint, made_by, numel
 
-_Function = Callable[..., tuple[Tensor, ...]]
 # elements of a mask that is worth the trouble
 _MASK = 1024
 
@@ -34,6 +34,7 @@ def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> Non
     together = _bases([x for x in returned[outputs:] if _codec_of(x) is not None])
     saved: list[Any] = returned[:outputs]
     unpacked: dict[Node, Node] = {}
+    traces, sizes = _Traces(), _Sizes(forward.graph, backward.graph)
     for x in returned[outputs:]:
         codec = _codec_of(x)
         if codec is None:
@@ -41,13 +42,13 @@ def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> Non
             continue
         base = together.get(x, x)
         if base not in unpacked:
-            tensors, meta = _pack(forward.graph, base, codec)
+            tensors, meta = _pack(forward.graph, base, codec, traces)
             users = [read[y.name] for y in returned[outputs:] if y is x or together.get(y) is base]
-            unpacked[base] = _unpack(backward.graph, base, read[x.name], users, tensors, codec, meta)
+            unpacked[base] = _unpack(backward.graph, base, read[x.name], users, tensors, codec, meta, traces, sizes)
             saved.extend(tensors)
         _replace(backward.graph, read[x.name], unpacked[base], _views(x, base))
     if unpacked:
-        output.args = (tuple(saved),)
+        output.args = (tuple([*saved, *sizes.saved]),)
         output.meta.pop("desc", None)
         for module in (forward, backward):
             module.graph.eliminate_dead_code()
@@ -74,7 +75,8 @@ def _codec_of(x: Any) -> Codec | _Bits | None:
     if not isinstance(value, Tensor):
         return None
     if value.dtype == torch.bool:
-        return _BITS if numel(value) >= _MASK else None
+        # the caller holds on to its own masks
+        return _BITS if made_by(x).op != "placeholder" and numel(value) >= _MASK else None
     name = x.meta.get(CODEC) or made_by(x).meta.get(CODEC)
     return CODECS[name] if name and value.is_floating_point() else None
 
@@ -86,7 +88,7 @@ def _bases(saved: Sequence[Node]) -> dict[Node, Node]:
         of.setdefault(made_by(x), []).append(x)
     found: dict[Node, Node] = {}
     for base, views in of.items():
-        fewer = base.meta["val"].numel() <= sum(x.meta["val"].numel() for x in views)
+        fewer = numel(base.meta["val"]) <= sum(numel(x.meta["val"]) for x in views)
         if len(views) > 1 and fewer and all(len(n.all_input_nodes) == 1 for x in views for n in _views(x, base)):
             found.update(dict.fromkeys(views, base))
     return found
@@ -101,16 +103,65 @@ def _views(x: Node, base: Node) -> list[Node]:
     return chain
 
 
-def _pack(graph: Graph, x: Node, codec: Codec | _Bits) -> tuple[list[Node], object]:
+class _Traces:
+    """Codecs as graphs, each traced once for all tensors of one layout: layers are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[GraphModule, object]] = {}
+
+    def pack(self, codec: Codec | _Bits, value: Tensor) -> tuple[GraphModule, object]:
+        """What packs such a tensor, and the codec's static data."""
+        static: list[object] = []
+
+        def pack(value: Tensor) -> tuple[Tensor, ...]:
+            tensors, meta = codec.pack(value)
+            static.append(meta)
+            return tensors
+
+        return self._of(codec, value, lambda: (_trace(pack, [value]), static[-1]))
+
+    def unpack(
+        self, codec: Codec | _Bits, meta: object, count: int, inputs: Sequence[Any], like: Tensor
+    ) -> GraphModule:
+        """What makes a tensor like that, with its axes in memory in that order, of so many packed ones.
+
+        Its sizes, where they may be any, are the rest of the inputs: what is traced knows a size by where it is from.
+        """
+        order = _order(like)
+
+        def unpack(*inputs: Any) -> tuple[Tensor]:
+            value = codec.unpack(inputs[:count], meta)
+            return (value if order is None else _laid_out(value, order),)
+
+        return self._of((codec, "unpack"), like, lambda: (_trace(unpack, inputs), None))[0]
+
+    def _of(
+        self, what: object, value: Tensor, trace: Callable[[], tuple[GraphModule, object]]
+    ) -> tuple[GraphModule, object]:
+        sizes = (*value.shape, *value.stride())
+        if not all(type(size) is int for size in sizes):
+            # in a graph for any length each tensor has symbols of its own
+            return trace()
+        key = what, sizes, value.dtype, value.device
+        if key not in self._known:
+            self._known[key] = trace()
+        return self._known[key]
+
+
+def _pack(graph: Graph, x: Node, codec: Codec | _Bits, traces: _Traces) -> tuple[list[Node], object]:
     """Nodes behind x that make what is kept of it, and the codec's static data."""
-    static: list[object] = []
+    traced, meta = traces.pack(codec, x.meta["val"])
+    made = _insert(graph, traced, [x], _behind(x))
+    attributed(made, x)
+    return made, meta
 
-    def pack(value: Tensor) -> tuple[Tensor, ...]:
-        tensors, meta = codec.pack(value)
-        static.append(meta)
-        return tensors
 
-    return _insert(graph, pack, [x], x.next), static[-1]
+def _behind(x: Node) -> Node:
+    """The first node behind x that may be a call."""
+    node = x.next
+    while node.op == "placeholder":
+        node = node.next
+    return node
 
 
 def _unpack(
@@ -121,6 +172,8 @@ def _unpack(
     tensors: Sequence[Node],
     codec: Codec | _Bits,
     meta: object,
+    traces: _Traces,
+    sizes: _Sizes,
 ) -> Node:
     """Placeholders of the packed `tensors` before the placeholder x; `base`, made where one of `users` is read."""
     places = []
@@ -131,20 +184,20 @@ def _unpack(
         places.append(place)
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = min((reader for user in users for reader in user.users), key=order.__getitem__)
-    axes = _order(base.meta["val"])
-
-    def unpack(*packed: Tensor) -> tuple[Tensor]:
-        value = codec.unpack(packed, meta)
-        return (value if axes is None else _laid_out(value, axes),)
-
-    (value,) = _insert(graph, unpack, places, first)
+    like = base.meta["val"]
+    places += sizes.of(base)
+    traced = traces.unpack(codec, meta, len(tensors), [place.meta["val"] for place in places], like)
+    (value,) = _insert(graph, traced, places, first)
     return value
 
 
 def _order(x: Tensor) -> list[int] | None:
     """The axes of x as they lie in memory; None for a contiguous tensor."""
-    strides: Sequence[Any] = x.stride()
-    return None if x.is_contiguous() else sorted(range(x.dim()), key=lambda i: (-int(strides[i]), i))
+    strides, sizes = ([hint(size) for size in y] for y in (x.stride(), x.shape))
+    contiguous = [math.prod(sizes[i + 1 :]) for i in range(x.dim())]
+    if all(size == 1 or a == b for size, a, b in zip(sizes, strides, contiguous, strict=True)):
+        return None
+    return sorted(range(x.dim()), key=lambda i: (-strides[i], i))
 
 
 def _laid_out(x: Tensor, order: list[int]) -> Tensor:
@@ -163,9 +216,8 @@ def _replace(graph: Graph, x: Node, value: Node, views: Sequence[Node]) -> None:
     graph.erase_node(x)
 
 
-def _insert(graph: Graph, function: _Function, inputs: Sequence[Node], before: Node) -> list[Node]:
-    """Trace a function of tensors into the graph, in front of a node; the nodes of its results."""
-    traced = _trace(function, [node.meta["val"] for node in inputs])
+def _insert(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: Node) -> list[Node]:
+    """Copy what was traced of a function of tensors into the graph, in front of a node; the nodes of its results."""
     places = (node for node in traced.graph.nodes if node.op == "placeholder")
     known: dict[Node, Any] = dict(zip(places, inputs, strict=True))
     with graph.inserting_before(before):
@@ -178,7 +230,42 @@ def _insert(graph: Graph, function: _Function, inputs: Sequence[Node], before: N
     raise AssertionError("a graph has an output")
 
 
-def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Tensor]) -> GraphModule:
-    with tracing_for_compiler(), fake_mode_of(values[0]), torch.no_grad():
+class _Sizes:
+    """Sizes that may be any, which backward needs to unpack: as they cross already, or saved besides.
+
+    Attributes:
+        saved: Nodes of the forward that cross for this alone.
+    """
+
+    def __init__(self, forward: Graph, backward: Graph) -> None:
+        self._forward, self._backward = forward, backward
+        places = [node for node in backward.nodes if node.op == "placeholder"]
+        values = {node: node.meta.get("val") for node in places}
+        self._first_tensor = next(node for node, value in values.items() if isinstance(value, Tensor))
+        self._known = {str(value): node for node, value in values.items() if isinstance(value, torch.SymInt)}
+        self.saved: list[Node] = []
+
+    def of(self, x: Node) -> list[Node]:
+        """Placeholders in backward for the sizes of the forward's x."""
+        sizes = [(axis, size) for axis, size in enumerate(x.meta["val"].shape) if isinstance(size, torch.SymInt)]
+        for axis, size in sizes:
+            if str(size) not in self._known:
+                self._known[str(size)] = self._crossing(x, axis, size)
+        return list({str(size): self._known[str(size)] for _, size in sizes}.values())
+
+    def _crossing(self, x: Node, axis: int, size: torch.SymInt) -> Node:
+        with self._forward.inserting_before(_behind(x)):
+            made = self._forward.call_function(torch.ops.aten.sym_size.int, (x, axis))
+        made.meta["val"] = size
+        self.saved.append(made)
+        # in AOTAutograd's order: sizes first
+        with self._backward.inserting_before(self._first_tensor):
+            place = self._backward.placeholder(f"{x.name}_size_{axis}")
+        place.meta["val"] = size
+        return place
+
+
+def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Any]) -> GraphModule:
+    with tracing_for_compiler(), values[0].fake_mode, torch.no_grad():
         # codecs write in place, graphs must not
         return make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from torch.fx import GraphModule
 
-from ..private_apis import graph_breaks, min_cut_partition, replace_random
+from ..private_apis import min_cut_partition, replace_random
+from .breaks import warn_of_break
 from .packing import pack_saved
 from .policy import apply_policy, has_marks
-
-_log = logging.getLogger(__name__)
 
 
 def partition(
@@ -30,8 +27,7 @@ def partition(
     divide = inner or min_cut_partition
     marked = has_marks(joint.graph)
     if marked:
-        for reason in graph_breaks()[:1]:
-            _say_broken(reason)
+        warn_of_break()
         apply_policy(joint.graph, num_fwd_outputs)
     forward, backward = divide(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if marked:
@@ -40,12 +36,3 @@ def partition(
             # what a codec draws, as Inductor wants it
             replace_random(forward)
     return forward, backward
-
-
-@cache
-def _say_broken(reason: str) -> None:
-    _log.warning(
-        "torch.compile has broken the graph of a model (%s). What crosses from one part of a patched model to the next "
-        'is kept as it is; TORCH_LOGS="graph_breaks" shows where the breaks are, fullgraph=True makes them errors',
-        reason.splitlines()[0],
-    )

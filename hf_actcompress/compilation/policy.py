@@ -8,7 +8,7 @@ to be computed again, and the inputs of norms and activations, which the modules
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from .marks import KEEP, PLAIN, RECOMPUTE
 _MARK = torch.ops.hf_actcompress.mark.default
 # in `node.meta`: the name of the codec through which the value is kept
 CODEC = "actcompress_codec"
+# likewise: the id of the module that what has been packed belongs to
+_MODULE = "actcompress_module"
 # larger than those of checkpointed regions: what leaves such a region for one of our nodes stays, as in eager mode
 _REGION = 2**30
 # what a reduction must leave of its input to be computed again; the statistics of a norm or a softmax are kept
@@ -30,6 +32,17 @@ _CHEAP = {
     "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_unsafe_view", "cat", "constant_pad_nd", "flip",
     "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm",
     "native_layer_norm", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
+}  # fmt: skip
+# of them, and besides, those that compilers fuse without a tag
+_FUSED = {"cat", "constant_pad_nd", "convert_element_type", "inductor_random", "embedding", "expand", "iota", "full"}
+_REDUCTIONS = {
+    "all", "amax", "amin", "any", "argmax", "argmin", "gather", "index", "logsumexp", "max", "mean", "min", "prod",
+    "sum", "var", "var_mean",
+}  # fmt: skip
+# written into their first argument
+_UPDATES = {
+    "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add", "index_copy", "index_put", "scatter",
+    "scatter_add", "select_scatter", "slice_scatter",
 }  # fmt: skip
 _VIEWS = {
     "alias", "as_strided", "chunk", "detach", "expand", "permute", "reshape", "select", "slice", "split",
@@ -74,14 +87,28 @@ def _take_out(graph: Graph, mark: Node) -> None:
             made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
         if codec != PLAIN and not (wish != KEEP and CODEC in made.meta):
             made.meta[CODEC] = codec
-    if any(user.op == "output" for user in mark.users):
-        # a graph does not return one tensor twice, or its own input
+    if any(user.op == "output" for user in mark.users) and not (wish == RECOMPUTE and _is_fresh(x)):
+        # a graph does not return one tensor twice, or its own input, or what it also keeps for backward
         with graph.inserting_before(mark):
             copy = graph.call_function(torch.ops.aten.clone.default, (x,))
         copy.meta = dict(mark.meta)
         mark.replace_all_uses_with(copy, delete_user_cb=lambda user: user.op == "output")
     mark.replace_all_uses_with(x)
     graph.erase_node(mark)
+
+
+def _is_fresh(x: Node) -> bool:
+    """Whether the graph makes x, and hands it out under no other name."""
+    pending = [made_by(x)]
+    if pending[0].op == "placeholder":
+        return False
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output":
+                return False
+            if is_view(user) or _name(user) == "_unsafe_view":
+                pending.append(user)
+    return True
 
 
 def _scale_by_mask(graph: Graph, dropout: Node) -> None:
@@ -118,15 +145,15 @@ def _tag(node: Node) -> None:
 
 def made_by(x: Node) -> Node:
     """The node that computes what x is a view of."""
-    while x.op == "call_function" and (_is_view(x) or _name(x) == "_unsafe_view"):
+    while x.op == "call_function" and (is_view(x) or _name(x) == "_unsafe_view"):
         x = x.all_input_nodes[0]
     return x
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, Node) and source.op == "call_function" and _is_view(source)
+        return isinstance(source, Node) and source.op == "call_function" and is_view(source)
     return _name(node) in _VIEWS
 
 
@@ -141,6 +168,27 @@ def _of_forward(graph: Graph, outputs: int) -> set[Node]:
             found.add(node)
             new.extend(node.all_input_nodes)
     return {node for node in found if node.op == "call_function"}
+
+
+def is_fused(node: Node) -> bool:
+    """Whether a compiler has its result in registers: a pointwise op that pointwise ops and reductions alone read."""
+    return is_pointwise(node) and all(_reads_in_registers(user) for user in node.users)
+
+
+def _reads_in_registers(node: Node) -> bool:
+    if is_view(node):
+        return all(_reads_in_registers(user) for user in node.users)
+    return node.op == "call_function" and (is_pointwise(node) or _name(node) in _REDUCTIONS)
+
+
+def overwrites(node: Node) -> bool:
+    """Whether a compiler may put its result in the place of an argument of that size."""
+    return is_pointwise(node) or _name(node) in _UPDATES
+
+
+def is_pointwise(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or _name(node) in _FUSED
 
 
 def _is_cheap(node: Node) -> bool:
@@ -175,10 +223,46 @@ def _sizes(node: Node) -> Iterator[int]:
             yield numel(x)
 
 
+def module_reading(x: Node) -> str:
+    """The id of the module in whose forward x, or a view of it, is first read; else of the one that makes it."""
+    pending = [x]
+    for node in pending:
+        for user in node.users:
+            if is_view(user):
+                pending.append(user)
+            elif _running(user):
+                return _running(user)
+    return _running(x)
+
+
+def _running(node: Node) -> str:
+    """From what Dynamo notes, the modules that were running, outer ones first: the last one's id."""
+    modules = node.meta.get("nn_module_stack")
+    return str(node.meta.get(_MODULE) or (next(reversed(modules)) if modules else ""))
+
+
+def attributed(nodes: Sequence[Node], like: Node) -> None:
+    """Note that these belong to the module that reads `like`."""
+    key = module_reading(like)
+    for node in nodes:
+        node.meta[_MODULE] = key
+
+
+def nbytes(node: Node) -> int:
+    """Of a node's result."""
+    value: Any = node.meta.get("val")
+    tensors = [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, torch.Tensor)]
+    return sum(numel(x) * x.dtype.itemsize for x in tensors)
+
+
 def numel(x: torch.Tensor) -> int:
-    n: Any = x.numel()
-    node = getattr(n, "node", None)
-    return int(n if node is None else node.hint or 0)
+    return hint(x.numel())
+
+
+def hint(size: Any) -> int:
+    """A size as it was when the graph was traced; to ask for its value would make it a constant of the graph."""
+    node = getattr(size, "node", None)
+    return int(size if node is None else node.hint or 0)
 
 
 def _name(node: Node) -> str:

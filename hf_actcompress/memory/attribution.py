@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..config import CompressionConfig, resolve
@@ -16,6 +18,7 @@ from ..models.sites import Declined
 from ..patching import patch_model, unpatch_model
 from .advice import advise
 from .allocator import loss_of
+from .compiled import calls_exchanged, compiled_modules, uncompiled, watched
 from .report import MemoryReport, MemoryRow
 from .saved import SavedTensor, SavedTensors, saved_tensors, storages
 from .states import patch_restored, training_forward
@@ -32,7 +35,9 @@ def memory_report(
     """What is kept for backward, per module and role, stock beside patched. Trains nothing.
 
     Two forwards (a third to find what the cache costs), no backward. The model's patch, modes, buffers, gradients,
-    hooks and the generators are afterwards as before. Run it under the autocast context of the training.
+    hooks and the generators are afterwards as before. Run it under the autocast context of the training. A compiled
+    model, or one with compiled layers, is compiled once more for either side, which takes as long as its tracing; its
+    figures are those of the graphs that Inductor compiles.
 
     Args:
         model: Stock or patched, on the device where it trains.
@@ -50,7 +55,9 @@ def memory_report(
     root = root_of(model)
     asked = resolve(config) if config is not None else root.config if root is not None else resolve("exact")
     inputs = dict(batch)
-    run = partial(_run, model, inputs)
+    compiled = compiled_modules(model)
+    model = uncompiled(model)
+    run = partial(_run, model, compiled, inputs)
     with patch_restored(model), training_forward(model):
         seen = run() if root is not None else None
         before = seen
@@ -68,9 +75,25 @@ def memory_report(
     return _report(stock, patched, roles, advice)
 
 
-def _run(model: nn.Module, inputs: dict[str, Any], **options: Any) -> SavedTensors:
+def _run(model: nn.Module, compiled: list[nn.Module], inputs: dict[str, Any], **options: Any) -> SavedTensors:
     """One forward; the batch's own tensors do not count as kept."""
-    return saved_tensors(model, lambda: model(**{**inputs, **options}), loss_of, storages(_tensors(inputs)))
+
+    def forward() -> Any:
+        return model(**{**inputs, **options})
+
+    before = storages(_tensors(inputs))
+    if not compiled:
+        return saved_tensors(model, forward, loss_of, before)
+    with calls_exchanged(compiled), torch.no_grad():
+        eager = saved_tensors(model, forward, loss_of, before)
+    with watched(model, compiled) as names:
+        # what is traced is traced here, without our hooks
+        forward()
+        inside = {module for outer in compiled for module in outer.modules()}
+        found = saved_tensors(
+            model, forward, loss_of, before, module_of=names.module_of, left_out=inside - set(compiled)
+        )
+    return replace(found, tokens=eager.tokens, hidden_size=eager.hidden_size, hidden_from_view=False)
 
 
 def _tensors(inputs: dict[str, Any]) -> list[Tensor]:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ..config import CompressionConfig, Configured, resolve
-from ..errors import UnknownOptionError
+from ..errors import ModelConfigError, UnknownOptionError
 from ..models.root import root_module
+from .compiled import compiled_modules, uncompiled
 from .estimating.extrapolation import Extrapolated, whole_step
 from .estimating.layers import LayerRun, find_runs
 from .estimating.optimizers import OptimizerRule, optimizer_rule
@@ -24,6 +25,7 @@ from .saved import layer_names
 __all__ = ["Estimate", "estimate"]
 
 DEVICES = ("cuda", "cpu")
+ENGINES = ("eager", "compile")
 
 # an allowance and no measurement: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
 CONTEXT_BYTES = 640 * 2**20
@@ -41,6 +43,7 @@ def estimate(
     gradient_checkpointing: bool = False,
     device: str = "cuda",
     autocast: torch.dtype | str | None = None,
+    engine: str | None = None,
 ) -> Estimate:
     """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
 
@@ -61,16 +64,23 @@ def estimate(
         gradient_checkpointing: Switch it on; False leaves a module as it is.
         device: "cuda": by the table of rules in estimating/cuda_rules.py. "cpu": what the CPU's allocator would show.
         autocast: Dtype of mixed precision (with weights in fp32), by the CPU's list of ops. None: none.
+        engine: "eager", or "compile": under `torch.compile` with Inductor; by default whichever the model is for, and
+            "eager" if it is no module. In the second case the model is traced, no code is generated; what is kept
+            is what the graphs keep, and the peak is that of their buffers, where pointwise ops are fused into what
+            reads them.
 
     Returns:
         The estimate: `.print()`, `.to_json()`, bytes by part and role.
 
     Raises:
         ModelConfigError: No config can be had under that name, or the model computes no loss from labels.
-        UnknownOptionError: Unknown preset, optimizer, dtype or device.
+            With engine="compile" also: it cannot be traced as one graph.
+        UnknownOptionError: Unknown preset, optimizer, dtype, device or engine.
         MissingExtraError: LoRA without peft.
     """
-    several = Estimates(model, dtype=dtype, optimizer=optimizer, lora=lora, device=device, autocast=autocast)
+    several = Estimates(
+        model, dtype=dtype, optimizer=optimizer, lora=lora, device=device, autocast=autocast, engine=engine
+    )
     return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
 
 
@@ -78,7 +88,7 @@ class Estimates:
     """Estimates of one model for several configs and sizes, which share what does not depend on these.
 
     Args:
-        model, dtype, optimizer, lora, device, autocast: As for `estimate`.
+        model, dtype, optimizer, lora, device, autocast, engine: As for `estimate`.
 
     Raises:
         As `estimate`.
@@ -93,11 +103,18 @@ class Estimates:
         lora: Any = None,
         device: str = "cuda",
         autocast: torch.dtype | str | None = None,
+        engine: str | None = None,
     ) -> None:
         if device not in DEVICES:
             raise UnknownOptionError("device", device, DEVICES)
+        if engine is None:
+            compiled = isinstance(model, nn.Module) and compiled_modules(model) == [uncompiled(model)]
+        elif engine in ENGINES:
+            compiled = engine == "compile"
+        else:
+            raise UnknownOptionError("engine", engine, ENGINES)
         self._rule = optimizer_rule(optimizer)
-        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast))
+        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled)
         self._source: tuple[Any, torch.dtype | None, Any] = model, dtype_of(dtype), lora
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}
@@ -134,6 +151,8 @@ class Estimates:
 
     def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
         resolved = None if config is None or config == "stock" else resolve(config)
+        if self._setting.compiled and resolved is not None and resolved.offloads:
+            raise ModelConfigError('what offloading keeps under torch.compile is not estimated; use engine="eager"')
         return replace(self._setting, batch_size=batch_size, seq_len=seq_len, config=resolved)
 
     def _model(self, checkpointing: bool) -> nn.Module:
@@ -186,6 +205,7 @@ def _estimate(
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
         config=name,
+        engine=ENGINES[setting.compiled],
         weights_bytes=weights,
         gradients_bytes=gradients,
         optimizer_bytes=states,

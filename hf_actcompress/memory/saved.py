@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,18 +80,25 @@ class _Packed:
 class _Collector:
     """Saved-tensor hooks, and the calls of the modules, which tell where the forward is."""
 
-    def __init__(self, model: nn.Module, size_of: Callable[[torch.UntypedStorage], int]) -> None:
-        self.size_of = size_of
+    def __init__(
+        self,
+        model: nn.Module,
+        size_of: Callable[[torch.UntypedStorage], int],
+        module_of: Callable[[Tensor], str | None],
+        left_out: Container[nn.Module],
+    ) -> None:
+        self.size_of, self.module_of = size_of, module_of
         self.stack = [""]
         self.packed: list[weakref.ref[_Packed]] = []
         self.seen = SavedTensors()
         self.layers = set(layer_names(model))
-        self.names = {module: name for name, module in model.named_modules()}
+        self.names = {module: name for name, module in model.named_modules() if module not in left_out}
         self.thread = threading.get_ident()
 
     def pack(self, x: Tensor) -> _Packed:
         # whoever calls the op is one frame up: a dropout that is no module shows there
-        packed = _Packed(x, self.stack[-1], _CALLS.get(sys._getframe(1).f_code, ""))
+        module = self.module_of(x)
+        packed = _Packed(x, self.stack[-1] if module is None else module, _CALLS.get(sys._getframe(1).f_code, ""))
         self.packed.append(weakref.ref(packed))
         return packed
 
@@ -181,12 +188,18 @@ def storages(tensors: Iterable[Any]) -> set[int]:
     return {x.untyped_storage()._cdata for x in tensors if isinstance(x, Tensor) and x.layout is torch.strided}
 
 
+def _unknown(x: Tensor) -> None:
+    return None
+
+
 def saved_tensors(
     model: nn.Module,
     forward: Callable[[], Any],
     loss_of: Callable[[Any], Tensor],
     before: set[int],
     size_of: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes,
+    module_of: Callable[[Tensor], str | None] = _unknown,
+    left_out: Container[nn.Module] = (),
 ) -> SavedTensors:
     """Run `forward` once and list what backward would need, with nothing but the loss held.
 
@@ -196,11 +209,13 @@ def saved_tensors(
         loss_of: Raises if there is none.
         before: The `storages` of what was there before (the batch), which are not counted.
         size_of: Bytes that a storage counts for.
+        module_of: The module that a saved tensor belongs to; None: the one that is running.
+        left_out: Modules whose calls are not noted, because a compiler traces them.
 
     Returns:
         Each storage once, without parameters and buffers.
     """
-    collector = _Collector(model, size_of)
+    collector = _Collector(model, size_of, module_of, left_out)
     with _noted_calls(collector), saved_tensors_hooks(collector.pack, collector.unpack):
         output = forward()
     loss = loss_of(output)

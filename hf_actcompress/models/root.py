@@ -26,6 +26,7 @@ from .heads import deferred_logits
 from .padding import padding_of_call
 
 _ATTRIBUTE = "actcompress_root"
+_DEFAULT_LOSS = "ForCausalLM"
 # patches what is new below a module of that name; handed in because this package does not know the one above it
 _Patch = Callable[[nn.Module, CompressionConfig, str, Generators], object]
 # the children of each module that has any
@@ -115,6 +116,16 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
 def root_module(model: nn.Module) -> nn.Module:
     """The outermost transformers model, e.g. inside a PeftModel; the module itself if it holds none."""
     return next(iter(pretrained_models(model).values()))
+
+
+def name_default_loss(model: nn.Module) -> None:
+    """Give a model without a loss type, such as GPT-2's, the one that transformers falls back to.
+
+    Transformers logs a warning where it falls back, which torch.compile cannot trace. Not for a model that is trained:
+    Trainer divides the loss of a model with a loss type in another way.
+    """
+    if model.__dict__.get("loss_type", _DEFAULT_LOSS) is None:
+        model.__dict__["loss_type"] = _DEFAULT_LOSS
 
 
 def install_roots(model: nn.Module, config: CompressionConfig, patch: _Patch, generators: Generators) -> None:

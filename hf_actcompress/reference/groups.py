@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,7 +21,8 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def rows_features(x: Tensor) -> tuple[int, int]:
     """(R, D) of x [..., D]; a scalar is one row of one feature."""
-    return (x.shape[:-1].numel(), x.size(-1)) if x.dim() else (1, 1)
+    # not `Size.numel`, which a compiler that traces for any size takes for a number
+    return (math.prod(x.shape[:-1]), x.size(-1)) if x.dim() else (1, 1)
 
 
 def group_count(features: int, group_size: int) -> int:

@@ -20,6 +20,9 @@ _EQUAL = {
     "step ms": lambda r: _number(r.step_ms, ".1f"),
     "x stock": lambda r: _number(r.step_ratio, ".3f"),
     "tokens/s": lambda r: _number(r.tokens_per_second, ",.0f"),
+    "graphs, breaks, new for 3 lengths": lambda r: (
+        "-" if r.graphs is None else f"{r.graphs}, {r.breaks}, {r.new_graphs}"
+    ),
     "gradient error": lambda r: _number(r.gradient_error, ".1e") + ("" if r.correct else ", wrong"),
 }
 _LARGEST = {

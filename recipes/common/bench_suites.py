@@ -13,6 +13,7 @@ import torch
 
 from hf_actcompress import find_batch_size, kept_bytes, measure_step
 
+from .bench_graphs import counted, new_graphs
 from .bench_models import Shape, build, shape_of
 from .bench_modes import MODES, sharing_weights
 
@@ -36,6 +37,9 @@ class Result:
     kept_h: float | None = None
     peak_mib: float | None = None
     total_mib: float | None = None
+    graphs: int | None = None
+    breaks: int | None = None
+    new_graphs: int | None = None
     step_ms: float | None = None
     tokens_per_second: float | None = None
     step_ratio: float | None = None
@@ -180,12 +184,19 @@ class _EqualBatch:
         result.note = mode.reason_missing(shape_of(self.name, args)[0], args.device)
         if result.note:
             return None
+        if mode.compiled:
+            # behind a number of recompilations, of other modes too, torch would run this one uncompiled
+            torch._dynamo.reset()
         result.gradient_error = gradient_error(self.name, result.mode, args)
         # `<=` is false for a NaN
         result.correct = not mode.exact or result.gradient_error <= GRADIENT_LIMIT[args.grain]
         result.kept_h = kept_slope(self.name, result.mode, args)
-        step = make_step(mode.prepare(sharing_weights(self.weights)), self.batch, args)
-        step()  # warm-up, compilation, gradients
+        forward = mode.prepare(sharing_weights(self.weights))
+        step = make_step(forward, self.batch, args)
+        graphs, breaks = counted(step)  # warm-up, compilation, gradients
+        if mode.compiled:
+            result.graphs, result.breaks = graphs, breaks
+            result.new_graphs = new_graphs(lambda batch: make_step(forward, batch, args)(), self.batch)
         result.peak_mib = measure_step(step, args.device).peak_bytes / MIB
         result.total_mib = total_mib(args.device)
         return step

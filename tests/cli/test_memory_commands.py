@@ -30,6 +30,14 @@ def test_estimate_prints_plain_text_and_says_what_fits(model):
     assert "\x1b" not in result.stdout
 
 
+def test_an_estimate_of_compiled_models(model):
+    result = run("estimate", model, *SIZES, "--preset", "exact", "--engine", "compile", "--json")
+    assert result.exit_code == Exit.OK, result.output
+    kept = {row["preset"]: row["estimate"]["kept_bytes"] for row in json.loads(result.stdout)["rows"]}
+    assert kept["exact"] == estimate(model, batch_size=2, seq_len=16, engine="compile").kept_bytes < kept[None]
+    assert run("estimate", model, *SIZES, "--engine", "jit").exit_code == Exit.USAGE
+
+
 def rows_of(**peaks: int):
     """Rows as if they had been estimated."""
     by_name = {strategy.name: strategy for strategy in DEFAULT}

@@ -145,11 +145,14 @@ def test_one_graph(name: str) -> None:
     stock = model_class(pair)(tiny_config(name)).train()
     if getattr(stock, "loss_type", None) is None:
         stock.loss_type = "ForCausalLM"
+    ours = patch_model(copy.deepcopy(stock))
     plain = with_labels(stock, find_batch(stock, name, pair.task), pair.task)
     batch = padded(plain, "right", stock.config) or plain
     batch = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-    ours = patch_model(copy.deepcopy(stock))
-    expected = step(_compiled(stock, "aot_eager"), batch)
+    try:
+        expected = step(_compiled(stock, "aot_eager"), batch)
+    except torch._dynamo.exc.Unsupported as error:
+        pytest.skip(f"the stock model has no graph here: {str(error).splitlines()[0]}")
     rms_norms = any("RMSNorm" in type(m).__name__ or name == "t5" for m in stock.modules())
     _same(step(_compiled(ours), batch), expected, rms_norms=rms_norms)
     assert _kept(_compiled(ours), batch) < 0.9 * _kept(_compiled(stock, "aot_eager"), batch)
@@ -188,17 +191,32 @@ def test_eager_after_compile() -> None:
     assert not differing(step(ours, batch)[1], step(stock, batch)[1])
 
 
-@pytest.mark.parametrize(("preset", "graphs"), [("exact", 1), ("int4", 2)])
-def test_lengths_that_change(preset: str, graphs: int) -> None:
-    """dynamic=True: one graph for two lengths; with a lossy codec one for each, whose codes have fixed shapes."""
+@pytest.mark.parametrize("preset", ["exact", "int8", "int4"])
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_lengths_that_change(preset: str, dynamic: bool | None) -> None:
+    """dynamic=True: one graph for all lengths; by default one for the first and one for the rest. Bytes as in eager."""
     family = BY_NAME["llama"]
     model = patch_model(_build(family), preset)
-    compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=True)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=dynamic)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for times in (1, 2):
+    for times in (1, 2, 3):
         batch = {name: x.repeat(1, times) for name, x in family.make_batch().items()}
         assert _kept(compiled, batch) <= 1.02 * _kept(model, batch) + 2048
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + graphs
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + (1 if dynamic else 2)
+
+
+def test_any_length_has_the_gradients_of_one() -> None:
+    """But for roundings: a graph for any length may keep another view of a tensor."""
+    family = BY_NAME["llama"]
+    model = patch_model(_build(family), "int8")
+    batch = {name: x.repeat(1, 2) for name, x in family.make_batch().items()}
+    loss, expected = step(_compiled(model), batch)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=True)
+    step(compiled, family.make_batch())
+    found_loss, found = step(compiled, batch)
+    assert torch.equal(found_loss, loss)
+    assert relative_error(found, {name: g.double() for name, g in expected.items()}) < 0.01
 
 
 def test_overrides_of_layers() -> None:
@@ -214,8 +232,8 @@ def test_nothing_of_vocabulary_size_is_kept() -> None:
     batch = family.make_batch()
     small, large = (_kept_at(family, vocabulary, batch) for vocabulary in (1_000, 30_000))
     tokens = batch["input_ids"].numel()
-    # the logits that the caller holds, no other
-    assert large - small <= 29_000 * tokens * 2 + 4096
+    # neither logits nor probabilities: a hundredth of either
+    assert large - small <= 29_000 * tokens * 2 // 100
 
 
 def _kept_at(family: Family, vocabulary: int, batch: dict[str, Any]) -> int:
@@ -245,10 +263,11 @@ class _Breaks(nn.Module):
 
 def test_a_break_inside_of_a_layer(caplog: pytest.LogCaptureFixture) -> None:
     """Each part saves; one warning says that what lies between parts is kept."""
-    from hf_actcompress.compilation import partition
+    from hf_actcompress.compilation import breaks
 
-    partition._say_broken.cache_clear()
-    torch._dynamo.utils.counters.clear()
+    breaks._say_broken.cache_clear()
+    # of another model
+    torch.compile(_Breaks(), backend="eager")(torch.ones(2))
     family = BY_NAME["llama"]
     stock = _build(family)
     for layer in stock.model.layers:
@@ -260,6 +279,11 @@ def test_a_break_inside_of_a_layer(caplog: pytest.LogCaptureFixture) -> None:
     assert torch.equal(loss, expected_loss) and not differing(grads, expected)
     assert _kept(torch.compile(ours, backend=BACKEND), batch) <= 1.15 * _kept(ours, batch)
     assert len([r for r in caplog.records if "broken the graph" in r.message]) == 1
+    caplog.clear()
+    whole = patch_model(_build(family))
+    with caplog.at_level(logging.WARNING):
+        torch.compile(whole, backend=BACKEND)(**batch)
+    assert not [r for r in caplog.records if "broken the graph" in r.message]
 
 
 def test_an_exported_program_is_stocks() -> None:

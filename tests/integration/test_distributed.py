@@ -40,6 +40,7 @@ class Case:
     checkpointing: bool = False
     # the inputs of checkpointed layers go through a codec, one that loses nothing
     packed: bool = False
+    compiled: bool = False
     whole: bool = False
     bit_equal: bool = True
 
@@ -62,6 +63,7 @@ CASES = (
     Case("llama", "fsdp", mixed=True, checkpointing=True),
     Case("llama", "fsdp", mixed=True, checkpointing=True, packed=True),
     Case("llama", "fsdp", head="each", whole=True, bit_equal=False),
+    Case("llama", "fsdp", mixed=True, compiled=True, bit_equal=False),
 )
 
 
@@ -72,6 +74,8 @@ def _wrap(model: Any, case: Case) -> Any:
     if case.mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in next(m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        if case.compiled:
+            layer.compile(backend="hf_actcompress")
         fully_shard(layer, **options)
     if case.head == "norm and head":
         fully_shard([model.model.norm, model.lm_head], **options)

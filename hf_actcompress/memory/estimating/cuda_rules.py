@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from .masks import KnownMasks
 
@@ -34,6 +35,17 @@ IN_FP32 = {aten.native_layer_norm.default: (1, 2)}
 # a mask is padded to a multiple of this many keys
 _MASK_ALIGNMENT = 16
 _FLASH_HEAD = 256
+
+
+class CudaCalls(TorchFunctionMode):
+    """The same ops where a compiler traces: masks are the compiled code's business."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        if func is functional.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 class CudaRules(KnownMasks):

@@ -17,6 +17,7 @@ class Estimate:
         device: By whose rules.
         batch_size, seq_len: Of the batch.
         config: The preset's name or the config, "stock" for the unpatched model.
+        engine: "eager" or "compile".
         weights_bytes: Parameters and buffers, shared ones once.
         gradients_bytes: One per trainable parameter.
         optimizer_bytes: The optimizer's states after its first step.
@@ -35,6 +36,7 @@ class Estimate:
     batch_size: int
     seq_len: int
     config: str
+    engine: str
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -85,8 +87,9 @@ class Estimate:
         return json.dumps({**asdict(self), **derived}, indent=2)
 
     def __str__(self) -> str:
+        compiled = ", compiled" if self.engine == "compile" else ""
         head = (
-            f"{self.model}, {self.config}, batch {self.batch_size} x {self.seq_len} on {self.device}: "
+            f"{self.model}, {self.config}{compiled}, batch {self.batch_size} x {self.seq_len} on {self.device}: "
             f"peak {readable(self.total_peak_bytes)}, kept for backward {readable(self.kept_bytes)}"
         )
         return "\n".join([head, *self.notes])

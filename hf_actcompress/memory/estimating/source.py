@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from ...errors import ModelConfigError, UnknownOptionError
 from ...models.adapters import with_lora
+from ..compiled import uncompiled
 from .meta_device import OnMeta
 
 # a config without usable `architectures` becomes the first of these that knows it
@@ -54,7 +55,7 @@ def skeleton(source: Any, dtype: torch.dtype | None, lora: Any, gradient_checkpo
         ModelConfigError: No config can be had under that name, or transformers has no model with a loss for it.
     """
     if isinstance(source, nn.Module):
-        model = _on_meta(source, dtype)
+        model = _on_meta(uncompiled(source), dtype)
     else:
         config = source if isinstance(source, PretrainedConfig) else _config(source)
         model = _from_config(config, dtype or dtype_of(getattr(config, "dtype", None)) or torch.float32)

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from ...config import CompressionConfig
 from ...errors import ModelConfigError
 from ...models.checkpointing import below, checkpointable
+from ...models.root import name_default_loss
 from ...patching import apply_config, unpatch_model
 from ...private_apis import FakeTensorMode, run_backward
 from ...reference.device_rules import under_rules
 from ..allocator import loss_of
 from ..attribution import module_roles, role_of
 from ..saved import saved_tensors, storages
+from .compiled import CompiledStep
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
 from .fake_kernels import KernelResults
 from .masks import KnownMasks
@@ -42,6 +45,7 @@ class Setting:
         config: What the model is patched with; None: not at all.
         cuda: By the rules of a CUDA device, otherwise those of a CPU.
         autocast: Dtype of an autocast context around the forward, or None.
+        compiled: As torch.compile divides it, where it is one graph.
         kernels: What each kernel was found to make, by the shapes of its arguments; a copy by `replace` shares it.
     """
 
@@ -50,6 +54,7 @@ class Setting:
     config: CompressionConfig | None
     cuda: bool
     autocast: torch.dtype | None = None
+    compiled: bool = False
     kernels: KernelResults = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -109,7 +114,11 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
             apply_config(fake, _present(setting.config, fake))
-    counted_checkpoints(fake, cuda=setting.cuda)
+    if setting.compiled:
+        # a stock model that is estimated beside a patched one has one graph if that has
+        name_default_loss(fake)
+    else:
+        counted_checkpoints(fake, cuda=setting.cuda)
     return _measure(fake, batch, setting, mode, names)
 
 
@@ -154,6 +163,7 @@ def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Fak
 def _measure(
     model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, str]
 ) -> FakeStep:
+    forward = _forward(model, batch, setting, mode)
     allocator = _allocator(model, batch, setting)
     with mode:
         for p in model.parameters():
@@ -161,7 +171,7 @@ def _measure(
     allocator.leave_out(p.grad for p in model.parameters() if p.grad is not None)
     with _world(setting, mode, allocator):
         collections = _older_collections()
-        loss, by_role = _forward(model, batch, setting, allocator, roles)
+        loss, by_role = _with_roles(forward, model, batch, allocator, roles)
         # if another thread has collected, what is garbage here may have become old
         gc.collect(0 if _older_collections() == collections else 2)
         kept, allocations = allocator.live_bytes, len(allocator.timeline)
@@ -171,29 +181,52 @@ def _measure(
     return FakeStep(kept, allocator.peak_bytes, by_role, timeline[:allocations], timeline[allocations:])
 
 
-def _forward(
-    model: nn.Module, batch: dict[str, Any], setting: Setting, allocator: FakeAllocator, roles: dict[str, str]
+def _with_roles(
+    step: _Forward, model: nn.Module, batch: dict[str, Any], allocator: FakeAllocator, roles: dict[str, str]
 ) -> tuple[Tensor, dict[str, int]]:
     """The loss, and what is kept by role if there are any."""
     if not roles:
-        return _loss(model, batch, setting), {}
+        return step.loss(allocator), {}
     held: list[Tensor] = []
 
     def forward() -> Tensor:
-        held.append(_loss(model, batch, setting))
+        held.append(step.loss(allocator))
         return held[0]
 
     # hooks that hold what autograd would hold: the bytes are the same
-    seen = saved_tensors(model, forward, loss_of, storages(batch.values()), allocator.size_of)
+    seen = saved_tensors(model, forward, loss_of, storages(batch.values()), allocator.size_of, step.module_of)
     sizes: Counter[str] = Counter()
     for tensor in seen.tensors:
         sizes[role_of(tensor, roles, seen.hidden_from_view)] += tensor.nbytes
     return held[0], dict(sizes)
 
 
-def _loss(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Tensor:
-    with torch.autocast("cpu", dtype=setting.autocast or torch.bfloat16, enabled=setting.autocast is not None):
-        return loss_of(model(**batch))
+def _forward(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode) -> _Forward:
+    if setting.compiled:
+        return CompiledStep(model, batch, mode, cuda=setting.cuda, autocast=partial(_autocast, setting))
+    return _Eager(model, batch, setting)
+
+
+class _Forward(Protocol):
+    def loss(self, allocator: FakeAllocator) -> Tensor: ...
+
+    def module_of(self, x: Tensor) -> str | None: ...
+
+
+class _Eager:
+    def __init__(self, model: nn.Module, batch: dict[str, Any], setting: Setting) -> None:
+        self._model, self._batch, self._setting = model, batch, setting
+
+    def loss(self, allocator: FakeAllocator) -> Tensor:
+        with _autocast(self._setting):
+            return loss_of(self._model(**self._batch))
+
+    def module_of(self, x: Tensor) -> str | None:
+        return None
+
+
+def _autocast(setting: Setting) -> torch.autocast:
+    return torch.autocast("cpu", dtype=setting.autocast or torch.bfloat16, enabled=setting.autocast is not None)
 
 
 def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode) -> dict[str, Any]:

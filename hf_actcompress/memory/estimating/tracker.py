@@ -45,6 +45,9 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         timeline: `live_bytes` each time that something was added to them.
     """
 
+    # of compiled graphs, such as an op whose generator's state is kept
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         block: int = 1,

@@ -1,0 +1,59 @@
+"""Which results of a graph take memory when a compiler fuses it, and until when: a model of what Inductor does."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, Node
+
+from .policy import is_fused, is_view, made_by, nbytes, overwrites
+
+
+class Buffers:
+    """The buffers of one graph, whose nodes run in order.
+
+    A pointwise result that only pointwise ops and reductions read stays in registers, and what it is made of lives
+    until the kernel has run that it is part of. A kernel writes over an input of the same size that nobody reads later.
+
+    Args:
+        graph: Of a forward or a backward.
+
+    Attributes:
+        no_memory: Nodes whose results take no memory of their own.
+        dead: By node, those that can be freed behind it.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.no_memory = {node for node in graph.nodes if node.op == "call_function" and is_fused(node)}
+        order = {node: position for position, node in enumerate(graph.nodes)}
+        nodes = list(order)
+        last = self._last_readers(nodes, order)
+        self._overwrite(nodes, order, last)
+        self.dead: dict[Node, list[Node]] = {}
+        for node, position in last.items():
+            if nodes[position].op != "output":
+                self.dead.setdefault(nodes[position], []).append(node)
+
+    def _last_readers(self, nodes: list[Node], order: dict[Node, int]) -> dict[Node, int]:
+        """By node, the position of the node whose kernel reads it last."""
+        last: dict[Node, int] = {}
+        for node in reversed(nodes):
+            through = (user in self.no_memory or is_view(user) for user in node.users)
+            ends = (last[user] if goes_on else order[user] for user, goes_on in zip(node.users, through, strict=True))
+            last[node] = max(ends, default=order[node])
+        return last
+
+    def _overwrite(self, nodes: list[Node], order: dict[Node, int], last: dict[Node, int]) -> None:
+        """Let results take over the buffers of inputs that end with them."""
+        ending: dict[int, list[Node]] = {}
+        for node in nodes:
+            if node.op == "call_function" and node not in self.no_memory and made_by(node) is node:
+                ending.setdefault(last[node], []).append(node)
+        for node in nodes:
+            if node in self.no_memory or not overwrites(node) or nodes[last[node]].op == "output":
+                continue
+            for free in ending.get(order[node], ()):
+                if free is not node and nbytes(free) == nbytes(node):
+                    self.no_memory.add(node)
+                    last[free] = last[node]
+                    ending[order[node]].remove(free)
+                    ending.setdefault(last[node], []).append(free)
+                    break

@@ -1,0 +1,89 @@
+"""A compiled step that is watched: Inductor's own graphs, run op by op, with nothing generated.
+
+What a compiled model keeps is decided before code is generated, so these graphs keep what the generated code keeps, and
+a watcher sees which tensor that is and which module reads it. It is also told which results the generated code never
+writes to memory, because they are computed inside of the kernel that reads them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from ..private_apis import compile_for_inductor
+from .buffers import Buffers
+from .policy import module_reading
+
+_Boxed = Callable[[list[Any]], Any]
+
+
+class Watcher(Protocol):
+    """Who watches."""
+
+    def fused(self) -> AbstractContextManager[object]:
+        """A context for ops whose results the generated code has in registers."""
+
+    def returned(self, x: Tensor, module: str) -> None:
+        """x left a forward graph; in that graph `module` reads it first, "" if that is not known."""
+
+
+def observed(model: nn.Module, watcher: Watcher) -> Callable[..., Any]:
+    """A backend of `torch.compile` for `model` or modules below it.
+
+    Args:
+        model: Whose module names the watcher is told.
+        watcher: Is told what happens whenever a compiled graph runs.
+    """
+    names = {str(id(module)): name for name, module in model.named_modules()}
+
+    def run_instead(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> _Boxed:
+        return _boxed(_Watched(graph, names, watcher))
+
+    return compile_for_inductor(run_instead)
+
+
+def _boxed(graph: _Watched) -> _Boxed:
+    def run(args: list[Any]) -> list[Any]:
+        return graph(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Watched:
+    """A graph as a function of one list, which it empties: each tensor is freed behind its last reader."""
+
+    def __init__(self, graph: GraphModule, names: dict[str, str], watcher: Watcher) -> None:
+        self._module, self._watcher = graph, watcher
+        self._plan = Buffers(graph.graph)
+        output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+        self._returned: tuple[Any, ...] = tuple(output.args[0])
+        self._modules = [names.get(module_reading(x), "") if isinstance(x, Node) else "" for x in self._returned]
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        values: dict[Node, Any] = {}
+        for node in self._module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = args.pop(0)
+            elif node.op == "get_attr":
+                values[node] = operator.attrgetter(node.target)(self._module)
+            elif node.op == "call_function":
+                values[node] = self._run(node, values)
+            for dead in self._plan.dead.get(node, ()):
+                del values[dead]
+        results = [values[x] if isinstance(x, Node) else x for x in self._returned]
+        for x, module in zip(results, self._modules, strict=True):
+            if isinstance(x, Tensor):
+                self._watcher.returned(x, module)
+        return results
+
+    def _run(self, node: Node, values: dict[Node, Any]) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        with self._watcher.fused() if node in self._plan.no_memory else nullcontext():
+            return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,0 +1,31 @@
+"""Graphs, breaks and recompilations of a compiled mode."""
+
+from collections.abc import Callable
+
+import torch
+from torch._dynamo.utils import counters
+
+# shorter by so many tokens: what a data loader without fixed lengths hands out
+SHORTER = (8, 16, 24)
+
+
+def graphs_and_breaks() -> tuple[int, int]:
+    """So far in this process."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def counted(step: Callable[[], object]) -> tuple[int, int]:
+    """Graphs that a step makes, and the breaks between them."""
+    before = graphs_and_breaks()
+    step()
+    after = graphs_and_breaks()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def new_graphs(step: Callable[[dict[str, torch.Tensor]], object], batch: dict[str, torch.Tensor]) -> int:
+    """How many graphs are made for batches of three other lengths, one after the other."""
+    return sum(counted(lambda less=less: step(_shortened(batch, less)))[0] for less in SHORTER)  # type: ignore[misc]
+
+
+def _shortened(batch: dict[str, torch.Tensor], less: int) -> dict[str, torch.Tensor]:
+    return {name: x[:, :-less].contiguous() for name, x in batch.items()}

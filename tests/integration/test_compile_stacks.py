@@ -1,0 +1,71 @@
+"""torch.compile where users meet it: Trainer, plans, packed batches, sharded layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_actcompress import kept_bytes, patch_model, plan
+from tests.families import BY_NAME, differing, step
+
+BACKEND = "hf_actcompress"
+LLAMA = BY_NAME["llama"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def _train(model: Any, folder: Path, **options: Any) -> list[float]:
+    batch = LLAMA.make_batch()
+    rows = [{name: x[i] for name, x in batch.items()} for i in range(len(batch["labels"]))] * 2
+    args = TrainingArguments(
+        output_dir=str(folder), max_steps=3, per_device_train_batch_size=3, logging_steps=1, report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, seed=0, **options,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=args, train_dataset=rows)  # type: ignore[arg-type]
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("how", ["torch_compile=True", "model.compile"])
+def test_trainer(how: str, tmp_path: Path) -> None:
+    """One graph, eager mode's losses. Accelerate knows torch's backends alone: ours is chosen on the model."""
+    preset = "exact" if how == "model.compile" else "int8"
+    eager, compiled = (patch_model(LLAMA.build(torch.bfloat16), preset) for _ in range(2))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if how == "model.compile":
+        compiled.compile(backend=BACKEND)
+    losses = _train(compiled, tmp_path, torch_compile=how != "model.compile")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
+    assert losses == pytest.approx(_train(eager, tmp_path), rel=1e-4 if how == "model.compile" else 1e-2)
+
+
+def test_a_plan_for_a_compiled_model() -> None:
+    model = LLAMA.build(torch.bfloat16)
+    compiled: Any = torch.compile(model, backend=BACKEND)
+    sizes = {"batch_size": 3, "seq_len": 13}
+    found = plan(compiled, **sizes, budget="1GiB", device="cpu")
+    patch_model(compiled, found)
+    batch = LLAMA.make_batch()
+    compiled(**batch).loss.backward()
+    assert kept_bytes(lambda: compiled(**batch), "cpu") <= 1.02 * kept_bytes(lambda: model(**batch), "cpu") + 2048
+
+
+def test_a_packed_batch() -> None:
+    """Positions that start again: the sequences of a row do not see each other, compiled as in eager mode."""
+    stock, ours = (LLAMA.build(torch.bfloat16) for _ in range(2))
+    patch_model(ours)
+    batch = LLAMA.make_batch()
+    length = batch["input_ids"].shape[1]
+    positions = torch.tensor([*range(5), *range(length - 5)]).expand_as(batch["input_ids"])
+    packed = {**batch, "position_ids": positions, "attention_mask": None}
+    compiled = [torch.compile(m, backend=b, fullgraph=True) for m, b in ((ours, BACKEND), (stock, "aot_eager"))]
+    (loss, grads), (expected_loss, expected) = (step(model, packed) for model in compiled)
+    assert torch.equal(loss, expected_loss) and not differing(grads, expected)
+    assert not torch.equal(loss, step(ours, {**batch, "attention_mask": None})[0])
