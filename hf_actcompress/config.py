@@ -58,6 +58,9 @@ class CompressionConfig:
         checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, whoever asked for the
             checkpointing (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer
             is computed again from what was stored.
+        net: Look at what code without a rule saves, too: keep nothing of it that can be computed again bit by bit, and
+            the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
+            `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
         programs: Run layers as programs: half a layer in one autograd Function, with the same bytes, values and
             gradients, for less of the host's time. So far exact pre-norm layers with a gated MLP (Llama, Mistral, Qwen,
             Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not ordinary ones
@@ -83,6 +86,7 @@ class CompressionConfig:
     drop_padding: bool = False
     checkpoint: tuple[str, ...] = ()
     checkpoint_input: str = "identity"
+    net: bool = True
     programs: bool = False
 
     def __post_init__(self) -> None:

@@ -127,17 +127,18 @@ def _logits(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:
 
 
 def _functional_dropout(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:
-    """Masks of dropouts that are no module, so that nothing can be swapped."""
+    """Masks of dropouts that are no module. In uint8 they are the bits that the net makes of them."""
     modules = dict(model.named_modules())
     masks = [
         t
         for t in seen.tensors
         if t.call == "dropout"
+        and t.dtype != torch.uint8
         and not isinstance(modules[t.module], nn.Dropout)
         and not _is_square(t, _head_width(model))
     ]
     yield Advice(
         "dropout called as a function keeps its masks",
         sum(t.nbytes for t in masks),
-        "set the model's dropout probability to 0: patch_model cannot see a call that is no module",
+        "patch_model keeps them as bits, where it is not told net=False",
     )

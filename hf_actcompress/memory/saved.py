@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..ops import DeferredLogits
-from ..private_apis import innermost_saved_tensor_hooks
+from ..records import hooks_outside
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
+_HOOKS = hooks_outside.__module__.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,12 @@ class _Collector:
         self.thread = threading.get_ident()
 
     def pack(self, x: Tensor) -> _Packed:
-        # whoever calls the op is one frame up: a dropout that is no module shows there
+        # whoever calls the op is one frame up, or above the hooks of this package: a dropout that is no module shows
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
+            frame = frame.f_back
         module = self.module_of(x)
-        packed = _Packed(x, self.stack[-1] if module is None else module, _CALLS.get(sys._getframe(1).f_code, ""))
+        packed = _Packed(x, self.stack[-1] if module is None else module, _CALLS.get(frame.f_code, ""))
         self.packed.append(weakref.ref(packed))
         return packed
 
@@ -120,7 +124,7 @@ class _Collector:
 
     def _enter(self, module: nn.Module) -> None:
         self.stack.append(self.names[module])
-        top = innermost_saved_tensor_hooks()
+        top = hooks_outside()
         if not torch.is_grad_enabled() or top is None or top[0] != self.pack:
             self.seen.hidden_from_view = True
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import CompressionConfig
-from ..records import dropping, frame, in_frame
+from ..records import dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .heads import deferred_logits
 from .padding import padding_of_call
@@ -91,7 +91,8 @@ class PatchedForward:
             return
         self._patch_new_modules()
         padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
-        with frame(), dropping(padding):
+        net = netted() if self.config.net and self.config.derive_linear else nullcontext()
+        with frame(), dropping(padding), net:
             yield
 
     def _patch_new_modules(self) -> None:

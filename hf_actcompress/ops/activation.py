@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Stored, declare, load, raw, record_of, save
+from ..records import Stored, applied, declare, load, raw, record_of, save
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 
@@ -88,5 +88,5 @@ def activation(
         Exact. Bit-equal to stock where torch has one kernel for it (gelu, silu, relu, mish, ...); for compositions the
         derivative is computed in fp32 and rounded once.
     """
-    y: Tensor = ActivationFunction.apply(x, stock, kind, options, codec)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(ActivationFunction, x, stock, kind, options, codec)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import keep, load, save
+from ..records import applied, keep, load, save
 from .first_order import once_differentiable
 
 
@@ -66,5 +66,5 @@ def activation_derivative(
             slope = implementation("forward_derivative", x)(x, stock)
         else:
             slope = implementation("activation_derivative", x, kind)(x, kind, options)
-    y: Tensor = ActivationDerivativeFunction.apply(x, slope, stock, codec)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(ActivationDerivativeFunction, x, slope, stock, codec)
     return y

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import implementation
-from ..records import load, raw, save
+from ..records import applied, load, raw, save
 from ..reference import fewbit_stored_bits
 from .first_order import once_differentiable
 
@@ -79,5 +79,5 @@ def activation_fewbit(
         Few-Bit Backward (arXiv 2202.00441), Approx-BP (arXiv 2406.16282); all tables by recipes/fit_fewbit.py.
     """
     fewbit_stored_bits(kind, bits, method)
-    y: Tensor = ActivationFewbitFunction.apply(x, stock, kind, options, bits, method)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(ActivationFewbitFunction, x, stock, kind, options, bits, method)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..dispatch import implementation
 from ..errors import UnknownOptionError
-from ..records import load, raw, save
+from ..records import applied, load, raw, save
 from ..reference import INVERTED
 from .first_order import once_differentiable
 from .kept_output import keep_output
@@ -67,5 +67,5 @@ def activation_output(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str) -
     """
     if kind not in INVERTED:
         raise UnknownOptionError("activation that can be inverted", kind, INVERTED)
-    y: Tensor = ActivationOutputFunction.apply(x, stock, kind)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(ActivationOutputFunction, x, stock, kind)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import load, raw, save
+from ..records import applied, load, raw, save
 from .autocast import SameAutocast, autocast_dtype
 from .first_order import once_differentiable
 from .heads import keep_heads, keep_output_heads, keep_row_heads
@@ -83,7 +83,7 @@ def fused_attention(
     if dtype is not None:
         # autograd's own cast: the cast tensors are what is kept, the wider ones die
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out: Tensor = FusedAttentionFunction.apply(q, k, v, mask, is_causal, scale, codec)  # type: ignore[no-untyped-call]
+    out: Tensor = applied(FusedAttentionFunction, q, k, v, mask, is_causal, scale, codec)
     return out
 
 
@@ -160,5 +160,5 @@ def recomputed_attention(
     Gradient:
         Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.
     """
-    out: Tensor = RecomputedAttentionFunction.apply(attend, q, k, v, mask, bias, is_causal, codec)  # type: ignore[no-untyped-call]
+    out: Tensor = applied(RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec)
     return out

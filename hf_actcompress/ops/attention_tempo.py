@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import load, raw, save
+from ..records import applied, load, raw, save
 from .autocast import autocast_dtype
 from .first_order import once_differentiable
 from .heads import keep_heads, keep_row_heads
@@ -107,7 +107,7 @@ def attention_tempo(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     out: Tensor
     probs: Tensor
-    out, probs = AttentionTempoFunction.apply(  # type: ignore[no-untyped-call]
-        q, k, v, mask, scale, dropout, (softmax_dtype, probs_dtype or softmax_dtype), codec
+    out, probs = applied(
+        AttentionTempoFunction, q, k, v, mask, scale, dropout, (softmax_dtype, probs_dtype or softmax_dtype), codec
     )
     return out, probs

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..records import Derived, Record, Stored, declare_as, known_record, shared_copy, shared_derivation
+from ..records import Derived, Record, Stored, applied, declare_as, known_record, shared_copy, shared_derivation
 from .first_order import once_differentiable
 
 
@@ -52,5 +52,5 @@ def cast(x: Tensor, dtype: torch.dtype, *, codec: Codec = IDENTITY) -> Tensor:
     """``x.to(dtype)`` of any shape. Saves nothing; consumers of the result keep x by its record. Gradient exact."""
     if x.dtype == dtype:
         return x
-    y: Tensor = CastFunction.apply(x, dtype, codec)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(CastFunction, x, dtype, codec)
     return y

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Stored, dropping, is_dropped, load, parameter, save
+from ..records import Stored, applied, dropping, is_dropped, load, parameter, save
 from ..reference import ConvGeometry
 from .autocast import autocast_dtype
 from .first_order import once_differentiable
@@ -86,5 +86,5 @@ def conv2d(
     Source:
         Pooled feature maps: arXiv 2409.11902.
     """
-    y: Tensor = Conv2dFunction.apply(x, weight, bias, geometry, codec, derive)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(Conv2dFunction, x, weight, bias, geometry, codec, derive)
     return y

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dispatch import implementation
-from ..records import parameter, record_of, save
+from ..records import applied, parameter, record_of, save
 from .autocast import autocast_dtype
 from .cast import cast_record
 from .deferred_logits import DeferredLogits
@@ -103,5 +103,5 @@ def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ke
     Gradient:
         Exact.
     """
-    y: Tensor = DeferredLinearFunction.apply(x, weight, bias, keep_logits, None, None)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(DeferredLinearFunction, x, weight, bias, keep_logits, None, None)
     return y

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private_apis import without_torch_function
+from ..records import applied
 from .deferred_values import Step, Values
 from .first_order import once_differentiable
 
@@ -262,5 +263,5 @@ def plain(x: Tensor) -> Tensor:
     """The values of deferred logits as an ordinary, differentiable tensor; any other tensor as it is."""
     if not isinstance(x, DeferredLogits):
         return x
-    y: Tensor = _ValuesFunction.apply(x)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(_ValuesFunction, x)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import declare, load, raw, record_of, save
+from ..records import applied, declare, load, raw, record_of, save
 from .first_order import once_differentiable
 
 
@@ -56,5 +56,5 @@ def dropout(x: Tensor, p: float, *, codec: Codec = IDENTITY) -> Tensor:
     Gradient:
         Exact, bit-equal to stock.
     """
-    y: Tensor = DropoutFunction.apply(x, p, codec)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(DropoutFunction, x, p, codec)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import declare, load, record_of, save
+from ..records import applied, declare, load, record_of, save
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 
@@ -84,5 +84,5 @@ def gated_product(
     Gradient:
         Exact: bit-equal to stock by the reference where the activation's is, within stock's own error by a kernel.
     """
-    h: Tensor = GatedProductFunction.apply(gate, up, stock, kind, options, codec)  # type: ignore[no-untyped-call]
+    h: Tensor = applied(GatedProductFunction, gate, up, stock, kind, options, codec)
     return h

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import declare, load, parameter, raw, record_of, save, whole_record_of
+from ..records import applied, declare, load, parameter, raw, record_of, save, whole_record_of
 from .autocast import autocast_widens, in_fp32
 from .first_order import once_differentiable
 
@@ -104,5 +104,5 @@ def layer_norm(
     Gradient:
         Exact (identity codec): bit-equal to stock by the reference, within stock's own error by a kernel.
     """
-    y: Tensor = LayerNormFunction.apply(x, weight, bias, shape, eps, codec, copy_affine)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(LayerNormFunction, x, weight, bias, shape, eps, codec, copy_affine)
     return y

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import implementation
-from ..records import load, parameter, raw, save
+from ..records import applied, load, parameter, raw, save
 from .autocast import autocast_widens, in_fp32
 from .first_order import once_differentiable
 from .kept_output import keep_output
@@ -67,5 +67,5 @@ def layer_norm_output(
     Source:
         Tempo (arXiv 2210.10246).
     """
-    y: Tensor = LayerNormOutputFunction.apply(x, weight, bias, shape, eps)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(LayerNormOutputFunction, x, weight, bias, shape, eps)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..private_apis import not_a_view
-from ..records import Packed, Record, encoded, load_packed, parameter, record_of, save
+from ..records import Packed, Record, applied, encoded, load_packed, parameter, record_of, save
 from .autocast import autocast_dtype
 from .cast import cast_record
 from .first_order import once_differentiable
@@ -111,5 +111,5 @@ def linear(
     Gradient:
         Exact, bit-equal to stock (identity codec).
     """
-    y: Tensor = LinearFunction.apply(x, weight, bias, transposed, codec, derive)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(LinearFunction, x, weight, bias, transposed, codec, derive)
     return y

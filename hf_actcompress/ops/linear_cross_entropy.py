@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dispatch import implementation
-from ..records import Record, declare, is_lossless, load, parameter, raw, record_of, save
+from ..records import Record, applied, declare, is_lossless, load, parameter, raw, record_of, save
 from ..reference.linear_cross_entropy import Pointwise
 from .autocast import autocast_dtype
 from .cast import cast_record
@@ -143,7 +143,8 @@ def linear_cross_entropy(
     if kept.numel() < target.numel():
         rows = kept if rows is None else rows[kept]
     flat = h.reshape(-1, h.size(-1))
-    losses = LinearCrossEntropyFunction.apply(  # type: ignore[no-untyped-call]
+    losses = applied(
+        LinearCrossEntropyFunction,
         _selected(flat, rows),
         weight,
         bias,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..records import Record, is_dropped, load, parameter, raw, save
+from ..records import Record, applied, is_dropped, load, parameter, raw, save
 from ..reference.linear_cross_entropy import Pointwise
 from ..reference.linear_rows import linear_rows, linear_rows_bwd
 from .deferred_linear import LinearSource
@@ -162,6 +162,6 @@ def returned_logits(x: Tensor) -> Tensor | None:
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like)
-    y: Tensor = ReturnedLogitsFunction.apply(head.hidden, head.weight, head.bias, source)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     origin.edge = get_gradient_edge(y)
     return y

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import declare, load, parameter, raw, record_of, save
+from ..records import applied, declare, load, parameter, raw, record_of, save
 from .first_order import once_differentiable
 
 
@@ -77,5 +77,5 @@ def rms_norm(
     Gradient:
         Exact (identity codec): bit-equal to the stock modules' by the reference, within their own error by a kernel.
     """
-    y: Tensor = RMSNormFunction.apply(x, weight, eps, variant, codec, copy_affine)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(RMSNormFunction, x, weight, eps, variant, codec, copy_affine)
     return y

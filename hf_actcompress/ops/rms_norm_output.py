@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import implementation
-from ..records import load, parameter, raw, save
+from ..records import applied, load, parameter, raw, save
 from .first_order import once_differentiable
 from .kept_output import keep_output
 
@@ -57,5 +57,5 @@ def rms_norm_output(x: Tensor, weight: Tensor | None, eps: float, variant: str =
     Source:
         Tempo's LayerNorm (arXiv 2210.10246), for RMSNorm.
     """
-    y: Tensor = RMSNormOutputFunction.apply(x, weight, eps, variant)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(RMSNormOutputFunction, x, weight, eps, variant)
     return y

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import implementation
-from ..records import load, raw, save
+from ..records import applied, load, raw, save
 from ..reference import rope_fwd
 from .first_order import once_differentiable
 
@@ -59,7 +59,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if cos.requires_grad or sin.requires_grad or not all(_keep_shape(x, cos, sin) for x in (q, k)):
         return rope_fwd(q, cos, sin), rope_fwd(k, cos, sin)
-    q, k = RopeFunction.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+    q, k = applied(RopeFunction, q, k, cos, sin)
     return q, k
 
 

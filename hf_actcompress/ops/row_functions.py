@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..records import load, raw, save
+from ..records import applied, load, raw, save
 from ..reference.linear_rows import row_chunks
 from .autocast import SameAutocast
 from .deferred_logits import DeferredLogits, mapped
@@ -189,17 +189,17 @@ def map_rows(x: DeferredLogits, name: str, function: Callable[[Tensor], Tensor])
     # under autocast the dtype may be another: asked of torch
     dtype = step(torch.zeros((1, 2), dtype=x.dtype, device=x.device)).dtype
     like = torch.empty(x.shape, dtype=dtype, device="meta")
-    y: Tensor = MapFunction.apply(x, step, like)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(MapFunction, x, step, like)
     return y
 
 
 def multiply_rows(a: DeferredLogits, b: DeferredLogits) -> Tensor:
     """a * b of two functions [..., V] of the same rows, deferred."""
-    y: Tensor = ProductFunction.apply(a, b)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(ProductFunction, a, b)
     return y
 
 
 def reduce_rows(x: DeferredLogits, name: str, function: Callable[..., Tensor], index: Tensor | None = None) -> Tensor:
     """``function(x)`` [...] of x [..., V], or ``function(x, index)`` [..., n]; `name` says which."""
-    y: Tensor = ReduceFunction.apply(x, RowStep(name, function, x), index)  # type: ignore[no-untyped-call]
+    y: Tensor = applied(ReduceFunction, x, RowStep(name, function, x), index)
     return y

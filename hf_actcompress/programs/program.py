@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.first_order import once_differentiable
+from ..records import applied
 from .steps import Step, Values
 
 
@@ -88,7 +89,7 @@ class Program:
 
     def __call__(self, *inputs: Tensor | None) -> Any:
         """Run it: the outputs, a tensor or a tuple of them."""
-        return ProgramFunction.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        return applied(ProgramFunction, self, *inputs)
 
 
 def _freeing(

@@ -8,6 +8,8 @@ of its own. This package is the only code that touches storage on `ctx`.
 from __future__ import annotations
 
 from .hooks import kept_through
+from .net import applied, netted
+from .outside import hooks_outside
 from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, raw
 from .registry import (
@@ -35,12 +37,14 @@ __all__ = [
     "Recipe",
     "Record",
     "Stored",
+    "applied",
     "clear",
     "declare",
     "declare_as",
     "dropping",
     "encoded",
     "frame",
+    "hooks_outside",
     "in_frame",
     "is_dropped",
     "is_lossless",
@@ -50,6 +54,7 @@ __all__ = [
     "live_entries",
     "load",
     "load_packed",
+    "netted",
     "padding_in",
     "padding_of",
     "parameter",

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..codecs import Codec
 from ..private_apis import innermost_saved_tensor_hooks
+from .outside import hooks_outside, stands_before
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def kept_through(codec: Codec, x: Tensor) -> Iterator[None]:
         tensors = tuple(unpack_outside(part) for part in held.parts)
         return tensors[0] if held.codec is None else held.codec.unpack(tensors, held.meta)
 
+    stands_before(pack, hooks_outside())
     try:
         with saved_tensors_hooks(pack, unpack):
             yield

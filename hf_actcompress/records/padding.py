@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, BlockSparse, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
 from ..errors import PaddingError
-from ..private_apis import at_end_of_backward, current_backward, innermost_saved_tensor_hooks
+from ..private_apis import at_end_of_backward, current_backward
+from .outside import hooks_outside
 from .record import Derived, Pending, Recipe, Record, Stored, raw
 
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
@@ -149,11 +150,12 @@ def padding_in(x: Tensor) -> Padding | None:
     if torch.compiler.is_compiling():
         return None
     padding = _state.padding
-    return padding if padding is not None and padding.fits(x) and not _checkpointed() else None
+    return padding if padding is not None and padding.fits(x) and not checkpointed() else None
 
 
-def _checkpointed() -> bool:
-    top = innermost_saved_tensor_hooks()
+def checkpointed() -> bool:
+    """Whether this is a region under `torch.utils.checkpoint`, in its forward or when it runs again."""
+    top = hooks_outside()
     return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
-from ..private_apis import innermost_saved_tensor_hooks
+from .outside import hooks_outside
 from .padding import drops, is_dropped, keep, keep_later
 from .record import Derived, Recipe, Record, Stored, versions
 from .views import View, dense, extent
@@ -85,8 +85,8 @@ def _key(x: Tensor) -> _Key | None:
 
 
 def _entries() -> dict[_Key, _Entry]:
-    """The live entries, emptied first if the innermost saved-tensor hooks are not those of the last call."""
-    top = innermost_saved_tensor_hooks()
+    """The live entries, emptied first if the innermost hooks of others are not those of the last call."""
+    top = hooks_outside()
     hook = top[0] if top is not None else None
     last = _state.hooks() if _state.hooks is not None else None
     if hook is not last or (hook is None) != (_state.hooks is None):

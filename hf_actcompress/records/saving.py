@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +34,38 @@ class _DerivedSlot:
     """A derived record on a ctx: the recipe and where its sources are. No tensor."""
 
     recipe: Recipe
-    sources: tuple[_Slot, ...]
+    sources: tuple[Slot, ...]
 
     def value(self, saved: tuple[Tensor, ...]) -> Tensor:
         return self.recipe.value(lambda: [source.value(saved) for source in self.sources])
 
 
-_Slot = _StoredSlot | _DerivedSlot
+Slot = _StoredSlot | _DerivedSlot
 
 
-class _Leaves:
-    """The tensors that one ctx saves, each once."""
+class _OwnTensors(threading.local):
+    """What the op that ends now saves. Autograd asks its hooks about each right after, and the net knows it by this."""
+
+    def __init__(self) -> None:
+        self._ids: set[int] = set()
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Say which tensors are saved next."""
+        self._ids = {id(x) for x in tensors}
+
+    def take(self, x: Tensor) -> bool:
+        """Whether x is one of them; asked once for each."""
+        if id(x) in self._ids:
+            self._ids.remove(id(x))
+            return True
+        return False
+
+
+own_tensors = _OwnTensors()
+
+
+class Leaves:
+    """The tensors that are saved for some records, each once."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -57,7 +80,8 @@ class _Leaves:
         return self._position[id(x)]
 
 
-def _slot(record: Record, leaves: _Leaves, counted: bool = True) -> _Slot:
+def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
+    """How the record's value is made of `leaves`, to which its tensors are added."""
     if isinstance(record, Pending):
         record = record.packed()
     if isinstance(record, Stored):
@@ -68,7 +92,7 @@ def _slot(record: Record, leaves: _Leaves, counted: bool = True) -> _Slot:
         record.recipe.uses += 1
         # the sources are asked once per backward, by the first consumer that rebuilds
         first = record.recipe.uses == 1
-    sources = tuple(_slot(source, leaves, first) for source in record.sources)
+    sources = tuple(slot_of(source, leaves, first) for source in record.sources)
     back = record.recipe.recompute
     if isinstance(back, RealRows):
         order = sources[1]
@@ -86,9 +110,10 @@ def save(ctx: Any, *records: Record | None) -> None:
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*(None if r is None else _stored_tensor(r) for r in records))
         return
-    leaves = _Leaves()
-    ctx.slots = tuple(None if record is None else _slot(record, leaves) for record in records)
+    leaves = Leaves()
+    ctx.slots = tuple(None if record is None else slot_of(record, leaves) for record in records)
     ctx.dropped = tuple(leaves.dropped.values())
+    own_tensors.note(leaves.tensors)
     ctx.save_for_backward(*leaves.tensors)
 
 
@@ -122,7 +147,7 @@ def load_packed(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     _check_padding(ctx, saved, dy)
 
-    def value(slot: _Slot | None) -> Tensor | Packed | None:
+    def value(slot: Slot | None) -> Tensor | Packed | None:
         if isinstance(slot, _StoredSlot) and slot.codec != IDENTITY:
             return Packed(slot.codec, tuple(saved[i] for i in slot.positions), slot.meta)
         return None if slot is None else slot.value(saved)
@@ -142,7 +167,7 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
     if torch.compiler.is_compiling():
         return tuple(ctx.saved_tensors)
     saved = ctx.saved_tensors
-    slots: tuple[_Slot | None, ...] = ctx.slots
+    slots: tuple[Slot | None, ...] = ctx.slots
     of = None if rows is None else slots[rows]
     _check_padding(ctx, saved, dy, of.value(saved) if of is not None else None)
     return tuple(None if slot is None else slot.value(saved) for slot in slots)

@@ -234,7 +234,9 @@ def test_advice_on_functional_dropout():
     }  # fmt: skip
     model = hf.OPTForCausalLM(hf.OPTConfig(**options, dropout=0.1)).to(torch.bfloat16).train()
     # two in each layer; a CPU keeps the mask in the dtype of the activation
-    assert advice(patch_model(model))["function"] >= 2 * 2 * (2 * LENGTH * 128)
+    assert advice(model)["function"] >= 2 * 2 * (2 * LENGTH * 128)
+    assert advice(patch_model(model, CompressionConfig(net=False)))["function"] >= 2 * 2 * (2 * LENGTH * 128)
+    assert "function" not in advice(patch_model(model)), "the net keeps bits"
     without = hf.OPTForCausalLM(hf.OPTConfig(**options, dropout=0.0)).to(torch.bfloat16).train()
     assert "function" not in advice(without)
     assert "function" not in advice(build("bert"))

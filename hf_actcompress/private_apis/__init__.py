@@ -1,0 +1,216 @@
+"""The private names of torch and transformers that this package uses: the one place to look at after an upgrade.
+
+What can be wrapped is wrapped here, and used by everybody else under a public name. Attributes of tensors and modules
+are read where they are needed. `names.py` lists all of them: for what, and since which version they exist.
+`tests/test_private_apis.py` tries each by its name, and finds names that are not in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
+from torch.fx import GraphModule
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
+from torch.nn.modules.conv import _ConvNd as ConvolutionBase
+
+from .names import PRIVATE_APIS, PrivateAPI
+
+__all__ = [
+    "PRIVATE_APIS",
+    "BatchNormBase",
+    "ConvolutionBase",
+    "FakeTensor",
+    "FakeTensorMode",
+    "PrivateAPI",
+    "ProfilerEvent",
+    "at_end_of_backward",
+    "compile_for_inductor",
+    "current_backward",
+    "delayed_error",
+    "exporting",
+    "fused_attention_choice",
+    "graph_breaks",
+    "hooks_on_every_module",
+    "inductor_decompositions",
+    "innermost_saved_tensor_hooks",
+    "min_cut_partition",
+    "next_sequence_number",
+    "not_a_view",
+    "partitioner_ops",
+    "replace_random",
+    "run_backward",
+    "saved_tensor_hooks_allowed",
+    "traced_frame",
+    "tracing_for_compiler",
+    "transforms_active",
+    "unset_fake_temporarily",
+    "without_saved_tensor_hooks",
+    "without_torch_function",
+]
+
+
+def innermost_saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The pack and unpack hooks that are on in this thread, or None."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread gets."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether saved-tensor hooks may be installed here: torch.func forbids them inside of its transforms."""
+    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return allowed
+
+
+class without_saved_tensor_hooks:  # noqa: N801
+    """While it is on, the innermost saved-tensor hooks, which are `hooks`, are off. A class: it is entered often."""
+
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: tuple[Any, Any]) -> None:
+        self.hooks = hooks
+
+    def __enter__(self) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._autograd._push_saved_tensors_default_hooks(*self.hooks)
+
+
+def current_backward() -> int:
+    """A number for the backward that runs in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call something when the backward that runs in this thread ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+
+
+def run_backward(loss: Tensor) -> None:
+    """``loss.backward()`` as far as the engine goes: inside of the method itself no TorchFunctionMode is on."""
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[no-untyped-call]
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def delayed_error(message: str, count: int) -> Callable[..., tuple[Tensor, ...]]:
+    """A function that returns its `count` tensors, and whose backward raises."""
+    return torch._C._functions.DelayedError(message.encode(), count)  # type: ignore[attr-defined, no-any-return]
+
+
+def transforms_active() -> bool:
+    """Whether torch.func transforms or forward-mode differentiation are on."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def hooks_on_every_module() -> bool:
+    """Whether somebody wants to see every module called (`register_module_forward_hook` and its kin)."""
+    of = torch_module
+    forward = of._global_forward_hooks or of._global_forward_pre_hooks
+    return bool(forward or of._global_backward_hooks or of._global_backward_pre_hooks)
+
+
+def fused_attention_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> int:
+    """The number of the kernel that `scaled_dot_product_attention` would take, as in torch.nn.attention.SDPBackend."""
+    choice: int = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal)
+    return choice
+
+
+def not_a_view(y: Tensor) -> Tensor:
+    """y over the same memory, as a tensor of its own. Autograd lets nobody write on a view that a Function returned."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
+ProfilerEvent = torch._C._profiler._EventType
+# a context in which the ops of tensor subclasses go past their `__torch_function__`
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """Torch's partition of a joint graph into forward and backward, which keeps the fewest bytes it can."""
+    from torch._functorch import partitioners
+
+    graphs: tuple[GraphModule, GraphModule] = partitioners.min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    return graphs
+
+
+@cache
+def partitioner_ops() -> Any:
+    """The sets of ops by which it decides: `recomputable_ops`, `compute_intensive_ops`, `random_ops`."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
+
+
+def replace_random(graph: GraphModule) -> None:
+    """Random draws as Inductor compiles them: a seed, and numbers made from it."""
+    from torch._inductor.fx_passes.replace_random import replace_random_passes
+
+    replace_random_passes(graph)
+
+
+def graph_breaks() -> list[str]:
+    """Why graphs were broken in this process so far, a line or more per reason; the last one may be repeated."""
+    from torch._dynamo.utils import counters
+
+    return [reason for reason, times in counters["graph_break"].items() for _ in range(times)]
+
+
+def exporting() -> bool:
+    """Whether torch.export traces. Its public name is true in torch.compile too where torch 2.11 traces the call."""
+    return torch.compiler._is_exporting_flag
+
+
+def traced_frame() -> tuple[Any, Any] | None:
+    """Which frame Dynamo is compiling, however often it starts again; None outside of it."""
+    from torch._guards import CompileContext
+
+    compiled = CompileContext.current_compile_id()
+    return None if compiled is None else (compiled.frame_id, compiled.frame_compile_id)
+
+
+def inductor_decompositions() -> Any:
+    """How Inductor takes ops apart before it compiles them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def compile_for_inductor(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend that divides and changes graphs as Inductor does; `compile_graph` takes the place of its code."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: GraphModule, inputs: Any, **options: Any) -> Any:
+        # from a cache would come the code of such a graph
+        with config.patch(enable_autograd_cache=False):
+            return compile_fx(graph, inputs, inner_compile=compile_graph)
+
+    return backend
+
+
+@contextmanager
+def tracing_for_compiler() -> Iterator[None]:
+    """`torch.compiler.is_compiling()` inside, and sizes that may be any: for code that a backend traces itself."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        with enable_python_dispatcher():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -1,0 +1,91 @@
+"""What autograd holds in place of a tensor that foreign code saved under the net, and how the tensor comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.bits import unpack_mask
+from .outside import Hooks
+from .record import Recipe
+from .saving import Slot
+
+
+class Kept:
+    """Tensors that are kept.
+
+    Args:
+        parts: What the hooks outside made of each; the tensors if there are none.
+        versions: Of the tensors when they were kept; None where hooks outside may have copied them.
+        slot: Makes the value of them; None: the value is the only part.
+    """
+
+    __slots__ = ("__weakref__", "parts", "slot", "versions")
+
+    def __init__(self, parts: tuple[Any, ...], versions: tuple[int, ...] | None, slot: Slot | None) -> None:
+        self.parts, self.versions, self.slot = parts, versions, slot
+
+
+class Made:
+    """Nothing is kept: the value is computed from what others hold."""
+
+    __slots__ = ("__weakref__", "recipe", "sources")
+
+    def __init__(self, recipe: Recipe, sources: tuple[Held, ...]) -> None:
+        self.recipe, self.sources = recipe, sources
+
+
+class Mask:
+    """The mask of a dropout as bits.
+
+    Args:
+        bits: Of a mask of that shape, packed.
+        dtype: bool; or that of the numbers 0 and 1 / keep, which a dropout on a CPU multiplies with.
+        keep: The probability that an element is not dropped.
+        dropped: The dropout's input, if it can be had without keeping more.
+    """
+
+    __slots__ = ("__weakref__", "bits", "dropped", "dtype", "keep", "shape")
+
+    def __init__(self, bits: Kept, shape: torch.Size, dtype: torch.dtype, keep: float, dropped: Held | None) -> None:
+        self.bits, self.shape, self.dtype, self.keep, self.dropped = bits, shape, dtype, keep, dropped
+
+    def unpacked(self, bits: Tensor) -> Tensor:
+        """The mask, as it was drawn."""
+        mask = unpack_mask(bits, self.shape)
+        return mask if self.dtype == torch.bool else mask.to(self.dtype).div_(self.keep)
+
+
+Held = Kept | Made | Mask
+
+
+def counted(held: Held) -> Held:
+    """Note one more who will ask for the value, so that it is dropped after the last of them."""
+    if isinstance(held, Made):
+        held.recipe.uses += 1
+    return held
+
+
+def value_of(held: Held, outside: Hooks | None) -> Tensor:
+    """The tensor in whose place it is held. Raises RuntimeError if a kept tensor has been written on."""
+    if isinstance(held, Made):
+        return held.recipe.value(lambda: [value_of(source, outside) for source in held.sources])
+    if isinstance(held, Mask):
+        return held.unpacked(value_of(held.bits, outside))
+    tensors: tuple[Tensor, ...] = held.parts if outside is None else tuple(outside[1](part) for part in held.parts)
+    if held.versions is not None:
+        _check_versions(tensors, held.versions)
+    return tensors[0] if held.slot is None else held.slot.value(tensors)
+
+
+def _check_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    for x, version in zip(tensors, versions, strict=True):
+        if x._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{x.type()} {list(x.shape)}] is at version {x._version}; expected version {version} instead. Hint: "
+                "enable anomaly detection to find the operation that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
+            )

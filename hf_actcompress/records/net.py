@@ -1,0 +1,209 @@
+"""The net under all rules: what code without a rule saves is not kept where it can be computed again.
+
+While the forward of a patched model runs, saved-tensor hooks look at every tensor that autograd saves. It is not kept
+
+- if the registry has a derived record of it (the output of a norm that an unknown attention reads),
+- if the autograd node that made it keeps what makes it again (the product of gate and up),
+- if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
+
+Hooks switch torch's own check for in-place writes off, so the net compares versions and raises torch's error itself.
+Hooks that are on outside of the net (`save_on_cpu`, a report) get what the net keeps. Inside of a checkpointed region
+the hooks of the checkpoint are the innermost, and the net sees nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from ..private_apis import (
+    innermost_saved_tensor_hooks,
+    next_sequence_number,
+    saved_tensor_hooks_allowed,
+    without_saved_tensor_hooks,
+)
+from ..reference.bits import pack_mask
+from .held import Held, Kept, Made, Mask, counted, value_of
+from .nodes import Pointwise, computation, pointwise, proved
+from .outside import hooks_outside, stands_before
+from .padding import checkpointed, is_dropped
+from .record import Derived, Recipe, is_lossless
+from .registry import known_record
+from .saving import Leaves, Slot, own_tensors, slot_of
+from .views import View, dense
+
+# what `torch.autograd.Function.apply` takes and gives
+_Function = type[torch.autograd.Function]
+# elements; smaller tensors are kept
+_SMALL = 256
+_DROPOUT = torch.nn.functional.dropout.__code__
+
+
+class Net:
+    """The hooks of one forward. Autograd holds them as long as the graph, so nothing here may hold a tensor."""
+
+    def __init__(self) -> None:
+        # those that were on before get what is kept
+        self.outside = hooks_outside()
+        stands_before(self, self.outside)
+        self.hooks = self.pack, self.unpack
+        # what each node saved, in order, by its number
+        self._by_node: dict[int, list[weakref.ref[Held]]] = {}
+        # what is computed again, by the id of the tensor object, as long as that lives
+        self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Held]]] = {}
+
+    def pack(self, x: Tensor) -> Held:
+        """What autograd is to hold in place of x [any shape], which it saves now."""
+        held = self._smaller(x) or self._kept(x)
+        # a node takes its number, and then it saves
+        self._by_node.setdefault(next_sequence_number() - 1, []).append(weakref.ref(held))
+        return counted(held)
+
+    def unpack(self, held: Held) -> Tensor:
+        """x again. Raises RuntimeError where torch does: somebody has written in place."""
+        return value_of(held, self.outside)
+
+    def is_innermost(self) -> bool:
+        """Whether no other hooks have been installed since: those of a checkpointed region."""
+        top = innermost_saved_tensor_hooks()
+        return top is not None and top[0] is self.hooks[0]
+
+    def close(self) -> None:
+        """Forget what only a forward in progress needs."""
+        self._by_node.clear()
+        self._made.clear()
+
+    def _smaller(self, x: Tensor) -> Held | None:
+        node = x.grad_fn
+        if x.numel() < _SMALL or (node is None and isinstance(x, Parameter)):
+            return None
+        own = own_tensors.take(x)
+        held = self._computed(x) if node is not None else None
+        return held if held is not None or own else self._recorded(x) or self._mask(x)
+
+    def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
+        # without their graph, which may hold this. A leaf is held itself: ZeRO-3 and FSDP2 change a parameter's data
+        parts = tuple(x if x.grad_fn is None else x.detach() for x in tensors)
+        outside = self.outside
+        if outside is None:
+            return Kept(parts, tuple(x._version for x in parts), slot)
+        return Kept(tuple(outside[0](x) for x in parts), None, slot)
+
+    def _recorded(self, x: Tensor) -> Held | None:
+        """By the registry, which knows what our ops made."""
+        record = known_record(x)
+        if not isinstance(record, Derived) or not is_lossless(record) or is_dropped(record):
+            # padding rows are dropped only where somebody looks at the gradient there
+            return None
+        leaves = Leaves()
+        slot = slot_of(record, leaves)
+        return self._kept(*leaves.tensors, slot=slot)
+
+    def _computed(self, x: Tensor) -> Made | None:
+        """By the node that made x, or the tensor of which x is a view."""
+        base = x._base if x._base is not None else x
+        if base.numel() != x.numel():
+            return None
+        held = self._known(base) or self._by_its_node(base)
+        if held is None or (x.shape == base.shape and x.stride() == base.stride()):
+            return held
+        if not dense(base.shape, base.stride()) or base.storage_offset() != x.storage_offset():
+            return None
+        return Made(Recipe(View(x.shape, x.stride())), (counted(held),))
+
+    def _known(self, x: Tensor) -> Made | None:
+        known = self._made.get(id(x))
+        if known is None or known[0]() is not x or known[1] != x._version:
+            return None
+        held = known[2]()
+        return held if isinstance(held, Made) else None
+
+    def _by_its_node(self, x: Tensor) -> Made | None:
+        node: Any = x.grad_fn
+        row = pointwise(node)
+        if row is None:
+            return None
+        sources = self._sources(row, node)
+        if sources is None:
+            return None
+        compute = computation(row, node)
+        if not proved(x, type(node), compute, lambda: [self.unpack(source) for source in sources]):
+            return None
+        held = Made(Recipe(compute), tuple(counted(source) for source in sources))
+        key = id(x)
+        self._made[key] = weakref.ref(x, lambda _: self._made.pop(key, None)), x._version, weakref.ref(held)
+        return held
+
+    def _sources(self, row: Pointwise, node: Any) -> list[Held] | None:
+        """What a node holds, if that is all of its inputs."""
+        saved = [reference() for reference in self._by_node.get(node._sequence_nr(), ())]
+        found = [held for held in saved if held is not None]
+        if len(found) == 1 and isinstance(found[0], Mask) and found[0].dropped is not None:
+            found.append(found[0].dropped)
+        return found if len(found) == row.tensors else None
+
+    def _mask(self, x: Tensor) -> Mask | None:
+        """By what `torch.nn.functional.dropout` has drawn, if that is who saves x now."""
+        frame = sys._getframe(3)
+        if frame.f_code is not _DROPOUT or x.grad_fn is not None or not x.is_contiguous():
+            return None
+        called = frame.f_locals
+        given, p = called["input"], called["p"]
+        if x.shape != given.shape or p >= 1:
+            return None
+        dropped = self._computed(given) or self._recorded(given)
+        return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - p, dropped)
+
+
+class _Current(threading.local):
+    def __init__(self) -> None:
+        self.net: Net | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def netted() -> Iterator[None]:
+    """While it is on, this thread's autograd does not keep what can be computed again. For one forward, in a frame."""
+    if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
+        yield
+        return
+    net, before = Net(), _current.net
+    try:
+        with saved_tensors_hooks(*net.hooks):
+            _current.net = net
+            yield
+    finally:
+        _current.net = before
+        net.close()
+
+
+def applied(function: _Function, *inputs: Any) -> Any:
+    """``function.apply(*inputs)`` of one of our ops, which knows itself what to keep.
+
+    The net is off for it, which saves the host's time. Not where hooks outside must get what is kept, nor where the
+    op may keep an input that a node of stock code makes again.
+    """
+    net = None if torch.compiler.is_compiling() else _current.net
+    if net is None or net.outside is not None or any(map(_is_pointwise, inputs)) or not net.is_innermost():
+        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    with without_saved_tensor_hooks(net.hooks):
+        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+def _is_pointwise(x: object) -> bool:
+    """Whether a node of the table made x, or the tensor of which x is a view."""
+    if not isinstance(x, Tensor) or x.grad_fn is None:
+        return False
+    base = x._base if x._base is not None else x
+    return pointwise(base.grad_fn) is not None

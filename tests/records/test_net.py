@@ -1,0 +1,256 @@
+"""The net under all rules: what stock code saves is not kept where it can be computed again, with stock's bits."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.records import frame, live_entries, nodes
+from hf_actcompress.records.net import netted
+from hf_actcompress.records.nodes import POINTWISE, Pointwise
+from tests.oracle import assert_equal_bits, kept_bytes
+
+SHAPE = (24, 32)
+
+
+@contextmanager
+def net() -> Iterator[None]:
+    with frame(), netted():
+        yield
+
+
+@contextmanager
+def stock() -> Iterator[None]:
+    yield
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(SHAPE, generator=generator).abs().add_(0.1).to(dtype).requires_grad_() for _ in range(2))
+    weight = torch.randn(32, 32, generator=generator).to(dtype).requires_grad_()
+    return a, b, weight
+
+
+# every kind of node by a call that makes it; they take tensors that are results, as in a model
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "AbsBackward0": lambda a, b: a.abs(),
+    "CosBackward0": lambda a, b: a.cos(),
+    "DivBackward0": lambda a, b: a / b,
+    "GeluBackward0": lambda a, b: F.gelu(a, approximate="tanh"),
+    "GluBackward0": lambda a, b: F.glu(torch.cat([a, b], -1), -1),
+    "HardswishBackward0": lambda a, b: F.hardswish(a),
+    "LeakyReluBackward0": lambda a, b: F.leaky_relu(a, 0.3),
+    "LogBackward0": lambda a, b: a.log(),
+    "MishBackward0": lambda a, b: F.mish(a),
+    "MulBackward0": lambda a, b: a * b,
+    "PowBackward0": lambda a, b: a.pow(3),
+    "SiluBackward0": lambda a, b: F.silu(a),
+    "SinBackward0": lambda a, b: a.sin(),
+    "SoftplusBackward0": lambda a, b: F.softplus(a, 2.0, 10.0),
+}
+
+
+def test_every_row_of_the_table_has_a_call() -> None:
+    assert {*CALLS, "NativeDropoutBackward0"} == {*POINTWISE}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", CALLS)
+def test_the_output_of_a_node_is_not_kept(kind: str, dtype: torch.dtype) -> None:
+    a, b, weight = inputs(dtype)
+
+    def forward() -> Tensor:
+        y = CALLS[kind](a + 1, b + 1)
+        assert type(y.grad_fn).__name__ == kind
+        return (y @ weight, y.view(12, 2, 32).flatten(1) @ weight.repeat(2, 1))[0].sum()
+
+    assert_same(forward, (a, b, weight))
+    saved = kept(forward, stock) - kept(forward, net)
+    assert saved >= a.nbytes, "the product keeps nothing of its input"
+
+
+def assert_same(forward: Callable[[], Tensor], over: tuple[Tensor, ...]) -> None:
+    """Loss and gradients are stock's bits, in a second backward too, and where only some are asked for."""
+    results = []
+    for around in (stock, net):
+        torch.manual_seed(3)
+        with around():
+            loss = forward()
+        first = torch.autograd.grad(loss, over, retain_graph=True, allow_unused=True)
+        again = torch.autograd.grad(loss, over[-1:], retain_graph=True)
+        results.append([loss, *(g for g in (*first, *again) if g is not None)])
+        assert_equal_bits([first[-1]], again)
+    assert_equal_bits(*results)
+    assert live_entries() == 0
+
+
+def kept(forward: Callable[[], Tensor], around: Callable[[], object]) -> int:
+    def run() -> Tensor:
+        with around():  # type: ignore[attr-defined]
+            return forward()
+
+    return kept_bytes(run)
+
+
+def test_chains_are_computed_again_as_a_whole() -> None:
+    """act(gate) * up in an experts' style: both are views of one product, and two layers read the result."""
+    a, _, weight = inputs()
+    up, down = torch.randn(32, 64).requires_grad_(), torch.randn(32, 32).requires_grad_()
+
+    def forward() -> Tensor:
+        gate, value = ((a + 1) @ up).chunk(2, -1)
+        h = F.silu(gate) * value
+        return (h @ weight).sum() + (h @ down).square().sum()
+
+    assert_same(forward, (a, up, weight, down))
+    # stock: the input, gate and up in one, silu, h, and what is squared
+    assert kept(forward, stock) - kept(forward, net) == 2 * a.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_of_functional_dropout_are_bits(dtype: torch.dtype) -> None:
+    a, _, weight = inputs(dtype)
+
+    def forward() -> Tensor:
+        return (F.dropout(F.gelu(a + 1), 0.3) @ weight).sum()
+
+    assert_same(forward, (a, weight))
+    # stock: the GELU's input, the mask, the dropout's output
+    assert kept(forward, stock) - kept(forward, net) == 2 * a.nbytes - a.numel() // 8
+
+
+def test_a_product_that_looks_like_a_dropout_is_none() -> None:
+    a, _, weight = inputs()
+    mask = torch.rand(SHAPE).round()
+
+    def forward() -> Tensor:
+        x = a + 1
+        return ((F.dropout(x, 0.5) + x * mask) @ weight).sum()
+
+    assert_same(forward, (a, weight))
+
+
+def test_a_formula_that_torch_has_changed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POINTWISE, "SiluBackward0", Pointwise(torch.sigmoid))
+    monkeypatch.setattr(nodes, "_proved", {})
+    a, _, weight = inputs()
+    assert_same(lambda: (F.silu(a + 1) @ weight).sum(), (a, weight))
+
+
+def test_a_write_in_place_is_stocks_error() -> None:
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        h = x + 1
+        y = h @ weight
+        h.add_(1)
+        return y.sum()
+
+    for around in (stock, net):
+        a, _, weight = inputs()
+        with around():
+            loss = forward(a, weight)
+        with pytest.raises(RuntimeError, match="inplace operation.*is at version 1; expected version 0"):
+            loss.backward()
+
+
+def test_nothing_outlives_the_graph() -> None:
+    """No cycle through a node's own output, with a result that is saved by the node that makes it."""
+    a, _, weight = inputs()
+    gc.disable()
+    try:
+        with net():
+            y = (a @ weight).sigmoid()
+            z = F.silu(y) * y
+            loss = (z @ weight).sum()
+        references = [weakref.ref(x) for x in (y, z)]
+        storage = weakref.ref(z.untyped_storage())
+        del y, z, loss
+        assert all(reference() is None for reference in references) and storage() is None
+    finally:
+        gc.enable()
+    assert live_entries() == 0
+
+
+class Foreign(nn.Module):
+    """A layer of ours between calls that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(F.dropout(F.silu(gate) * up, 0.1, self.training))
+
+
+def trained(model: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
+    torch.manual_seed(5)
+    x = torch.linspace(-1, 1, 24 * 32).view(SHAPE).requires_grad_()
+    run(model, x).square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def _saved_on_cpu(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(model(x))
+
+
+def _in_other_hooks(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.detach().clone(),), lambda held: held[0]):
+        return model(x)
+
+
+RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": lambda model, x: model(model(x)),
+    "checkpoint": lambda model, x: checkpoint(model, model(x), use_reentrant=False),
+    "reentrant checkpoint": lambda model, x: checkpoint(model, model(x), use_reentrant=True),
+    "saved on cpu": _saved_on_cpu,
+    "other hooks": _in_other_hooks,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_in_company(name: str) -> None:
+    ours = patch_model(Foreign())
+    assert_equal_bits(trained(Foreign(), RUNS[name]), trained(ours, RUNS[name]))
+    assert live_entries() == 0
+
+
+def test_hooks_outside_get_what_the_net_keeps() -> None:
+    sizes = {}
+    for patched in (False, True):
+        seen: list[int] = []
+
+        def pack(x: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(x.nbytes)
+            return x.detach()
+
+        model = patch_model(Foreign()) if patched else Foreign()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(torch.randn(SHAPE, requires_grad=True))
+        sizes[patched] = sum(seen)
+    assert sizes[True] < 0.8 * sizes[False]
+
+
+def test_transforms_of_torch_func() -> None:
+    stock, model, x = Foreign().eval(), patch_model(Foreign().eval()), torch.randn(SHAPE)
+    expected = torch.func.grad(lambda x: stock(x).sum())(x)
+    assert_equal_bits([torch.func.grad(lambda x: model(x).sum())(x)], [expected])
+
+
+def test_it_can_be_switched_off() -> None:
+    x = torch.randn(SHAPE, requires_grad=True)
+    on, off = (patch_model(Foreign(), CompressionConfig(net=net)) for net in (True, False))
+    assert kept_bytes(lambda: on(x)) < kept_bytes(lambda: off(x)) - 2 * x.nbytes
