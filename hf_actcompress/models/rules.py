@@ -10,6 +10,7 @@ from torch import nn
 from ..config import CompressionConfig
 from .adapters import find_adapter
 from .attention import find_attention
+from .experts import find_experts
 from .gated_mlps import find_gated_mlp
 from .leaves import find_leaf
 from .rms_norms import find_rms_norm
@@ -17,7 +18,7 @@ from .sites import Declined, Site
 
 Rule = Callable[[nn.Module, CompressionConfig], Site | Declined | None]
 
-RULES: tuple[Rule, ...] = (find_leaf, find_rms_norm, find_gated_mlp, find_attention, find_adapter)
+RULES: tuple[Rule, ...] = (find_leaf, find_rms_norm, find_gated_mlp, find_experts, find_attention, find_adapter)
 
 
 def find_site(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:

@@ -21,11 +21,13 @@ from .conv2d import conv2d
 from .deferred_linear import LinearSource, deferred_linear
 from .deferred_logits import DeferredLogits, plain
 from .dropout import dropout
+from .experts import experts_down
 from .gated_mlp import gated_product
 from .layer_norm import layer_norm
 from .layer_norm_output import layer_norm_output
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
+from .recomputed import recomputed
 from .returned_logits import returned_logits
 from .rms_norm import rms_norm
 from .rms_norm_output import rms_norm_output
@@ -45,6 +47,7 @@ __all__ = [
     "conv2d",
     "deferred_linear",
     "dropout",
+    "experts_down",
     "fused_attention",
     "gated_product",
     "layer_norm",
@@ -52,6 +55,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "plain",
+    "recomputed",
     "recomputed_attention",
     "returned_logits",
     "rms_norm",
@@ -77,6 +81,14 @@ OPS: tuple[Op, ...] = (
     Op("conv2d", "record", conv2d, "its input's record (nothing if the weight is frozen)", "autocast casts"),
     Op("activation", "input", activation, "its input", "its output"),
     Op("gated_mlp", "gate_up", gated_product, "gate and up", "act(gate) and the product"),
+    Op("recomputed", "input", recomputed, "its input", "all inside of a function without weights, its output"),
+    Op(
+        "experts_down",
+        "input",
+        experts_down,
+        "its input's record, routing weights and order",
+        "nothing: the output is not needed",
+    ),
     Op("layer_norm", "input", layer_norm, "its input, mean, rstd", "its output"),
     Op("rms_norm", "input", rms_norm, "its input, rstd", "its output, the fp32 copies"),
     Op("dropout", "rng", dropout, "the generator's state", "mask and output"),

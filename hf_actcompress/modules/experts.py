@@ -1,0 +1,151 @@
+"""Patched experts of transformers' experts interface, with grouped products.
+
+What is kept per pair of token and expert is the output of the first projection. The gathered inputs, the activation,
+the gated product and the output of the second projection are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations import moe
+
+from .. import ops
+from ..ops.experts import GroupedProducts
+from ..records import declare, known_record, raw, whole_record_of
+from .base import PatchedModule, has_hooks, keeps_for_backward
+
+if TYPE_CHECKING:
+
+    class _Module(PatchedModule, nn.Module):
+        config: Any
+        num_experts: int
+        has_gate: bool
+        has_bias: bool
+        is_transposed: bool
+        has_post_expert_norm: bool
+        _is_expert_parallel: bool
+        _apply_gate: Callable[[Tensor], Tensor]
+        act_fn: Callable[[Tensor], Tensor]
+        down_proj: Tensor
+        down_proj_bias: Tensor
+else:
+    _Module = PatchedModule
+
+GROUPED = "grouped_mm"
+
+
+class ExpertsMixin(_Module):
+    """Experts that are called with hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K]."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = _three(args, kwargs)
+        settings = self.actcompress
+        if given is None or settings is None or not self._is_ordinary():
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        up, down = getattr(self, self._first), self.down_proj
+        up_bias = getattr(self, f"{self._first}_bias") if self.has_bias else None
+        down_bias = self.down_proj_bias if self.has_bias else None
+        if not keeps_for_backward(*given[::2], up, down, up_bias, down_bias):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        return self._grouped(*given, (up, up_bias), (down, down_bias))
+
+    @property
+    def _first(self) -> str:
+        return "gate_up_proj" if self.has_gate else "up_proj"
+
+    def _is_ordinary(self) -> bool:
+        """Whether stock would run its grouped products here, with nothing more."""
+        grouped = getattr(self.config, "_experts_implementation", None) == GROUPED
+        special = self._is_expert_parallel or self.has_post_expert_norm or torch.compiler.is_compiling()
+        return grouped and not special and not has_hooks(getattr(self, "act_fn", nn.Identity()))
+
+    def _grouped(
+        self,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        up: tuple[Any, Tensor | None],
+        down: tuple[Any, Tensor | None],
+    ) -> Tensor:
+        assert self.actcompress is not None
+        codec, choices = self.actcompress.codec, top_k_index.size(-1)
+        experts, order = torch.sort(top_k_index.reshape(-1))
+        tokens = order // choices
+        routing = top_k_weights.reshape(-1)[order]
+        offsets = self._ends(experts)
+        products = GROUPED_PRODUCTS[self.is_transposed]
+        x = _gathered(hidden, tokens, up[0].dtype)
+        both = products.forward(x, up[0], offsets, None if up[1] is None else up[1][experts])
+        h = ops.recomputed(both, self._activated(), codec=codec)
+        y = ops.experts_down(h, down[0], down[1], routing, experts, offsets, products, codec=codec)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.size(0), device=order.device)
+        # one row per choice of a token, summed in fp32 by torch
+        return y[back].view(hidden.size(0), choices, -1).sum(dim=1).to(hidden.dtype)
+
+    def _activated(self) -> Callable[[Tensor], Tensor]:
+        return self._apply_gate if self.has_gate else self.act_fn
+
+    def _ends(self, experts: Tensor) -> Tensor:
+        """[E], int32: where the rows of each expert end."""
+        counted = experts.float() if experts.device.type in ("cpu", "mps") else experts.int()
+        counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
+        return torch.cumsum(counts, dim=0, dtype=torch.int32)
+
+
+def _three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The three tensors of a call, by position or by stock's names."""
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    given = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+    if len(given) != 3 or len(args) + len(kwargs) != 3 or not all(isinstance(x, Tensor) for x in given):
+        return None
+    return given  # type: ignore[return-value]
+
+
+def _gather(hidden: Tensor, tokens: Tensor) -> Tensor:
+    return hidden[tokens]
+
+
+def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows of those tokens [S, H], declared as made of the rows of all."""
+    x = hidden[tokens]
+    # whole: rows of padding are routed, too
+    declare(x, _gather, whole_record_of(hidden), raw(tokens))
+    if x.dtype == dtype:
+        return x
+    known, cast = known_record(x), x.to(dtype)
+    if known is not None:
+        declare(cast, lambda rows: rows.to(dtype), known)
+    return cast
+
+
+def _grouped_products(transposed: bool) -> GroupedProducts:
+    """Stock's products for weights [E, in, out] if `transposed`, else [E, out, in]."""
+
+    def as_stock(weight: Tensor) -> Tensor:
+        return weight if transposed else weight.transpose(-2, -1)
+
+    def forward(h: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = moe._grouped_linear(h, weight, offsets, bias=bias, is_transposed=transposed)
+        return y
+
+    def of_input(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        y: Tensor = moe._grouped_mm(dy, as_stock(weight).transpose(-2, -1), offsets)
+        return y
+
+    def of_weight(h: Tensor, dy: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
+        if not moe._can_use_grouped_mm(h, as_stock(weight), offsets):
+            grad = torch.ops.transformers.grouped_mm_fallback_backward(h, as_stock(weight), offsets, dy)[1]
+            return grad if transposed else grad.transpose(-2, -1)  # type: ignore[no-any-return]
+        rows, columns = (h, dy) if transposed else (dy, h)
+        grad = torch.nn.functional.grouped_mm(rows.transpose(0, 1), columns, offs=offsets)
+        return grad  # type: ignore[no-any-return]
+
+    return GroupedProducts(forward, of_input, of_weight)
+
+
+GROUPED_PRODUCTS = {transposed: _grouped_products(transposed) for transposed in (False, True)}

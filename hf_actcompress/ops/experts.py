@@ -1,0 +1,133 @@
+"""The last projection of a mixture of experts and its routing weights: neither its input nor its output is kept.
+
+Row i of the S pairs of token and expert gives w[i] * (h[i] @ W[e] + b[e]). Stock keeps that product for the gradient of
+w. It is not needed: with t = dy @ W[e]^T, which is the gradient of h but for the factor w, the gradient of w is
+t . h + dy . b[e].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs import IDENTITY, Codec
+from ..records import applied, load, parameter, raw, record_of, save
+from .first_order import once_differentiable
+
+
+@dataclass(frozen=True)
+class GroupedProducts:
+    """The products of stock, which differ with the device and the version.
+
+    Args:
+        forward: (h, weight, offsets, bias) -> y [S, out], with the bias of each row [S, out] or None.
+        of_input: (dy, weight, offsets) -> dy @ weight^T [S, in].
+        of_weight: (h, dy, offsets, weight) -> the gradient of the weight, in its shape.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    of_input: Callable[[Tensor, Tensor, Tensor], Tensor]
+    of_weight: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class ExpertsDownFunction(torch.autograd.Function):
+    """Variant "input": keeps h (which is derived as a rule), the routing weights and the order of the rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,  # [S, in], sorted by expert
+        weight: Tensor,  # [E, out, in] or [E, in, out]
+        bias: Tensor | None,  # [E, out]
+        routing: Tensor,  # [S]
+        experts: Tensor,  # [S], which expert each row is for
+        offsets: Tensor,  # [E], where the rows of each expert end
+        products: GroupedProducts,
+        codec: Codec,
+    ) -> Tensor:
+        y = products.forward(h, weight, offsets, None if bias is None else bias[experts])
+        needs_h = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
+        save(
+            ctx,
+            record_of(h, codec) if needs_h else None,
+            parameter(weight) if isinstance(weight, torch.nn.Parameter) else raw(weight),
+            None if bias is None else parameter(bias) if isinstance(bias, torch.nn.Parameter) else raw(bias),
+            raw(routing),
+            raw(experts) if bias is not None else None,
+            raw(offsets),
+        )
+        ctx.products, ctx.dtype, ctx.h_dtype = products, y.dtype, h.dtype
+        return y * routing.unsqueeze(-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        h, weight, bias, routing, experts, offsets = load(ctx, dy)
+        needs_h, needs_weight, needs_bias, needs_routing = ctx.needs_input_grad[:4]
+        products: GroupedProducts = ctx.products
+        dh = dweight = dbias = drouting = None
+        # the products want rows of one stride
+        dy = dy.contiguous()
+        weighted = (dy * routing.unsqueeze(-1)).to(ctx.dtype)
+        if needs_routing:
+            t = products.of_input(dy.to(weight.dtype), weight, offsets)
+            drouting = _inner(t, h)
+            if bias is not None:
+                drouting = drouting + _inner(dy, bias[experts])
+            drouting = drouting.to(routing.dtype)
+            dh = (t * routing.unsqueeze(-1)).to(ctx.h_dtype) if needs_h else None
+        elif needs_h:
+            dh = products.of_input(weighted.to(weight.dtype), weight, offsets).to(ctx.h_dtype)
+        if needs_weight:
+            dweight = products.of_weight(h.to(weight.dtype), weighted.to(weight.dtype), offsets, weight)
+        if needs_bias:
+            dbias = torch.zeros_like(bias).index_add_(0, experts, weighted.to(bias.dtype))
+        return dh, dweight, dbias, drouting, None, None, None, None
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """The inner products [S] of rows, in fp32. Not `vecdot`, which errs more: it adds up one after the other."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) * y.to(wide)).sum(-1)
+
+
+def experts_down(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing: Tensor,
+    experts: Tensor,
+    offsets: Tensor,
+    products: GroupedProducts,
+    *,
+    codec: Codec = IDENTITY,
+) -> Tensor:
+    """``(h @ weight[e] + bias[e]) * routing`` of rows that are sorted by their expert e.
+
+    Args:
+        h: [S, in], the experts' activations.
+        weight: [E, out, in], or [E, in, out]; `products` knows which.
+        bias: [E, out] or None.
+        routing: [S], the weight of each row, in any floating dtype.
+        experts: [S], integers, ascending.
+        offsets: [E], int32, where the rows of each expert end.
+        products: Stock's grouped products.
+        codec: How h is stored where it is not derived.
+
+    Returns:
+        [S, out], in the dtype of the product promoted with that of `routing`. Stock's bits.
+
+    Saves:
+        `routing`, `experts` and `offsets`, the weight by reference; h as `record_of` has it (stock: h, and the product
+        [S, out] for the gradient of `routing`).
+
+    Gradient:
+        Exact. Of `weight` and `bias` bit-equal to stock; of h and `routing` by another order of the same factors, with
+        an error like stock's. Of the first order.
+    """
+    y: Tensor = applied(ExpertsDownFunction, h, weight, bias, routing, experts, offsets, products, codec)
+    return y
