@@ -13,6 +13,7 @@ from .attention import find_attention
 from .experts import find_experts
 from .gated_mlps import find_gated_mlp
 from .leaves import find_leaf
+from .recomputed import find_recomputed
 from .rms_norms import find_rms_norm
 from .sites import Declined, Site
 
@@ -25,11 +26,11 @@ def find_site(module: nn.Module, config: CompressionConfig) -> Site | Declined |
     """How `module` (not patched yet) is patched, why it is left alone, or None if it is no business of ours."""
     # the probes make small tensors, wherever `torch.set_default_device` would put them
     with torch.device("cpu"):
-        for rule in RULES:
-            found = rule(module, config)
-            if found is not None:
-                return _unless_forward_is_bound(module, found)
-    return None
+        found = next((found for rule in RULES if (found := rule(module, config)) is not None), None)
+        if not isinstance(found, Site):
+            # what no rule knows may be cheap enough to run again
+            found = find_recomputed(module, config) or found
+    return None if found is None else _unless_forward_is_bound(module, found)
 
 
 def _unless_forward_is_bound(module: nn.Module, found: Site | Declined) -> Site | Declined:

@@ -23,7 +23,9 @@ class _GatedMLPMixin(_Module):
     def _product(self, gate: Tensor, up: Tensor, act: Any) -> Tensor:
         """act(gate) * up; through our op if the activation is a patched one that nobody hooks."""
         activation, settings = settings_of(act), self.actcompress
-        if activation is None or settings is None or has_hooks(act) or not keeps_for_backward(gate, up):
+        if activation is None or activation.role != "activation" or settings is None or has_hooks(act):
+            return act(gate) * up  # type: ignore[no-any-return]
+        if not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]
         stock, options = act.stock_forward(), activation.options
         if torch.compiler.is_compiling():

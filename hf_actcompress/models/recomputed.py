@@ -1,0 +1,130 @@
+"""Modules without a rule that are a cheap function of one tensor: norms and activations of a model's own making.
+
+What they compute need not be known: their own code runs again in backward. A probe shows that this may be done, because
+it draws no random numbers, writes on nothing and multiplies no matrices.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from ..codecs import CODECS
+from ..config import CompressionConfig
+from ..modules.base import HOOKS, Settings
+from ..modules.recomputed import BatchNormMixin, RecomputedMixin
+from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .sites import Site
+
+# what is as cheap as an op on single elements, beside those that torch tags as pointwise and views
+_CHEAP = {
+    "_fused_rms_norm", "_softmax", "_to_copy", "amax", "amin", "cat", "clone", "copy_", "detach", "empty_like",
+    "full_like", "gelu", "glu", "linalg_vector_norm", "lift_fresh", "mean", "native_group_norm", "native_layer_norm",
+    "new_zeros", "ones_like", "std", "sum", "var", "var_mean", "zeros_like",
+}  # fmt: skip
+_WIDEST = 2**16
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def find_recomputed(module: nn.Module, config: CompressionConfig) -> Site | None:
+    """The site of a BatchNorm, or of a module that the probe lets through; None for all others."""
+    if type(module) in _BATCH_NORMS:
+        # stock's own node keeps the input as it is, which no codec changes
+        return Site(BatchNormMixin, Settings("batch_norm", "input")) if config.derive_linear else None
+    if isinstance(module, PreTrainedModel) or not config.derive_linear or not _is_small(module):
+        return None
+    if not any(_may_run_again(module, x) and _keeps_as_much(module, x) for x in _shapes(module)):
+        return None
+    codec = CODECS[config.norm if module._parameters else config.mlp]
+    return Site(RecomputedMixin, Settings("recomputed", "input", (), codec))
+
+
+def _is_small(module: nn.Module) -> bool:
+    """Whether it has vectors for weights at most, no state, and a forward of its own that takes one tensor."""
+    children = [child for child in module.modules() if child is not module]
+    if any(child._parameters or child._buffers or type(child).forward is nn.Module.forward for child in children):
+        return False
+    vectors = all(p is None or p.dim() <= 1 for p in module._parameters.values())
+    own = type(module).forward is not nn.Module.forward
+    return vectors and own and not module._buffers and takes_one_tensor(module)
+
+
+def _shapes(module: nn.Module) -> list[Tensor]:
+    """Inputs [1, M, C] and [1, C, 3, 3], of rows and of images, for the widths that the module may have."""
+    vectors = {p.numel() for p in module._parameters.values() if p is not None}
+    said = [x[-1] if isinstance(x, tuple) and x else x for name, x in vars(module).items() if not name.startswith("_")]
+    widths = [max(vectors)] if vectors else [24, *(x for x in said if type(x) is int and 2 < x <= _WIDEST)]
+    rows = [probe_rows(width) for width in widths]
+    return [*rows, *(x.transpose(1, 2).reshape(1, -1, 3, 3) for x in rows)]
+
+
+class _CheapOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises at an op that is not cheap; counts those that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.computed = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        pointwise = torch.Tag.pointwise in func.tags
+        if not (pointwise or func.is_view or func.overloadpacket.__name__ in _CHEAP):
+            raise RuntimeError(f"{func} is not cheap")
+        self.computed += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def _may_run_again(module: nn.Module, x: Tensor) -> bool:
+    """Whether a second call gives the same bits, out of cheap ops that write on no input, in every dtype."""
+    probe = _probe(module)
+    seen: Any = _CheapOnly()
+    try:
+        for dtype in DTYPES:
+            given = x.to(dtype)
+            kept = given.clone()
+            with undisturbed(), seen:
+                first = probe(given)
+            with undisturbed():
+                second = probe(given)
+            if not same_bits(first, second) or not same_bits(given, kept) or not first.is_floating_point():
+                return False
+            if first._base is not None or first.untyped_storage()._cdata == given.untyped_storage()._cdata:
+                return False
+    except REFUSALS:
+        return False
+    return bool(seen.computed)
+
+
+def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
+    """Whether stock keeps at least the size of the input for backward; a mean, for one, keeps nothing."""
+    sizes: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        if not isinstance(saved, nn.Parameter):
+            sizes[saved.untyped_storage()._cdata] = saved.untyped_storage().nbytes()
+        return saved.detach()
+
+    probe = _probe(module)
+    for p in probe._parameters.values():
+        if p is not None:
+            p.requires_grad_()
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda saved: saved):
+        y = probe(x.clone().requires_grad_())
+    return sum(sizes.values()) >= x.nbytes and y.requires_grad
+
+
+def _probe(module: nn.Module) -> Any:
+    """The module in training, on the CPU, without what others have hung on it."""
+    probe: Any = copy.copy(module)
+    probe.__dict__.update({hooks: {} for hooks in HOOKS})
+    probe.__dict__.pop("forward", None)
+    probe._parameters = {
+        name: None if p is None else nn.Parameter(torch.ones(p.shape, dtype=p.dtype), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    return probe.train() if not module._modules else probe

@@ -1,0 +1,67 @@
+"""Patched modules that are a cheap function of one tensor and some vectors: they keep their input and run again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..records import declare, raw, whole_record_of
+from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor
+
+if TYPE_CHECKING:
+
+    class _Module(PatchedModule, nn.Module):
+        weight: Tensor | None
+        bias: Tensor | None
+        running_mean: Tensor | None
+        running_var: Tensor | None
+        eps: float
+else:
+    _Module = PatchedModule
+
+
+class RecomputedMixin(_Module):
+    """A norm or an activation of a model's own making."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        weights = [p for p in self._parameters.values() if p is not None]
+        if x is None or settings is None or torch.compiler.is_compiling() or is_sharded(self):
+            return super().forward(*args, **kwargs)
+        if not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *weights):
+            return super().forward(*args, **kwargs)
+        return ops.recomputed(x, self.stock_forward(), *weights, codec=settings.codec)
+
+
+class BatchNormMixin(_Module):
+    """torch's BatchNorm runs as it is and keeps its input. Its output is declared as made of that."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(*args, **kwargs)
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        plain = x is not None and settings is not None and not torch.compiler.is_compiling()
+        if plain and keeps_for_backward(x, self.weight, self.bias) and not is_sharded(self):
+            assert x is not None
+            batch = self.training or self.running_mean is None
+            statistics = () if batch else (self.running_mean, self.running_var)
+            affine = (self.weight, self.bias) if self.weight is not None else ()
+            made = _Normed(self.eps, bool(statistics), bool(affine))
+            declare(y, made, whole_record_of(x), *(raw(t) for t in (*statistics, *affine) if t is not None))
+        return y
+
+
+class _Normed:
+    """Recompute function of a BatchNorm's output; it holds no tensor, and moves no running statistics."""
+
+    __slots__ = ("affine", "eps", "running")
+
+    def __init__(self, eps: float, running: bool, affine: bool) -> None:
+        self.eps, self.running, self.affine = eps, running, affine
+
+    def __call__(self, x: Tensor, *sources: Tensor) -> Tensor:
+        mean, var = sources[:2] if self.running else (None, None)
+        weight, bias = sources[-2:] if self.affine else (None, None)
+        return nn.functional.batch_norm(x, mean, var, weight, bias, not self.running, 0.0, self.eps)
