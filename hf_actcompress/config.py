@@ -32,6 +32,8 @@ class CompressionConfig:
         norm: Codec of the norms' inputs.
         mlp: Codec of activation inputs and of gate and up.
         attention: Codec of q, k, v; with another codec than "identity" every attention call goes through our op.
+        other: Codec of large activations that code without a rule keeps (`net`); another one than "identity" takes
+            nothing that is made of weights alone, and no masks, statistics, indices or losses.
         derive_linear: Rebuild a linear's input in backward where that is possible, at no cost in bytes. False: each
             linear input is stored through the codec `linear`, as the papers on sparse activations have it.
         activation_variant: What a pointwise activation keeps: its "input" (exact), its "output" and a bit (Tempo,
@@ -76,6 +78,7 @@ class CompressionConfig:
     norm: str = "identity"
     mlp: str = "identity"
     attention: str = "identity"
+    other: str = "identity"
     derive_linear: bool = True
     activation_variant: str = "input"
     norm_variant: str = "input"
@@ -90,7 +93,7 @@ class CompressionConfig:
     programs: bool = False
 
     def __post_init__(self) -> None:
-        for role in CODEC_ROLES:
+        for role in (*CODEC_ROLES, "other"):
             _check_codec(role, getattr(self, role))
         for _, role, codec in self.overrides:
             if role not in CODEC_ROLES:
@@ -128,7 +131,7 @@ class CompressionConfig:
         return any(isinstance(codec, Offload) for codec in self._codecs())
 
     def _codecs(self) -> list[Codec]:
-        names = [*(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
+        names = [self.other, *(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
         return [CODECS[name] for name in names]
 
 
@@ -145,10 +148,20 @@ PRESETS: dict[str, CompressionConfig] = {
     # inputs are stored at all (heads, poolers), and those matter
     # the input of a checkpointed layer makes all of that layer, q and k too, and costs little: none stores it coarser
     "int8": CompressionConfig(
-        linear="int8", norm="int8_outliers", mlp="int8", attention="int8", checkpoint_input="int8_outliers"
+        linear="int8",
+        norm="int8_outliers",
+        mlp="int8",
+        attention="int8",
+        other="int8",
+        checkpoint_input="int8_outliers",
     ),
     "int4": CompressionConfig(
-        linear="int8", norm="int4_128_outliers", mlp="int4_outliers", attention="int8", checkpoint_input="int8_outliers"
+        linear="int8",
+        norm="int4_128_outliers",
+        mlp="int4_outliers",
+        attention="int8",
+        other="int8",
+        checkpoint_input="int8_outliers",
     ),
     # what `calibrate` starts from; without it, the residual stream twice as fine as the rest
     "adaptive": CompressionConfig(

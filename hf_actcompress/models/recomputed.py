@@ -24,9 +24,9 @@ from .sites import Site
 
 # what is as cheap as an op on single elements, beside those that torch tags as pointwise and views
 _CHEAP = {
-    "_fused_rms_norm", "_softmax", "_to_copy", "amax", "amin", "cat", "clone", "copy_", "detach", "empty_like",
-    "full_like", "gelu", "glu", "linalg_vector_norm", "lift_fresh", "mean", "native_group_norm", "native_layer_norm",
-    "new_zeros", "ones_like", "std", "sum", "var", "var_mean", "zeros_like",
+    "_fused_rms_norm", "_prelu_kernel", "_softmax", "_to_copy", "amax", "amin", "cat", "clone", "copy_", "detach",
+    "empty_like", "full_like", "gelu", "glu", "lift_fresh", "linalg_vector_norm", "mean", "native_group_norm",
+    "native_layer_norm", "new_zeros", "ones_like", "std", "sum", "var", "var_mean", "zeros_like",
 }  # fmt: skip
 _WIDEST = 2**16
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

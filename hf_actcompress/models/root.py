@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..records import dropping, frame, in_frame, netted
 from ..reference.rng import Generators
@@ -91,7 +92,8 @@ class PatchedForward:
             return
         self._patch_new_modules()
         padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
-        net = netted() if self.config.net and self.config.derive_linear else nullcontext()
+        on = self.config.net and self.config.derive_linear
+        net = netted(CODECS[self.config.other]) if on else nullcontext()
         with frame(), dropping(padding), net:
             yield
 

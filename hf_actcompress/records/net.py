@@ -6,6 +6,8 @@ While the forward of a patched model runs, saved-tensor hooks look at every tens
 - if the autograd node that made it keeps what makes it again (the product of gate and up),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
+Under a lossy preset, what is left of large activations goes through a codec.
+
 Hooks switch torch's own check for in-place writes off, so the net compares versions and raises torch's error itself.
 Hooks that are on outside of the net (`save_on_cpu`, a report) get what the net keeps. Inside of a checkpointed region
 the hooks of the checkpoint are the innermost, and the net sees nothing.
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from ..codecs import IDENTITY, Codec
 from ..private_apis import (
     innermost_saved_tensor_hooks,
     next_sequence_number,
@@ -33,11 +36,11 @@ from ..private_apis import (
 )
 from ..reference.bits import pack_mask
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .nodes import Pointwise, computation, pointwise, proved
+from .nodes import Pointwise, computation, is_activation, pointwise, proved
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped
-from .record import Derived, Recipe, is_lossless
-from .registry import known_record
+from .record import Derived, Recipe, Record, is_lossless
+from .registry import known_record, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
 from .views import View, dense
 
@@ -51,7 +54,8 @@ _DROPOUT = torch.nn.functional.dropout.__code__
 class Net:
     """The hooks of one forward. Autograd holds them as long as the graph, so nothing here may hold a tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: Codec | None) -> None:
+        self.codec = codec
         # those that were on before get what is kept
         self.outside = hooks_outside()
         stands_before(self, self.outside)
@@ -88,7 +92,7 @@ class Net:
             return None
         own = own_tensors.take(x)
         held = self._computed(x) if node is not None else None
-        return held if held is not None or own else self._recorded(x) or self._mask(x)
+        return held if held is not None or own else self._recorded(x) or self._mask(x) or self._packed(x)
 
     def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
         # without their graph, which may hold this. A leaf is held itself: ZeRO-3 and FSDP2 change a parameter's data
@@ -101,9 +105,21 @@ class Net:
     def _recorded(self, x: Tensor) -> Held | None:
         """By the registry, which knows what our ops made."""
         record = known_record(x)
-        if not isinstance(record, Derived) or not is_lossless(record) or is_dropped(record):
+        if record is None or is_dropped(record):
             # padding rows are dropped only where somebody looks at the gradient there
             return None
+        lossless = is_lossless(record)
+        if (lossless and not isinstance(record, Derived)) or not (lossless or self.codec):
+            return None
+        return self._by_record(record)
+
+    def _packed(self, x: Tensor) -> Held | None:
+        """Through the codec, if x is an activation. Nothing else is, of what is not known by a rule."""
+        if self.codec is None or not is_activation(x):
+            return None
+        return self._by_record(whole_record_of(x, self.codec))
+
+    def _by_record(self, record: Record) -> Kept:
         leaves = Leaves()
         slot = slot_of(record, leaves)
         return self._kept(*leaves.tensors, slot=slot)
@@ -136,7 +152,7 @@ class Net:
         if sources is None:
             return None
         compute = computation(row, node)
-        if not proved(x, type(node), compute, lambda: [self.unpack(source) for source in sources]):
+        if not proved(node, row, x.dtype, x.device):
             return None
         held = Made(Recipe(compute), tuple(counted(source) for source in sources))
         key = id(x)
@@ -173,12 +189,16 @@ _current = _Current()
 
 
 @contextmanager
-def netted() -> Iterator[None]:
-    """While it is on, this thread's autograd does not keep what can be computed again. For one forward, in a frame."""
+def netted(codec: Codec) -> Iterator[None]:
+    """While it is on, this thread's autograd does not keep what can be computed again. For one forward, in a frame.
+
+    Args:
+        codec: How the activations are stored that stock code saves and nobody can compute again.
+    """
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield
         return
-    net, before = Net(), _current.net
+    net, before = Net(None if codec == IDENTITY else codec), _current.net
     try:
         with saved_tensors_hooks(*net.hooks):
             _current.net = net

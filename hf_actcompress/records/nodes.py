@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from ..private_apis import FakeTensor
+from ..private_apis import unset_fake_temporarily
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,15 @@ class Pointwise:
         compute: Takes the saved tensors in the order in which the node saves them, and then the options.
         tensors: How many it saves where all inputs need a gradient. Where it saved fewer, nothing can be computed.
         options: Names of the numbers and words that it saves.
+        make: What makes such a node, if `compute` does not.
+        draws: It draws random numbers and saves only those; the last source is its input.
     """
 
     compute: Callable[..., Tensor]
     tensors: int = 1
     options: tuple[str, ...] = ()
+    make: Callable[..., Tensor] | None = None
+    draws: bool = False
 
 
 def _divided(divisor: Tensor, x: Tensor) -> Tensor:
@@ -45,6 +50,10 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 def _glu(x: Tensor, dim: int) -> Tensor:
     # the node has it as a number without sign
     return F.glu(x, dim if dim < 2**63 else dim - 2**64)
+
+
+def _drop(_: Tensor, x: Tensor, p: float) -> Tensor:
+    return torch.native_dropout(x, p, True)[0]
 
 
 def _dropped(mask: Tensor, x: Tensor, p: float) -> Tensor:
@@ -63,7 +72,7 @@ POINTWISE: dict[str, Pointwise] = {
     "MishBackward0": Pointwise(F.mish),
     # of a product with a dropout's mask, the net adds what was multiplied
     "MulBackward0": Pointwise(torch.mul, 2),
-    "NativeDropoutBackward0": Pointwise(_dropped, 2, ("p",)),
+    "NativeDropoutBackward0": Pointwise(_dropped, 2, ("p",), _drop, draws=True),
     "PowBackward0": Pointwise(torch.pow, options=("exponent",)),
     "SiluBackward0": Pointwise(F.silu),
     "SinBackward0": Pointwise(torch.sin),
@@ -90,26 +99,82 @@ _proved: dict[tuple[Any, ...], bool] = {}
 _lock = threading.Lock()
 
 
-def proved(y: Tensor, kind: type, compute: Callable[..., Tensor], sources: Callable[[], list[Tensor]]) -> bool:
-    """Whether `compute(*sources())` is y, bit by bit: tried once per kind of node, dtype and device.
+def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether what such a node saves makes its output again, bit by bit: tried once per kind, dtype and device.
 
     What a node saves, and in which order, is torch's own affair and may be otherwise in its next version.
     """
-    if isinstance(y, FakeTensor):
-        return True
-    key = kind, y.dtype, y.device.type
+    key = type(node), dtype, device.type
     if key not in _proved:
-        same = _is_made_again(y, compute, sources)
+        with unset_fake_temporarily():
+            found = _is_made_again(node, row, dtype, device)
         with _lock:
-            _proved[key] = same
+            _proved[key] = found
     return _proved[key]
 
 
-def _is_made_again(y: Tensor, compute: Callable[..., Tensor], sources: Callable[[], list[Tensor]]) -> bool:
+def _devices(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _is_made_again(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) -> bool:
+    """Make such a node out of some numbers, take what it saves, and compute its output again."""
+    options = tuple(getattr(node, f"_saved_{name}") for name in row.options)
+    numbers = torch.linspace(0.1, 3, 64, device=device).view(4, 16).to(dtype)
+    leaves = [numbers.clone().requires_grad_(), numbers.flip(0).contiguous().requires_grad_()][: row.tensors]
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x.detach())
+        return x.detach()
+
     try:
+        with (
+            torch.enable_grad(),
+            torch.random.fork_rng(_devices(device), enabled=row.draws),
+            saved_tensors_hooks(pack, lambda x: x),
+        ):
+            y = (row.make or row.compute)(*leaves, *options)
+        sources = [*saved, leaves[-1].detach()] if row.draws else saved
         with torch.no_grad():
-            again = compute(*sources())
+            again = row.compute(*sources, *options)
     except (RuntimeError, TypeError, ValueError):
         return False
-    same = again.dtype == y.dtype and again.shape == y.shape
-    return same and bool(((again == y) | (again.isnan() & y.isnan())).all())
+    same = type(y.grad_fn) is type(node) and len(sources) == row.tensors and again.dtype == y.dtype
+    return same and torch.equal(again, y)
+
+
+# elements that an activation has at least, for a codec to be worth it, and in each row
+_LARGE, _ROW = 2048, 16
+# results whose errors grow: of a loss, of sums and powers over many steps
+_EXACT = {"CumsumBackward0", "CumprodBackward0", "ExpBackward0", "LogSoftmaxBackward0", "LogcumsumexpBackward0"}
+# what changes weights before they are used: views, casts, norms, sums with adapters
+_OF_WEIGHTS = {
+    "AccumulateGrad", "AddBackward0", "CatBackward0", "CloneBackward0", "DivBackward0", "ExpandBackward0",
+    "LinalgVectorNormBackward0", "MulBackward0", "NormBackward1", "PermuteBackward0", "PowBackward0",
+    "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0", "SqueezeBackward1",
+    "SumBackward1", "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
+    "UnsqueezeBackward0", "ViewBackward0", "WeightNormInterfaceBackward0",
+}  # fmt: skip
+_STEPS = 24
+
+
+def is_activation(x: Tensor) -> bool:
+    """Whether x is a large floating result that depends on more than weights: what a lossy codec may store."""
+    if x.grad_fn is None or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.dim() < 2:
+        return False
+    if x.numel() < _LARGE or x.size(-1) < _ROW or not x.is_contiguous() or type(x.grad_fn).__name__ in _EXACT:
+        return False
+    return not _made_of_weights(x.grad_fn)
+
+
+def _made_of_weights(node: Any) -> bool:
+    """Whether every path from this node ends at a leaf after a few steps that weights go through."""
+    pending, seen = [node], 0
+    while pending:
+        node = pending.pop()
+        seen += 1
+        if seen > _STEPS or type(node).__name__ not in _OF_WEIGHTS:
+            return False
+        pending += [before for before, _ in node.next_functions if before is not None]
+    return True

@@ -70,7 +70,6 @@ RUN_AGAIN: dict[str, Callable[[], nn.Module]] = {
     "bloom gelu": BloomGelu,
     "deberta norm": lambda: DebertaLayerNorm(WIDTH),
     "olmo norm": lambda: OlmoLayerNorm(WIDTH),
-    "prelu": nn.PReLU,
 }
 LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "in place": Doubled, "state": Counting, "random": Noisy, "products": Squares, "view": Flat, "mean": lambda:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.codecs import IDENTITY
 from hf_actcompress.records import frame, live_entries, nodes
 from hf_actcompress.records.net import netted
 from hf_actcompress.records.nodes import POINTWISE, Pointwise
@@ -24,7 +25,7 @@ SHAPE = (24, 32)
 
 @contextmanager
 def net() -> Iterator[None]:
-    with frame(), netted():
+    with frame(), netted(IDENTITY):
         yield
 
 
