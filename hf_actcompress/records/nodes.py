@@ -145,7 +145,7 @@ def _is_made_again(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.
 
 
 # elements that an activation has at least, for a codec to be worth it, and in each row
-_LARGE, _ROW = 2048, 16
+_LARGE, _ROW = 512, 16
 # results whose errors grow: of a loss, of sums and powers over many steps
 _EXACT = {"CumsumBackward0", "CumprodBackward0", "ExpBackward0", "LogSoftmaxBackward0", "LogcumsumexpBackward0"}
 # what changes weights before they are used: views, casts, norms, sums with adapters

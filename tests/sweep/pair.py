@@ -10,18 +10,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_actcompress import patch_model, patch_report
-from hf_actcompress.memory.allocator import kept_bytes
 
+from . import savings
 from .batches import NOTES, find_batch, padded, with_labels
 from .catalogue import Pair, model_class
 from .compare import Step, Verdict, compare, same
 from .configs import tiny_config
 from .modes import Mode
 from .rules import DROPOUT
-from .step import Batch, Outcome, has_labels, jittered, loss_of, oracle, prepare, roughened, run, seed_all
+from .step import Batch, Outcome, jittered, oracle, prepare, roughened, run, seed_all
 
 # more parameters than this and the config is not tiny
 TOO_LARGE = 40_000_000
@@ -39,6 +38,8 @@ class Row:
         left_out: Why a mode was not run, by mode.
         failures: What was wrong, by mode.
         saved: The share of stock's kept bytes that the exact preset does not keep, in fp32.
+        saved_int8: The same for int8.
+        stays: What keeps most of the rest under the exact preset.
     """
 
     type: str
@@ -52,6 +53,8 @@ class Row:
     left_out: dict[str, str] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
     saved: float | None = None
+    saved_int8: float | None = None
+    stays: str = ""
     parameters: int = 0
     patched: int = 0
     seconds: float = 0.0
@@ -118,7 +121,7 @@ def _fill(row: Row, subject: Subject, modes: Iterable[Mode]) -> None:
                 batch.pop(note, None)
         if labelled is not plain and _refused(stock, labelled):
             labelled = plain
-        row.saved = _saved(row, stock, labelled)
+        _note_savings(row, stock, labelled)
         for mode in modes:
             _one_mode(row, subject, stock, mode, labelled if mode.labels else plain)
 
@@ -228,24 +231,11 @@ def _note(row: Row, mode: Mode, verdict: Verdict) -> None:
         row.tolerance.append(mode.name)
 
 
-def _saved(row: Row, stock: Any, batch: Batch) -> float | None:
-    """The share of stock's kept bytes that is saved, in fp32 train mode."""
-
-    def kept(model: Any) -> int:
-        def forward() -> Tensor:
-            seed_all()
-            out = model(**batch)
-            return loss_of(out, has_labels(batch))
-
-        return kept_bytes(forward, "cpu")
-
+def _note_savings(row: Row, stock: Any, batch: Batch) -> None:
     try:
-        before = kept(prepare(copy.deepcopy(stock), Mode("fp32")))
-        after = kept(prepare(patch_model(copy.deepcopy(stock), strict=False), Mode("fp32")))
-        return round(1 - after / before, 3)
+        savings.measure(row, stock, batch)
     except Exception as error:
         row.left_out["saved"] = said(error)
-        return None
 
 
 def said(error: BaseException) -> str:

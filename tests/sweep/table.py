@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 import torch
 import transformers
 
+from . import savings
 from .pair import Row
 
 HERE = Path(__file__).parent / "results"
 
 
 def write_results(rows: list[Row], out: Path, without_class: list[str], modes: list[str], seconds: float) -> None:
-    """`sweep.json` with a line for each pair, and `summary.md`."""
+    """`sweep.json` with a line for each pair, `summary.md` and `savings.md`."""
     lines = ",\n".join(json.dumps(compact(row)) for row in rows)
     head = {
         "torch": torch.__version__,
@@ -30,6 +30,7 @@ def write_results(rows: list[Row], out: Path, without_class: list[str], modes: l
     text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n]}\n"
     (out / "sweep.json").write_text(text)
     (out / "summary.md").write_text(summary(rows, head))
+    (out / "savings.md").write_text(savings.table(rows))
 
 
 def read_rows(out: Path) -> list[Row]:
@@ -75,12 +76,7 @@ def summary(rows: list[Row], head: dict[str, Any]) -> str:
     out.append(f"torch {head['torch']}, transformers {head['transformers']}, {head['seconds']} s in one process.")
     out += ["", "| what | count |", "|---|---|"]
     out += [f"| {name} | {number} |" for name, number in head["counts"].items()]
-    saved = [row.saved for row in rows if row.saved is not None]
-    if saved:
-        out += [
-            "",
-            f"Kept bytes saved by the exact preset in fp32 at tiny size: median {statistics.median(saved):.0%}.",
-        ]
+    out += savings.summary(rows)
     out += ["", "| mode | passed | of them bit-equal | left out | failed |", "|---|---|---|---|---|"]
     for mode in head["modes"]:
         lists = [row.passed for row in rows], [row.bit_equal for row in rows]

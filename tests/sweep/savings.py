@@ -1,0 +1,97 @@
+"""How much of what stock keeps the presets do not keep, and what stays: in fp32, train mode, dropout off, tiny."""
+
+from __future__ import annotations
+
+import copy
+import re
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_actcompress import patch_model
+from hf_actcompress.memory.allocator import kept_bytes
+from hf_actcompress.memory.saved import saved_tensors, storages
+
+from .modes import Mode
+from .step import Batch, has_labels, loss_of, prepare, seed_all
+
+if TYPE_CHECKING:
+    from .pair import Row
+
+
+def measure(row: Row, stock: Any, batch: Batch) -> None:
+    """Fill `saved`, `saved_int8` and `stays` of the row. Raises what the model raises."""
+    before = _kept(stock, batch)
+    exact = patch_model(copy.deepcopy(stock), strict=False)
+    row.saved = round(1 - _kept(exact, batch) / before, 3)
+    row.saved_int8 = round(1 - _kept(patch_model(copy.deepcopy(stock), "int8", strict=False), batch) / before, 3)
+    row.stays = _largest(exact, batch)
+
+
+def _kept(model: Any, batch: Batch) -> int:
+    model = prepare(copy.deepcopy(model), Mode("fp32"))
+
+    def forward() -> Tensor:
+        seed_all()
+        return loss_of(model(**batch), has_labels(batch))
+
+    return kept_bytes(forward, "cpu")
+
+
+def _largest(model: Any, batch: Batch) -> str:
+    """What keeps most of the rest: the module, numbers of layers as *, and its share of all that is kept."""
+    seed_all()
+    tensors = (x for x in batch.values() if isinstance(x, torch.Tensor))
+    seen = saved_tensors(model, lambda: model(**batch), lambda out: loss_of(out, has_labels(batch)), storages(tensors))
+    sizes: dict[str, int] = {}
+    for tensor in seen.tensors:
+        name = re.sub(r"\.\d+(?=\.|$)", ".*", f".{tensor.module}").lstrip(".")
+        sizes[name] = sizes.get(name, 0) + tensor.nbytes
+    if not sizes:
+        return ""
+    name = max(sizes, key=sizes.__getitem__)
+    return f"{name or 'the model'} {sizes[name] / seen.total:.0%}"
+
+
+def by_type(rows: list[Row]) -> dict[str, Row]:
+    """The row of each type in which exact saves most: a class without a head keeps next to nothing else."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        if row.saved is not None and not row.variant and (row.type not in best or row.saved > best[row.type].saved):
+            best[row.type] = row
+    return best
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """Lines of the sweep's summary."""
+    pairs = [row for row in rows if row.saved is not None and row.saved_int8 is not None]
+    best = list(by_type(pairs).values())
+    if not best:
+        return []
+    lines = ["", "| kept bytes saved, fp32, tiny | exact | int8 |", "|---|---|---|"]
+    for name, some in (("median over pairs", pairs), ("median over types, the class that saves most", best)):
+        lines.append(
+            f"| {name} | {statistics.median(row.saved for row in some):.0%} "
+            f"| {statistics.median(row.saved_int8 for row in some):.0%} |"
+        )
+    for limit in (0.25, 0.1, 0.0):
+        low = [sum(getattr(row, name) < limit for row in best) for name in ("saved", "saved_int8")]
+        lines.append(f"| types below {limit:.0%}, of {len(best)} | {low[0]} | {low[1]} |")
+    return lines
+
+
+def table(rows: list[Row]) -> str:
+    """`savings.md`: a line for each type."""
+    lines = [
+        "# Kept bytes saved, by model type",
+        "",
+        "Tiny models in fp32 without dropout, of each type the class that",
+    ]
+    lines += ["saves most: `python -m tests.sweep`.", "", "| type | class | exact | int8 | largest that stays |"]
+    lines += ["|---|---|---|---|---|"]
+    for row in sorted(by_type(rows).values(), key=lambda row: row.type):
+        int8 = "" if row.saved_int8 is None else f"{row.saved_int8:.0%}"
+        lines.append(f"| {row.type} | {row.model} | {row.saved:.0%} | {int8} | {row.stays} |")
+    return "\n".join(lines) + "\n"
