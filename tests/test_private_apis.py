@@ -28,6 +28,7 @@ def evaluated(name: str) -> Any:
     import torch.utils._device
     import torch.utils._python_dispatch
     import torch.utils._pytree
+    import transformers.integrations.moe
     import transformers.modeling_layers
 
     return eval(name, {"torch": torch, "transformers": transformers})

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..codecs import CODECS
+from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
 from ..modules.base import Settings, patch_instance
 from ..modules.experts import GROUPED, ExpertsMixin
+from .grouped_products import GROUPED_PRODUCTS
 from .probe import DTYPES, REFUSALS, same_bits, undisturbed
 from .sites import Declined, Site
 
@@ -27,14 +28,22 @@ def find_experts(module: nn.Module, config: CompressionConfig) -> Site | Decline
         return None
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if implementation != GROUPED:
-        return Declined("experts", f"no rule for its implementation {implementation!r}, only for {GROUPED!r}")
+        return Declined("experts", f"stock's code runs: no rule for {implementation!r}, only for {GROUPED!r}")
     if module.has_post_expert_norm:
-        return Declined("experts", "a norm after each expert")
+        return Declined("experts", "stock's code runs: a norm after each expert")
     if {name for name, _ in module.named_parameters()} - _WEIGHTS:
-        return Declined("experts", "weights of its own beside those of the two projections")
+        return Declined("experts", "stock's code runs: weights beside those of the two projections")
     if not _same_as_stock():
-        return Declined("experts", "transformers' grouped products compute something else than those known")
-    return Site(ExpertsMixin, Settings("experts", GROUPED, (), CODECS[config.mlp], "the first projection's output"))
+        return Declined(
+            "experts",
+            "stock's code runs: its grouped products are not those known (found by a probe)",
+        )
+    return Site(ExpertsMixin, _settings(module, CODECS[config.mlp]))
+
+
+def _settings(module: Any, codec: Codec) -> Settings:
+    products = GROUPED_PRODUCTS[module.is_transposed]
+    return Settings("experts", GROUPED, (products,), codec, "the first projection's output")
 
 
 class _Config:
@@ -87,6 +96,6 @@ def _same_as_stock() -> bool:
 
 def _same(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> bool:
     stock = experts(hidden, index, weights)
-    patch_instance(experts, ExpertsMixin, Settings("experts", GROUPED))
+    patch_instance(experts, ExpertsMixin, _settings(experts, IDENTITY))
     projections = [(getattr(experts, n), getattr(experts, f"{n}_bias", None)) for n in ("gate_up_proj", "down_proj")]
     return same_bits(stock, experts._grouped(hidden, index, weights, *projections))

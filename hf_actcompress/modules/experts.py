@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations import moe
 
 from .. import ops
 from ..ops.experts import GroupedProducts
@@ -39,7 +38,10 @@ GROUPED = "grouped_mm"
 
 
 class ExpertsMixin(_Module):
-    """Experts that are called with hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K]."""
+    """Experts that are called with hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K].
+
+    options: Stock's `GroupedProducts` for weights as these are.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = _three(args, kwargs)
@@ -77,7 +79,7 @@ class ExpertsMixin(_Module):
         tokens = order // choices
         routing = top_k_weights.reshape(-1)[order]
         offsets = self._ends(experts)
-        products = GROUPED_PRODUCTS[self.is_transposed]
+        products: GroupedProducts = self.actcompress.options[0]
         x = _gathered(hidden, tokens, up[0].dtype)
         both = products.forward(x, up[0], offsets, None if up[1] is None else up[1][experts])
         h = ops.recomputed(both, self._activated(), codec=codec)
@@ -121,31 +123,3 @@ def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     if known is not None:
         declare(cast, lambda rows: rows.to(dtype), known)
     return cast
-
-
-def _grouped_products(transposed: bool) -> GroupedProducts:
-    """Stock's products for weights [E, in, out] if `transposed`, else [E, out, in]."""
-
-    def as_stock(weight: Tensor) -> Tensor:
-        return weight if transposed else weight.transpose(-2, -1)
-
-    def forward(h: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = moe._grouped_linear(h, weight, offsets, bias=bias, is_transposed=transposed)
-        return y
-
-    def of_input(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        y: Tensor = moe._grouped_mm(dy, as_stock(weight).transpose(-2, -1), offsets)
-        return y
-
-    def of_weight(h: Tensor, dy: Tensor, offsets: Tensor, weight: Tensor) -> Tensor:
-        if not moe._can_use_grouped_mm(h, as_stock(weight), offsets):
-            grad = torch.ops.transformers.grouped_mm_fallback_backward(h, as_stock(weight), offsets, dy)[1]
-            return grad if transposed else grad.transpose(-2, -1)  # type: ignore[no-any-return]
-        rows, columns = (h, dy) if transposed else (dy, h)
-        grad = torch.nn.functional.grouped_mm(rows.transpose(0, 1), columns, offs=offsets)
-        return grad  # type: ignore[no-any-return]
-
-    return GroupedProducts(forward, of_input, of_weight)
-
-
-GROUPED_PRODUCTS = {transposed: _grouped_products(transposed) for transposed in (False, True)}

@@ -101,6 +101,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
     # transformers
     PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
+    *(PrivateAPI(f"transformers.integrations.moe.{name}", _H, "experts: the products that stock would run here")
+      for name in ("_grouped_linear", "_grouped_mm", "_can_use_grouped_mm")),
     PrivateAPI("transformers.PreTrainedModel._supports_sdpa", _H, "whether to advise it"),
     PrivateAPI("transformers.modeling_layers.GradientCheckpointingLayer", _H, "has _gradient_checkpointing_func, which "
                "runs a checkpointed layer"),

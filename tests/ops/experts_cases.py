@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers.integrations import moe
 
 from hf_actcompress import ops
-from hf_actcompress.modules.experts import GROUPED_PRODUCTS
+from hf_actcompress.models.grouped_products import GROUPED_PRODUCTS
 from tests.ops.contract_case import Case, Inputs, rand, size
 
 EXPERTS = 3
