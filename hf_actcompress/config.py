@@ -67,7 +67,8 @@ class CompressionConfig:
             gradients, for less of the host's time. So far exact pre-norm layers with a gated MLP (Llama, Mistral, Qwen,
             Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not ordinary ones
             (autocast, hooks, adapters, a filled cache), run leaf by leaf. A half hands its weights' gradients on
-            together, which raises the peak of gradient accumulation by what they take.
+            together, which raises the peak of gradient accumulation by what they take. Queries and keys behind a norm
+            (Qwen3) are kept once more, rotated.
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role, or

@@ -8,13 +8,25 @@ import torch
 from torch import Tensor
 
 from ..dispatch import implementation
-from ..records import applied, load, raw, save
+from ..records import (
+    Derived,
+    Record,
+    Stored,
+    applied,
+    declare_in_order,
+    is_dropped,
+    is_lossless,
+    known_record,
+    load,
+    raw,
+    save,
+)
 from ..reference import rope_fwd
 from .first_order import once_differentiable
 
 
 class RopeFunction(torch.autograd.Function):
-    """Variant "angles": keeps cos and sin by reference, of q and k nothing."""
+    """Variant "angles": keeps cos and sin by reference, of q and k nothing. Behind a norm its outputs are derived."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,6 +34,8 @@ class RopeFunction(torch.autograd.Function):
         ctx.dtypes = q.dtype, k.dtype
         ctx.set_materialize_grads(False)
         q_out, k_out = (implementation("rope_fwd", x)(x, cos, sin) for x in (q, k))
+        for x, y in ((q, q_out), (k, k_out)):
+            _declare(y, x, cos, sin)
         needed = ctx.needs_input_grad[:2]
         # a frozen projection's output wants no gradient in stock either
         ctx.mark_non_differentiable(*(y for y, wanted in zip((q_out, k_out), needed, strict=True) if not wanted))
@@ -36,6 +50,36 @@ class RopeFunction(torch.autograd.Function):
             for dy, dtype, needed in zip(dys, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
         ]
         return *dxs, None, None
+
+
+def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Say that y is x rotated, where x can be had from what is kept anyway: behind a norm of queries and keys."""
+    record = None if torch.compiler.is_compiling() else known_record(x)
+    if not isinstance(record, Derived) or not is_lossless(record) or is_dropped(record):
+        return
+    if _large_sources(record, y.numel()) <= y.nbytes:
+        order = y if y.is_contiguous() else y.transpose(1, 2)
+        declare_in_order(y, order, _Rotated(order is not y), record, raw(cos), raw(sin))
+
+
+def _large_sources(record: Record, count: int) -> int:
+    """Bytes of the kept tensors of that many elements: a wider one would cost more than what is made of it."""
+    if isinstance(record, Stored):
+        return sum(t.nbytes for t in record.tensors if t.numel() >= count)
+    return sum(_large_sources(source, count) for source in record.sources) if isinstance(record, Derived) else 0
+
+
+class _Rotated:
+    """Recompute function of rotated queries or keys, in their order in memory; it holds no tensor."""
+
+    __slots__ = ("swapped",)
+
+    def __init__(self, swapped: bool) -> None:
+        self.swapped = swapped
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y: Tensor = implementation("rope_fwd", x)(x, cos, sin)
+        return (y.transpose(1, 2) if self.swapped else y).contiguous()
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,13 @@ def declare_as(y: Tensor, record: Derived) -> None:
         _insert(y, record)
 
 
+def declare_in_order(y: Tensor, order: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
+    """As `declare`, for y whose data are contiguous as its view `order` sees them, which `recompute` returns."""
+    entry = None if torch.compiler.is_compiling() or not order.is_contiguous() else _insert(y, None)
+    if entry is not None:
+        entry.describe(order, Derived(Recipe(recompute), sources))
+
+
 def known_record(x: Tensor) -> Record | None:
     """The record that x has already: what its producer declared, or what an earlier consumer keeps."""
     entry = None if torch.compiler.is_compiling() else _find(x)
