@@ -27,7 +27,7 @@ _KEEPING = frozenset(
         "scaled_dot_product_attention", "sigmoid", "silu", "softmax", "softplus", "tanh",
     }
 )  # fmt: skip
-_SAME = "it keeps what it keeps in stock"
+_SAME = "stock's code runs, and keeps what the net does not catch"
 
 
 def find_foreign(module: nn.Module) -> Declined | None:

@@ -82,7 +82,8 @@ class Net:
         return top is not None and top[0] is self.hooks[0]
 
     def close(self) -> None:
-        """Forget what only a forward in progress needs."""
+        """Forget what only a forward in progress needs. The hooks are methods: they would hold this for ever."""
+        del self.hooks
         self._by_node.clear()
         self._made.clear()
 

@@ -113,6 +113,14 @@ def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) 
     return _proved[key]
 
 
+def _numbers(device: torch.device) -> Tensor:
+    """On that device, or on the CPU where an estimate stands for a device that is not there."""
+    try:
+        return torch.linspace(0.1, 3, 64, device=device).view(4, 16)
+    except (AssertionError, RuntimeError):
+        return torch.linspace(0.1, 3, 64, device="cpu").view(4, 16)
+
+
 def _devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
@@ -120,7 +128,7 @@ def _devices(device: torch.device) -> list[torch.device]:
 def _is_made_again(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) -> bool:
     """Make such a node out of some numbers, take what it saves, and compute its output again."""
     options = tuple(getattr(node, f"_saved_{name}") for name in row.options)
-    numbers = torch.linspace(0.1, 3, 64, device=device).view(4, 16).to(dtype)
+    numbers = _numbers(device).to(dtype)
     leaves = [numbers.clone().requires_grad_(), numbers.flip(0).contiguous().requires_grad_()][: row.tensors]
     saved: list[Tensor] = []
 
@@ -131,7 +139,7 @@ def _is_made_again(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.
     try:
         with (
             torch.enable_grad(),
-            torch.random.fork_rng(_devices(device), enabled=row.draws),
+            torch.random.fork_rng(_devices(numbers.device), enabled=row.draws),
             saved_tensors_hooks(pack, lambda x: x),
         ):
             y = (row.make or row.compute)(*leaves, *options)
