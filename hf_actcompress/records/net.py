@@ -147,7 +147,8 @@ class Net:
     def _by_its_node(self, x: Tensor) -> Made | None:
         node: Any = x.grad_fn
         row = pointwise(node)
-        if row is None:
+        if row is None or x._version:
+            # somebody may have written on it without a gradient, which its node does not show
             return None
         sources = self._sources(row, node)
         if sources is None:
@@ -199,6 +200,7 @@ def netted(codec: Codec) -> Iterator[None]:
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield
         return
+    own_tensors.note(())
     net, before = Net(None if codec == IDENTITY else codec), _current.net
     try:
         with saved_tensors_hooks(*net.hooks):
@@ -218,8 +220,12 @@ def applied(function: _Function, *inputs: Any) -> Any:
     net = None if torch.compiler.is_compiling() else _current.net
     if net is None or net.outside is not None or any(map(_is_pointwise, inputs)) or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
-    with without_saved_tensor_hooks(net.hooks):
-        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    try:
+        with without_saved_tensor_hooks(net.hooks):
+            return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    finally:
+        # nobody has asked about them
+        own_tensors.note(())
 
 
 def _is_pointwise(x: object) -> bool:

@@ -140,6 +140,18 @@ def test_a_product_that_looks_like_a_dropout_is_none() -> None:
     assert_same(forward, (a, weight))
 
 
+def test_what_was_written_on_without_a_gradient_is_kept() -> None:
+    a, _, weight = inputs()
+
+    def forward() -> Tensor:
+        y = F.silu(a + 1)
+        with torch.no_grad():
+            y[:, ::2] = 3
+        return (y @ weight).sum()
+
+    assert_same(forward, (a, weight))
+
+
 def test_a_formula_that_torch_has_changed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POINTWISE, "SiluBackward0", Pointwise(torch.sigmoid))
     monkeypatch.setattr(nodes, "_proved", {})
