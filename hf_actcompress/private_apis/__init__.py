@@ -45,6 +45,8 @@ __all__ = [
     "next_sequence_number",
     "not_a_view",
     "partitioner_ops",
+    "pop_saved_tensor_hooks",
+    "push_saved_tensor_hooks",
     "replace_random",
     "run_backward",
     "saved_tensor_hooks_allowed",
@@ -52,7 +54,6 @@ __all__ = [
     "tracing_for_compiler",
     "transforms_active",
     "unset_fake_temporarily",
-    "without_saved_tensor_hooks",
     "without_torch_function",
 ]
 
@@ -74,19 +75,14 @@ def saved_tensor_hooks_allowed() -> bool:
     return allowed
 
 
-class without_saved_tensor_hooks:  # noqa: N801
-    """While it is on, the innermost saved-tensor hooks, which are `hooks`, are off. A class: it is entered often."""
+def pop_saved_tensor_hooks() -> None:
+    """Take the innermost saved-tensor hooks off."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    __slots__ = ("hooks",)
 
-    def __init__(self, hooks: tuple[Any, Any]) -> None:
-        self.hooks = hooks
-
-    def __enter__(self) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-
-    def __exit__(self, *exception: object) -> None:
-        torch._C._autograd._push_saved_tensors_default_hooks(*self.hooks)
+def push_saved_tensor_hooks(hooks: tuple[Any, Any]) -> None:
+    """Put saved-tensor hooks on, as (pack, unpack)."""
+    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def current_backward() -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..ops.first_order import once_differentiable
-from ..records import applied
+from ..records import applied, saved_next
 from .steps import Step, Values
 
 
@@ -113,7 +113,9 @@ class ProgramFunction(torch.autograd.Function):
         plan = ctx.plan = program.plan(ctx.needs_input_grad[1:])
         ctx.program = program
         # a weight as its data are now, as stock's views keep it: `param.data = ...` changes the parameter alone
-        ctx.save_for_backward(*[x.detach() if type(x) is Parameter else x for x in [v[i] for i in plan.kept]])
+        kept = [x.detach() if type(x) is Parameter else x for x in [v[i] for i in plan.kept]]
+        saved_next([x for x in kept if x is not None])
+        ctx.save_for_backward(*kept)
         outputs = program.outputs
         return v[outputs[0]] if len(outputs) == 1 else tuple([v[i] for i in outputs])
 

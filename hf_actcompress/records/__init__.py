@@ -28,7 +28,7 @@ from .registry import (
     shared_derivation,
     whole_record_of,
 )
-from .saving import Packed, load, load_packed, save
+from .saving import Packed, load, load_packed, save, saved_next
 
 __all__ = [
     "Derived",
@@ -64,6 +64,7 @@ __all__ = [
     "record_in_order_of",
     "record_of",
     "save",
+    "saved_next",
     "shared_copy",
     "shared_derivation",
     "whole_record_of",

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,9 @@ from ..codecs import IDENTITY, Codec
 from ..private_apis import (
     innermost_saved_tensor_hooks,
     next_sequence_number,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
-    without_saved_tensor_hooks,
 )
 from ..reference.bits import pack_mask
 from .held import Held, Kept, Made, Mask, counted, value_of
@@ -211,26 +212,46 @@ def netted(codec: Codec) -> Iterator[None]:
         net.close()
 
 
-def applied(function: _Function, *inputs: Any) -> Any:
-    """``function.apply(*inputs)`` of one of our ops, which knows itself what to keep.
+class _Off:
+    """The net is off for one of our ops, which knows itself what to keep: that saves the host's time.
 
-    The net is off for it, which saves the host's time. Not where hooks outside must get what is kept, nor where the
-    op may keep an input that a node of stock code makes again.
+    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs.
     """
-    net = None if torch.compiler.is_compiling() else _current.net
-    if net is None or net.outside is not None or any(map(_is_pointwise, inputs)) or not net.is_innermost():
-        return function.apply(*inputs)  # type: ignore[no-untyped-call]
-    try:
-        with without_saved_tensor_hooks(net.hooks):
-            return function.apply(*inputs)  # type: ignore[no-untyped-call]
-    finally:
-        # nobody has asked about them
+
+    __slots__ = ("hooks", "on")
+
+    def __init__(self, net: Net) -> None:
+        self.hooks, self.on = net.hooks, False
+
+    def __enter__(self) -> None:
+        pop_saved_tensor_hooks()
+        own_tensors.listener = self._look
+
+    def __exit__(self, *exception: object) -> None:
+        own_tensors.listener = None
+        # nobody asks about them any more
         own_tensors.note(())
+        if not self.on:
+            push_saved_tensor_hooks(self.hooks)
+
+    def _look(self, saved: Sequence[Tensor]) -> None:
+        if not self.on and any(map(_is_pointwise, saved)):
+            push_saved_tensor_hooks(self.hooks)
+            self.on = True
 
 
-def _is_pointwise(x: object) -> bool:
+def applied(function: _Function, *inputs: Any) -> Any:
+    """``function.apply(*inputs)`` of one of our ops. Without the net, where no hooks outside must get what is kept."""
+    net = None if torch.compiler.is_compiling() else _current.net
+    if net is None or net.outside is not None or not net.is_innermost():
+        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    with _Off(net):
+        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+def _is_pointwise(x: Tensor) -> bool:
     """Whether a node of the table made x, or the tensor of which x is a view."""
-    if not isinstance(x, Tensor) or x.grad_fn is None:
+    if x.grad_fn is None:
         return False
     base = x._base if x._base is not None else x
     return pointwise(base.grad_fn) is not None

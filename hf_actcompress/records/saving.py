@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,14 @@ class _OwnTensors(threading.local):
 
     def __init__(self) -> None:
         self._ids: set[int] = set()
+        # is told what is saved next, before it is
+        self.listener: Callable[[Sequence[Tensor]], None] | None = None
 
-    def note(self, tensors: Iterable[Tensor]) -> None:
+    def note(self, tensors: Sequence[Tensor]) -> None:
         """Say which tensors are saved next."""
         self._ids = {id(x) for x in tensors}
+        if self.listener is not None:
+            self.listener(tensors)
 
     def take(self, x: Tensor) -> bool:
         """Whether x is one of them; asked once for each."""
@@ -62,6 +66,11 @@ class _OwnTensors(threading.local):
 
 
 own_tensors = _OwnTensors()
+
+
+def saved_next(tensors: Sequence[Tensor]) -> None:
+    """Say, inside of an op of ours that does not call `save`, what it gives to ``ctx.save_for_backward`` next."""
+    own_tensors.note(tensors)
 
 
 class Leaves:

@@ -267,3 +267,26 @@ def test_it_can_be_switched_off() -> None:
     x = torch.randn(SHAPE, requires_grad=True)
     on, off = (patch_model(Foreign(), CompressionConfig(net=net)) for net in (True, False))
     assert kept_bytes(lambda: on(x)) < kept_bytes(lambda: off(x)) - 2 * x.nbytes
+
+
+class Head(nn.Module):
+    """Two layers of ours behind a GELU of nobody's: the second keeps what the first keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(F.gelu(self.first(x))))
+
+
+@pytest.mark.parametrize("kind", [Foreign, Head])
+def test_as_much_is_kept_with_hooks_outside(kind: type[nn.Module]) -> None:
+    """An estimate has such hooks, a training has none."""
+    model, x = patch_model(kind()), torch.randn(SHAPE, requires_grad=True)
+
+    def watched() -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+            return model(x)
+
+    assert kept_bytes(lambda: model(x)) == kept_bytes(watched)
