@@ -89,7 +89,8 @@ def table(rows: list[Row]) -> str:
         "",
         "Tiny models in fp32 without dropout, of each type the class that",
     ]
-    lines += ["saves most: `python -m tests.sweep`.", "", "| type | class | exact | int8 | largest that stays |"]
+    lines += ["saves most: `python -m tests.sweep --variants no --modes fp32`, or the whole sweep.", *summary(rows)]
+    lines += ["", "| type | class | exact | int8 | largest that stays |"]
     lines += ["|---|---|---|---|---|"]
     for row in sorted(by_type(rows).values(), key=lambda row: row.type):
         int8 = "" if row.saved_int8 is None else f"{row.saved_int8:.0%}"
