@@ -50,7 +50,8 @@ def _is_small(module: nn.Module) -> bool:
     children = [child for child in module.modules() if child is not module]
     if any(child._parameters or child._buffers or type(child).forward is nn.Module.forward for child in children):
         return False
-    vectors = all(p is None or p.dim() <= 1 for p in module._parameters.values())
+    # an empty one is sharded (ZeRO-3)
+    vectors = all(p is None or (p.dim() <= 1 and p.numel()) for p in module._parameters.values())
     own = type(module).forward is not nn.Module.forward
     return vectors and own and not module._buffers and takes_one_tensor(module)
 
