@@ -64,17 +64,16 @@ def test_every_row_of_the_table_has_a_call() -> None:
     assert {*CALLS, "NativeDropoutBackward0"} == {*POINTWISE}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", CALLS)
-def test_the_output_of_a_node_is_not_kept(kind: str, dtype: torch.dtype) -> None:
-    a, b, weight = inputs(dtype)
-
+def test_the_output_of_a_node_is_not_kept(kind: str) -> None:
     def forward() -> Tensor:
         y = CALLS[kind](a + 1, b + 1)
         assert type(y.grad_fn).__name__ == kind
         return (y @ weight, y.view(12, 2, 32).flatten(1) @ weight.repeat(2, 1))[0].sum()
 
-    assert_same(forward, (a, b, weight))
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b, weight = inputs(dtype)
+        assert_same(forward, (a, b, weight))
     saved = kept(forward, stock) - kept(forward, net)
     assert saved >= a.nbytes, "the product keeps nothing of its input"
 
