@@ -100,7 +100,10 @@ def derivative(
         return s * (1.0 + x * (1.0 - s))
     elif KIND == "mish":
         t = _tanh_softplus(x, FAST)
-        return t + x * sigmoid(x, FAST) * (1.0 - t * t)
+        # 1 - t * t without the difference of two numbers near one: 1 - t is 2 / (n + 2)
+        e = exp(tl.minimum(x, 20.0), FAST)
+        rest = divide(2.0, e * (e + 2.0) + 2.0, FAST)
+        return t + x * sigmoid(x, FAST) * (rest * (2.0 - rest))
     elif KIND == "relu":
         return tl.where(x <= 0.0, 0.0, 1.0)
     elif KIND == "relu_squared":
