@@ -19,6 +19,7 @@ from ..ops import DeferredLogits
 from ..records import hooks_outside
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
+# where hooks of our own are, which stand between an op and these
 _HOOKS = hooks_outside.__module__.rpartition(".")[0]
 
 

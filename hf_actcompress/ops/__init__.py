@@ -81,7 +81,7 @@ OPS: tuple[Op, ...] = (
     Op("conv2d", "record", conv2d, "its input's record (nothing if the weight is frozen)", "autocast casts"),
     Op("activation", "input", activation, "its input", "its output"),
     Op("gated_mlp", "gate_up", gated_product, "gate and up", "act(gate) and the product"),
-    Op("recomputed", "input", recomputed, "its input", "all inside of a function without weights, its output"),
+    Op("recomputed", "input", recomputed, "its input", "all inside of a cheap function, its output"),
     Op(
         "experts_down",
         "input",

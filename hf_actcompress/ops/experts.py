@@ -72,8 +72,10 @@ class ExpertsDownFunction(torch.autograd.Function):
         dh = dweight = dbias = drouting = None
         # the products want rows of one stride
         dy = dy.contiguous()
-        weighted = (dy * routing.unsqueeze(-1)).to(ctx.dtype)
-        if needs_routing and ctx.dtype == torch.float32:
+        by_inner_products = needs_routing and ctx.dtype != torch.float32
+        if needs_weight or needs_bias or not by_inner_products:
+            weighted = (dy * routing.unsqueeze(-1)).to(ctx.dtype)
+        if needs_routing and not by_inner_products:
             y = products.forward(h, weight, offsets, None if bias is None else bias[experts])
             drouting = (dy * y).sum(-1).to(routing.dtype)
         elif needs_routing:
@@ -93,7 +95,7 @@ class ExpertsDownFunction(torch.autograd.Function):
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:
-    """The inner products [S] of rows, in fp32. Not `vecdot`, which errs more: it adds up one after the other."""
+    """The inner products [S] of rows, in fp32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) * y.to(wide)).sum(-1)
 

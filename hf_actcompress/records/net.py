@@ -36,8 +36,9 @@ from ..private_apis import (
     saved_tensor_hooks_allowed,
 )
 from ..reference.bits import pack_mask
+from .activations import is_activation
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .nodes import Pointwise, computation, is_activation, pointwise, proved
+from .nodes import Pointwise, computation, pointwise, proved
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped
 from .record import Derived, Recipe, Record, is_lossless
@@ -201,7 +202,6 @@ def netted(codec: Codec) -> Iterator[None]:
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield
         return
-    own_tensors.note(())
     net, before = Net(None if codec == IDENTITY else codec), _current.net
     try:
         with saved_tensors_hooks(*net.hooks):
@@ -225,28 +225,36 @@ class _Off:
 
     def __enter__(self) -> None:
         pop_saved_tensor_hooks()
-        own_tensors.listener = self._look
+        own_tensors.asked = self._needed
 
     def __exit__(self, *exception: object) -> None:
-        own_tensors.listener = None
-        # nobody asks about them any more
-        own_tensors.note(())
         if not self.on:
             push_saved_tensor_hooks(self.hooks)
 
-    def _look(self, saved: Sequence[Tensor]) -> None:
+    def _needed(self, saved: Sequence[Tensor]) -> bool:
         if not self.on and any(map(_is_pointwise, saved)):
             push_saved_tensor_hooks(self.hooks)
             self.on = True
+        return self.on
 
 
 def applied(function: _Function, *inputs: Any) -> Any:
     """``function.apply(*inputs)`` of one of our ops. Without the net, where no hooks outside must get what is kept."""
     net = None if torch.compiler.is_compiling() else _current.net
-    if net is None or net.outside is not None or not net.is_innermost():
+    if net is None or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
-    with _Off(net):
-        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    try:
+        if net.outside is not None:
+            own_tensors.asked = _always
+            return function.apply(*inputs)  # type: ignore[no-untyped-call]
+        with _Off(net):
+            return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    finally:
+        own_tensors.forget()
+
+
+def _always(saved: Sequence[Tensor]) -> bool:
+    return True
 
 
 def _is_pointwise(x: Tensor) -> bool:

@@ -6,7 +6,6 @@ functions of single elements are listed. They are cheap, and computed again they
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,7 @@ class Pointwise:
     """How the output of one kind of node is computed again.
 
     Args:
-        compute: Takes the saved tensors in the order in which the node saves them, and then the options.
+        compute: Takes the saved tensors in the order in which the node saves them, and the options by name.
         tensors: How many it saves where all inputs need a gradient. Where it saved fewer, nothing can be computed.
         options: Names of the numbers and words that it saves.
         make: What makes such a node, if `compute` does not.
@@ -87,16 +86,14 @@ def pointwise(node: object) -> Pointwise | None:
 
 def computation(row: Pointwise, node: Any) -> Callable[..., Tensor]:
     """What makes the output of a node out of the tensors that it saves."""
-    options = {name: getattr(node, f"_saved_{name}") for name in row.options}
-    return partial(_positional, row.compute, tuple(options.values())) if options else row.compute
+    return partial(row.compute, **_options(row, node)) if row.options else row.compute
 
 
-def _positional(compute: Callable[..., Tensor], options: tuple[Any, ...], *tensors: Tensor) -> Tensor:
-    return compute(*tensors, *options)
+def _options(row: Pointwise, node: Any) -> dict[str, Any]:
+    return {name: getattr(node, f"_saved_{name}") for name in row.options}
 
 
 _proved: dict[tuple[Any, ...], bool] = {}
-_lock = threading.Lock()
 
 
 def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) -> bool:
@@ -107,9 +104,7 @@ def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) 
     key = type(node), dtype, device.type
     if key not in _proved:
         with unset_fake_temporarily():
-            found = _is_made_again(node, row, dtype, device)
-        with _lock:
-            _proved[key] = found
+            _proved[key] = _is_made_again(node, row, _numbers(device).to(dtype))
     return _proved[key]
 
 
@@ -121,14 +116,10 @@ def _numbers(device: torch.device) -> Tensor:
         return torch.linspace(0.1, 3, 64, device="cpu").view(4, 16)
 
 
-def _devices(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
-
-
-def _is_made_again(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) -> bool:
+def _is_made_again(node: Any, row: Pointwise, numbers: Tensor) -> bool:
     """Make such a node out of some numbers, take what it saves, and compute its output again."""
-    options = tuple(getattr(node, f"_saved_{name}") for name in row.options)
-    numbers = _numbers(device).to(dtype)
+    options = _options(row, node)
+    drawing_on = [numbers.device] if numbers.is_cuda else []
     leaves = [numbers.clone().requires_grad_(), numbers.flip(0).contiguous().requires_grad_()][: row.tensors]
     saved: list[Tensor] = []
 
@@ -139,50 +130,14 @@ def _is_made_again(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.
     try:
         with (
             torch.enable_grad(),
-            torch.random.fork_rng(_devices(numbers.device), enabled=row.draws),
+            torch.random.fork_rng(drawing_on, enabled=row.draws),
             saved_tensors_hooks(pack, lambda x: x),
         ):
-            y = (row.make or row.compute)(*leaves, *options)
+            y = (row.make or row.compute)(*leaves, **options)
         sources = [*saved, leaves[-1].detach()] if row.draws else saved
         with torch.no_grad():
-            again = row.compute(*sources, *options)
+            again = row.compute(*sources, **options)
     except (RuntimeError, TypeError, ValueError):
         return False
     same = type(y.grad_fn) is type(node) and len(sources) == row.tensors and again.dtype == y.dtype
     return same and torch.equal(again, y)
-
-
-# elements that an activation has at least, for a codec to be worth it, and in each row
-_LARGE, _ROW = 512, 16
-# results whose errors grow: of a loss, of sums and powers over many steps
-_EXACT = {"CumsumBackward0", "CumprodBackward0", "ExpBackward0", "LogSoftmaxBackward0", "LogcumsumexpBackward0"}
-# what changes weights before they are used: views, casts, norms, sums with adapters
-_OF_WEIGHTS = {
-    "AccumulateGrad", "AddBackward0", "CatBackward0", "CloneBackward0", "DivBackward0", "ExpandBackward0",
-    "LinalgVectorNormBackward0", "MulBackward0", "NormBackward1", "PermuteBackward0", "PowBackward0",
-    "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0", "SqueezeBackward1",
-    "SumBackward1", "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
-    "UnsqueezeBackward0", "ViewBackward0", "WeightNormInterfaceBackward0",
-}  # fmt: skip
-_STEPS = 24
-
-
-def is_activation(x: Tensor) -> bool:
-    """Whether x is a large floating result that depends on more than weights: what a lossy codec may store."""
-    if x.grad_fn is None or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.dim() < 2:
-        return False
-    if x.numel() < _LARGE or x.size(-1) < _ROW or not x.is_contiguous() or type(x.grad_fn).__name__ in _EXACT:
-        return False
-    return not _made_of_weights(x.grad_fn)
-
-
-def _made_of_weights(node: Any) -> bool:
-    """Whether every path from this node ends at a leaf after a few steps that weights go through."""
-    pending, seen = [node], 0
-    while pending:
-        node = pending.pop()
-        seen += 1
-        if seen > _STEPS or type(node).__name__ not in _OF_WEIGHTS:
-            return False
-        pending += [before for before, _ in node.next_functions if before is not None]
-    return True

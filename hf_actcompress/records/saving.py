@@ -44,18 +44,25 @@ Slot = _StoredSlot | _DerivedSlot
 
 
 class _OwnTensors(threading.local):
-    """What the op that ends now saves. Autograd asks its hooks about each right after, and the net knows it by this."""
+    """What the op that ends now saves. Autograd asks the net about each right after, and the net knows it by this.
+
+    Attributes:
+        asked: Whether the net will be asked about these tensors; None while no op of ours runs under a net.
+    """
 
     def __init__(self) -> None:
         self._ids: set[int] = set()
-        # is told what is saved next, before it is
-        self.listener: Callable[[Sequence[Tensor]], None] | None = None
+        self.asked: Callable[[Sequence[Tensor]], bool] | None = None
 
     def note(self, tensors: Sequence[Tensor]) -> None:
         """Say which tensors are saved next."""
-        self._ids = {id(x) for x in tensors}
-        if self.listener is not None:
-            self.listener(tensors)
+        if self.asked is not None and self.asked(tensors):
+            self._ids = {id(x) for x in tensors}
+
+    def forget(self) -> None:
+        """The op has ended. An id may become that of another tensor."""
+        self._ids.clear()
+        self.asked = None
 
     def take(self, x: Tensor) -> bool:
         """Whether x is one of them; asked once for each."""

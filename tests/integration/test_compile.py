@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Callable
 from datetime import date
@@ -13,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_actcompress import CompressionConfig, kept_bytes, patch_model, unpatch_model
+from hf_actcompress import CompressionConfig, patch_model, unpatch_model
 from tests.families import BY_NAME, Family, Gradients, differing, relative_error, step
+from tests.integration.compiling import BACKEND, build, kept_by, one_graph
 from tests.sweep.batches import find_batch, padded, with_labels
 from tests.sweep.catalogue import catalogue, model_class
 from tests.sweep.configs import tiny_config
 
-BACKEND = "hf_actcompress"
 three = pytest.mark.parametrize(
     "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
 )
@@ -28,24 +27,6 @@ three = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-def _build(family: Family, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
-    model = family.build(dtype, **options)
-    if family.name.startswith("gpt2"):
-        # without a loss type transformers logs a warning, which cannot be traced
-        model.loss_type = "ForCausalLM"
-    return model
-
-
-def _compiled(model: nn.Module, backend: str = BACKEND) -> Any:
-    return torch.compile(model, fullgraph=True, backend=backend)
-
-
-def _kept(model: Any, batch: dict[str, Any]) -> int:
-    """Bytes that one forward keeps, once it is compiled."""
-    model(**batch)
-    return kept_bytes(lambda: model(**batch), "cpu")
 
 
 class _Autocast(nn.Module):
@@ -78,22 +59,22 @@ def _same(ours: tuple[Tensor, Gradients], stock: tuple[Tensor, Gradients], *, rm
 def test_the_values_of_the_stock_graph(family: Family, mode: str) -> None:
     """The same calls in the same order: bit by bit, with dropout, with padding."""
     dtype = torch.bfloat16 if mode == "bf16" else torch.float32
-    stock, ours = (_build(family, dtype, dropout=0.1) for _ in range(2))
+    stock, ours = (build(family, dtype, dropout=0.1) for _ in range(2))
     patch_model(ours)
     batch = family.make_batch("right")
     models = [_Autocast(model) if mode == "autocast" else model for model in (ours, stock)]
-    found, expected = (step(_compiled(m, b), batch) for m, b in zip(models, (BACKEND, "aot_eager"), strict=True))
+    found, expected = (step(one_graph(m, b), batch) for m, b in zip(models, (BACKEND, "aot_eager"), strict=True))
     _same(found, expected, rms_norms=family.name == "llama" and mode != "bf16")
 
 
 @three
 @pytest.mark.parametrize("preset", ["exact", "int8", "int4", "fp8", "tempo"])
 def test_keeps_what_the_eager_ops_keep(family: Family, preset: str) -> None:
-    model = patch_model(_build(family), preset)
+    model = patch_model(build(family), preset)
     batch = family.make_batch("right")
-    eager = _kept(model, batch)
+    eager = kept_by(model, batch)
     # cross entropy's targets and, without a view of them, statistics of a norm: a few bytes per token
-    assert _kept(_compiled(model), batch) <= 1.02 * eager + 2048
+    assert kept_by(one_graph(model), batch) <= 1.02 * eager + 2048
 
 
 @three
@@ -101,10 +82,10 @@ def test_layers_that_are_checkpointed(family: Family) -> None:
     """What checkpointing computes again is not kept, what it keeps goes through the codec of checkpointed inputs."""
     batch = family.make_batch()
     for preset in ("exact", "int8"):
-        model = patch_model(_build(family), preset)
+        model = patch_model(build(family), preset)
         model.config.use_cache = False  # or transformers logs, which cannot be traced
         model.gradient_checkpointing_enable()
-        assert _kept(_compiled(model), batch) <= 1.02 * _kept(model, batch) + 2048
+        assert kept_by(one_graph(model), batch) <= 1.02 * kept_by(model, batch) + 2048
 
 
 def test_an_adapter_with_dropout() -> None:
@@ -112,17 +93,17 @@ def test_an_adapter_with_dropout() -> None:
     batch = BY_NAME["llama"].make_batch()
     stock, ours = (
         peft.get_peft_model(
-            _build(BY_NAME["llama"]), peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+            build(BY_NAME["llama"]), peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
         )
         for _ in range(2)
     )
     ours.load_state_dict(stock.state_dict())
     patch_model(ours)
-    expected_loss, expected = step(_compiled(stock, "aot_eager"), batch)
-    loss, grads = step(_compiled(ours), batch)
+    expected_loss, expected = step(one_graph(stock, "aot_eager"), batch)
+    loss, grads = step(one_graph(ours), batch)
     assert torch.equal(loss, expected_loss) and not differing(grads, expected)
     # masks: a bit per element, where the eager op keeps the state of a generator
-    assert _kept(_compiled(ours), batch) <= 1.05 * _kept(ours, batch) + 2048
+    assert kept_by(one_graph(ours), batch) <= 1.05 * kept_by(ours, batch) + 2048
 
 
 TYPES = (
@@ -150,20 +131,20 @@ def test_one_graph(name: str) -> None:
     batch = padded(plain, "right", stock.config) or plain
     batch = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
     try:
-        expected = step(_compiled(stock, "aot_eager"), batch)
+        expected = step(one_graph(stock, "aot_eager"), batch)
     except torch._dynamo.exc.Unsupported as error:
         pytest.skip(f"the stock model has no graph here: {str(error).splitlines()[0]}")
     rms_norms = any("RMSNorm" in type(m).__name__ or name == "t5" for m in stock.modules())
-    _same(step(_compiled(ours), batch), expected, rms_norms=rms_norms)
-    assert _kept(_compiled(ours), batch) < 0.9 * _kept(_compiled(stock, "aot_eager"), batch)
+    _same(step(one_graph(ours), batch), expected, rms_norms=rms_norms)
+    assert kept_by(one_graph(ours), batch) < 0.9 * kept_by(one_graph(stock, "aot_eager"), batch)
 
 
 @pytest.mark.parametrize("how", ["before", "before, called", "module", "module, called", "layers"])
 def test_whichever_comes_first(how: str) -> None:
     """torch.compile and patch_model in either order, a whole model or its layers; and back."""
     family = BY_NAME["llama"]
-    batch, model = family.make_batch(), _build(family)
-    before = _kept(_compiled(copy.deepcopy(model), "aot_eager"), batch)
+    batch, model = family.make_batch(), build(family)
+    before = kept_by(one_graph(copy.deepcopy(model), "aot_eager"), batch)
     compiled: Any = model
     if how == "layers":
         for layer in model.model.layers:
@@ -175,19 +156,19 @@ def test_whichever_comes_first(how: str) -> None:
     if how.endswith("called"):
         compiled(**batch).loss.backward()
     assert patch_model(compiled) is compiled
-    assert _kept(compiled, batch) < 0.75 * before
+    assert kept_by(compiled, batch) < 0.75 * before
     unpatch_model(compiled)
     if how != "layers":
-        assert _kept(compiled, batch) == before
+        assert kept_by(compiled, batch) == before
 
 
 def test_eager_after_compile() -> None:
     """Compiling leaves the model itself as it was."""
     family = BY_NAME["llama"]
-    stock, ours = (_build(family) for _ in range(2))
+    stock, ours = (build(family) for _ in range(2))
     patch_model(ours)
     batch = family.make_batch("right")
-    _compiled(ours)(**batch)
+    one_graph(ours)(**batch)
     assert not differing(step(ours, batch)[1], step(stock, batch)[1])
 
 
@@ -196,21 +177,21 @@ def test_eager_after_compile() -> None:
 def test_lengths_that_change(preset: str, dynamic: bool | None) -> None:
     """dynamic=True: one graph for all lengths; by default one for the first and one for the rest. Bytes as in eager."""
     family = BY_NAME["llama"]
-    model = patch_model(_build(family), preset)
+    model = patch_model(build(family), preset)
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=dynamic)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for times in (1, 2, 3):
         batch = {name: x.repeat(1, times) for name, x in family.make_batch().items()}
-        assert _kept(compiled, batch) <= 1.02 * _kept(model, batch) + 2048
+        assert kept_by(compiled, batch) <= 1.02 * kept_by(model, batch) + 2048
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + (1 if dynamic else 2)
 
 
 def test_any_length_has_the_gradients_of_one() -> None:
     """But for roundings: a graph for any length may keep another view of a tensor."""
     family = BY_NAME["llama"]
-    model = patch_model(_build(family), "int8")
+    model = patch_model(build(family), "int8")
     batch = {name: x.repeat(1, 2) for name, x in family.make_batch().items()}
-    loss, expected = step(_compiled(model), batch)
+    loss, expected = step(one_graph(model), batch)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=True)
     step(compiled, family.make_batch())
@@ -223,8 +204,8 @@ def test_overrides_of_layers() -> None:
     family = BY_NAME["llama"]
     batch = family.make_batch()
     for overrides in ((), (("layers.0", "mlp", "int8"),), (("layers", "mlp", "int8"),)):
-        model = patch_model(_build(family), CompressionConfig(overrides=overrides))
-        assert _kept(_compiled(model), batch) <= 1.02 * _kept(model, batch) + 2048
+        model = patch_model(build(family), CompressionConfig(overrides=overrides))
+        assert kept_by(one_graph(model), batch) <= 1.02 * kept_by(model, batch) + 2048
 
 
 def test_nothing_of_vocabulary_size_is_kept() -> None:
@@ -237,61 +218,13 @@ def test_nothing_of_vocabulary_size_is_kept() -> None:
 
 
 def _kept_at(family: Family, vocabulary: int, batch: dict[str, Any]) -> int:
-    return _kept(_compiled(patch_model(_build(family, vocab_size=vocabulary))), batch)
-
-
-def test_a_backend_that_does_not_read_the_marks(caplog: pytest.LogCaptureFixture) -> None:
-    """It computes the right values and one warning says that it saves nothing."""
-    from hf_actcompress.compilation import marks
-
-    marks._say_unread.cache_clear()
-    family = BY_NAME["llama"]
-    batch, model = family.make_batch(), patch_model(_build(family))
-    stock_loss, _ = step(_compiled(unpatch_model(copy.deepcopy(model)), "aot_eager"), batch)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            loss, _ = step(_compiled(model, "aot_eager"), batch)
-    assert torch.equal(loss, stock_loss)
-    assert len([r for r in caplog.records if "backend that does not read" in r.message]) == 1
-
-
-class _Breaks(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
-        return nn.functional.silu(x)
-
-
-def test_a_break_inside_of_a_layer(caplog: pytest.LogCaptureFixture) -> None:
-    """Each part saves; one warning says that what lies between parts is kept."""
-    from hf_actcompress.compilation import breaks
-
-    breaks._say_broken.cache_clear()
-    # of another model
-    torch.compile(_Breaks(), backend="eager")(torch.ones(2))
-    family = BY_NAME["llama"]
-    stock = _build(family)
-    for layer in stock.model.layers:
-        layer.mlp.act_fn = _Breaks()
-    batch, ours = family.make_batch(), patch_model(copy.deepcopy(stock))
-    with caplog.at_level(logging.WARNING):
-        loss, grads = step(torch.compile(ours, backend=BACKEND), batch)
-    expected_loss, expected = step(torch.compile(stock, backend="aot_eager"), batch)
-    assert torch.equal(loss, expected_loss) and not differing(grads, expected)
-    # the net sees no compiled code
-    eager = patch_model(copy.deepcopy(stock), CompressionConfig(net=False))
-    assert _kept(torch.compile(ours, backend=BACKEND), batch) <= 1.15 * _kept(eager, batch)
-    assert len([r for r in caplog.records if "broken the graph" in r.message]) == 1
-    caplog.clear()
-    whole = patch_model(_build(family))
-    with caplog.at_level(logging.WARNING):
-        torch.compile(whole, backend=BACKEND)(**batch)
-    assert not [r for r in caplog.records if "broken the graph" in r.message]
+    return kept_by(one_graph(patch_model(build(family, vocab_size=vocabulary))), batch)
 
 
 def test_an_exported_program_is_stocks() -> None:
     """It may run where this package is not installed."""
     family = BY_NAME["bert"]
-    model = patch_model(_build(family))
+    model = patch_model(build(family))
     program = torch.export.export(model, (), family.make_batch(), strict=True)
     assert "actcompress" not in program.graph_module.code
 
@@ -299,7 +232,7 @@ def test_an_exported_program_is_stocks() -> None:
 def test_evaluation_is_stocks() -> None:
     """Without gradients nothing is marked."""
     family = BY_NAME["bert"]
-    batch, model = family.make_batch(), patch_model(_build(family)).eval()
+    batch, model = family.make_batch(), patch_model(build(family)).eval()
     graphs: list[torch.fx.GraphModule] = []
 
     def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

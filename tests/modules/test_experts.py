@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from hf_actcompress import CompressionConfig, patch_model, unpatch_model
+from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
 from hf_actcompress.modules.base import settings_of
 from hf_actcompress.modules.experts import ExpertsMixin
 from tests.oracle import EXACT, assert_equal_bits, kept_bytes
@@ -132,13 +132,7 @@ def test_other_implementations_are_left_alone_with_a_reason(implementation: str)
     patch_model(model)
     experts = next(m for n, m in model.named_modules() if n.endswith("experts"))
     assert settings_of(experts) is None
-    assert implementation in str(patch_model_report(model))
-
-
-def patch_model_report(model: Any) -> Any:
-    from hf_actcompress import patch_report
-
-    return patch_report(model)
+    assert implementation in str(patch_report(model))
 
 
 def test_frozen_experts_and_unpatching() -> None:

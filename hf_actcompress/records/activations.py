@@ -1,0 +1,43 @@
+"""Which of the tensors that unknown code saves are activations: only those may a lossy codec store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# elements that an activation has at least, for a codec to be worth it, and in each row
+_LARGE, _ROW = 512, 16
+# results whose errors grow: of a loss, of sums and powers over many steps
+_EXACT = {"CumsumBackward0", "CumprodBackward0", "ExpBackward0", "LogSoftmaxBackward0", "LogcumsumexpBackward0"}
+# what changes weights before they are used: views, casts, norms, sums with adapters
+_OF_WEIGHTS = {
+    "AccumulateGrad", "AddBackward0", "CatBackward0", "CloneBackward0", "DivBackward0", "ExpandBackward0",
+    "LinalgVectorNormBackward0", "MulBackward0", "NormBackward1", "PermuteBackward0", "PowBackward0",
+    "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0", "SqueezeBackward1",
+    "SumBackward1", "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
+    "UnsqueezeBackward0", "ViewBackward0", "WeightNormInterfaceBackward0",
+}  # fmt: skip
+_STEPS = 24
+
+
+def is_activation(x: Tensor) -> bool:
+    """Whether x is a large floating result that depends on more than weights: what a lossy codec may store."""
+    if x.grad_fn is None or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.dim() < 2:
+        return False
+    if x.numel() < _LARGE or x.size(-1) < _ROW or not x.is_contiguous() or type(x.grad_fn).__name__ in _EXACT:
+        return False
+    return not _made_of_weights(x.grad_fn)
+
+
+def _made_of_weights(node: Any) -> bool:
+    """Whether every path from this node ends at a leaf after a few steps that weights go through."""
+    pending, seen = [node], 0
+    while pending:
+        node = pending.pop()
+        seen += 1
+        if seen > _STEPS or type(node).__name__ not in _OF_WEIGHTS:
+            return False
+        pending += [before for before, _ in node.next_functions if before is not None]
+    return True
