@@ -63,6 +63,8 @@ class CompressionConfig:
         net: Look at what code without a rule saves, too: keep nothing of it that can be computed again bit by bit, and
             the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
             `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
+        selective: Run code of a model's own making again in backward (eager attention with its probabilities, a
+            state-space scan) and keep what its linear layers return, which do not run again. Needs `net`.
         programs: Run layers as programs: half a layer in one autograd Function, with the same bytes, values and
             gradients, for less of the host's time. So far exact pre-norm layers with a gated MLP (Llama, Mistral, Qwen,
             Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not ordinary ones
@@ -91,6 +93,7 @@ class CompressionConfig:
     checkpoint: tuple[str, ...] = ()
     checkpoint_input: str = "identity"
     net: bool = True
+    selective: bool = True
     programs: bool = False
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from .models.adapters import rank_layers
 from .models.checkpointing import find_checkpoint_input, restore_checkpointing, switch_on
 from .models.heads import find_head
 from .models.root import install_roots, is_root, restore_root, root_of
+from .models.selective import find_selective
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
 from .programs import find_program
 from .reference.rng import Generators
@@ -110,6 +111,7 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
     """
     _patch_leaves(model, config, prefix, generators)
     _install_programs(model, config, prefix, generators)
+    _patch_code(model, config, prefix, generators)
 
 
 def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
@@ -140,6 +142,17 @@ def _install_programs(model: nn.Module, config: CompressionConfig, prefix: str, 
         found = find_program(layer, config, patch_leaves) if settings_of(layer) is None else None
         if isinstance(found, Site):
             patch_instance(layer, found.mixin, found.settings)
+
+
+def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
+    """Let modules run again whose leaves are patched and whose own code keeps much: the outermost of them."""
+    inside: set[int] = set()
+    for name, module in list(_named(model, prefix)):
+        found = find_selective(module, config.at(name)) if id(module) not in inside else None
+        if found is not None:
+            inside.update(map(id, module.modules()))
+            codec = found.settings.codec.drawing_from(generators)
+            patch_instance(module, found.mixin, replace(found.settings, codec=codec))
 
 
 def _named(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -5,17 +5,13 @@ They are found by their structure, because a report has no batch on which it cou
 
 from __future__ import annotations
 
-import inspect
-import sys
-from types import CodeType
-from typing import Any
-
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedModel
 
 from ..private_apis import BatchNormBase, ConvolutionBase
 from .sites import Declined
+from .source import names_in
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict, ParametrizationList)
 _NORMS = (BatchNormBase, nn.GroupNorm, nn.LocalResponseNorm)
@@ -43,45 +39,11 @@ def find_foreign(module: nn.Module) -> Declined | None:
     if sum(p.dim() > 2 and p.size(0) > 1 for p in parameters) > 1:
         return Declined("experts", f"no rule for fused weights ({type(module).__name__}): {_SAME}")
     # a name may be that of a child, which has a row of its own
-    functions = tuple(name for name in _functions(type(module)) if name not in module._modules)
+    functions = tuple(name for name in sorted(names_in(module) & _KEEPING) if name not in module._modules)
     if "attention" in type(module).__name__.lower() and functions:
         return Declined("attention", f"computes attention itself, not through the attention interface: {_SAME}")
     if functions:
         return Declined("functions", f"no rule for its own calls of {', '.join(functions)}: {_SAME}")
     if parameters and "norm" in type(module).__name__.lower():
         return Declined("norm", f"no rule for {type(module).__name__}: {_SAME}")
-    return None
-
-
-def _functions(kind: type) -> tuple[str, ...]:
-    """Which keeping functions the forward of a class names, in its own methods and their helpers too."""
-    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
-    found: set[str] = set()
-    pending, seen = [forward], set[int]()
-    while pending:
-        function = pending.pop()
-        code = getattr(function, "__code__", None)
-        if code is None or id(code) in seen:
-            continue
-        seen.add(id(code))
-        names = set(_names(code))
-        found |= names & _KEEPING
-        pending += [inspect.unwrap(called) for name in names if (called := _called(kind, function, name)) is not None]
-    return tuple(sorted(found))
-
-
-def _names(code: CodeType) -> list[str]:
-    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
-    return [*code.co_names, *inner]
-
-
-def _called(kind: type, function: Any, name: str) -> Any:
-    """A method of the class, or a function of the same file, that goes by a name; None for everything else."""
-    method = inspect.getattr_static(kind, name, None)
-    own = sys.modules.get(kind.__module__)
-    helper = getattr(function, "__globals__", {}).get(name)
-    for candidate in (method, helper):
-        code = getattr(candidate, "__code__", None)
-        if code is not None and own is not None and code.co_filename == getattr(own, "__file__", None):
-            return candidate
     return None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..records import current
 from .base import PatchedModule, recording
+from .selective import recalled
 
 if TYPE_CHECKING:
 
@@ -24,6 +27,12 @@ class AdapterMixin(_Module):
     # PEFT asks for the class of a layer by its name ("ParamWrapper")
     prefix = ""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # a second run must draw what the first drew
+        if torch.compiler.is_compiling() or current.call is None or not args or _draws(self):
+            return super().forward(*args, **kwargs)
+        return recalled(args[0], partial(super().forward, *args, **kwargs))
+
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
         cast_enabled = getattr(self, "cast_input_dtype_enabled", True)
         # below the first trainable layer x needs no gradient, but the adapters' weights need x
@@ -32,3 +41,7 @@ class AdapterMixin(_Module):
         if settings is None or not isinstance(x, Tensor) or not cast_enabled or not eager or not recording(x):
             return super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
         return ops.cast(x, dtype, codec=settings.codec)
+
+
+def _draws(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Dropout) and child.training and child.p > 0 for child in module.modules())

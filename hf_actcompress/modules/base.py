@@ -99,7 +99,8 @@ def patch_instance(module: nn.Module, mixin: type, settings: Settings) -> None:
 def unpatch_instance(module: nn.Module) -> None:
     """Restore the stock class of a patched module."""
     module.__class__ = module.stock_class  # type: ignore[assignment]
-    module.__dict__.pop("actcompress", None)
+    for name in ("actcompress", "actcompress_proved"):
+        module.__dict__.pop(name, None)
 
 
 def settings_of(module: nn.Module) -> Settings | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from .. import compilation, ops
 from ..codecs import IDENTITY, Codec
 from ..reference import draws_like_any, linear_fwd
 from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor, recording
+from .selective import recalled
 
 if TYPE_CHECKING:
     # for the type checker the mixins are modules, which they are once combined with their stock class
@@ -37,7 +39,8 @@ class LinearMixin(_Module):
         derive = settings.keeps == "input"
         if torch.compiler.is_compiling() and derive:
             return linear_fwd(compilation.offer(x, settings.codec_name), weight, bias, transposed)
-        return ops.linear(x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
+        compute = partial(ops.linear, x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
+        return recalled(x, compute)
 
 
 class Conv2dMixin(_Module):
@@ -55,7 +58,7 @@ class Conv2dMixin(_Module):
         # pixels, which need no gradient, are held by the batch as they are
         codec = settings.codec if x.requires_grad else IDENTITY
         derive = settings.keeps == "input"
-        return ops.conv2d(x, weight, bias, settings.options, codec=codec, derive=derive)  # type: ignore[arg-type]
+        return recalled(x, partial(ops.conv2d, x, weight, bias, settings.options, codec=codec, derive=derive))  # type: ignore[arg-type]
 
 
 class LayerNormMixin(_Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ class SameAutocast:
 
     __slots__ = ("device", "dtype", "function")
 
-    def __init__(self, function: Callable[..., Tensor], x: Tensor) -> None:
+    def __init__(self, function: Callable[..., Any], x: Tensor) -> None:
         self.function = function
         self.device = x.device.type
         self.dtype = autocast_dtype(x)
 
-    def __call__(self, *args: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # no weight cache: a cached cast would outlive the backward that made it
         with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None, cache_enabled=False):
-            return self.function(*args)
+            return self.function(*args, **kwargs)

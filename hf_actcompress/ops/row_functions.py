@@ -57,7 +57,8 @@ class RowStep:
         self.name, self.function = name, SameAutocast(function, x)
 
     def __call__(self, *args: Tensor) -> Tensor:
-        return self.function(*args)
+        y: Tensor = self.function(*args)
+        return y
 
 
 class _Place:

@@ -7,6 +7,7 @@ of its own. This package is the only code that touches storage on `ctx`.
 
 from __future__ import annotations
 
+from .current import current
 from .hooks import kept_through
 from .net import applied, netted
 from .outside import hooks_outside
@@ -29,9 +30,11 @@ from .registry import (
     whole_record_of,
 )
 from .saving import Packed, load, load_packed, save, saved_next
+from .selective import Forward, run_selectively
 
 __all__ = [
     "Derived",
+    "Forward",
     "Packed",
     "Padding",
     "Pending",
@@ -40,6 +43,7 @@ __all__ = [
     "Stored",
     "applied",
     "clear",
+    "current",
     "declare",
     "declare_as",
     "declare_in_order",
@@ -63,6 +67,7 @@ __all__ = [
     "raw",
     "record_in_order_of",
     "record_of",
+    "run_selectively",
     "save",
     "saved_next",
     "shared_copy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,7 +58,36 @@ class Mask:
         return mask if self.dtype == torch.bool else mask.to(self.dtype).div_(self.keep)
 
 
-Held = Kept | Made | Mask
+class Again:
+    """Saved by the own code of a module, which runs again in backward.
+
+    Args:
+        call: The call of the module.
+        index: The position of this tensor among those that the module's code saves.
+        x: The tensor, until the call ends.
+
+    Attributes:
+        version: Of the tensor when it was saved.
+        held: What is held instead, if it was decided that the module does not run again.
+    """
+
+    __slots__ = ("__weakref__", "call", "held", "index", "version", "x")
+
+    def __init__(self, call: Recalled, index: int, x: Tensor) -> None:
+        self.call, self.index, self.version = call, index, x._version
+        self.x: Tensor | None = x
+        self.held: Held | None = None
+
+
+class Recalled(Protocol):
+    """A call that can run again."""
+
+    def value(self, index: int, outside: Hooks | None) -> Tensor:
+        """What the code of the module saves at that position."""
+        ...
+
+
+Held = Kept | Made | Mask | Again
 
 
 def counted(held: Held) -> Held:
@@ -72,15 +101,22 @@ def value_of(held: Held, outside: Hooks | None) -> Tensor:
     """The tensor in whose place it is held. Raises RuntimeError if a kept tensor has been written on."""
     if isinstance(held, Made):
         return held.recipe.value(lambda: [value_of(source, outside) for source in held.sources])
+    if isinstance(held, Again):
+        if held.x is not None:
+            # a backward inside of the module's forward
+            check_versions((held.x,), (held.version,))
+            return held.x
+        return held.call.value(held.index, outside) if held.held is None else value_of(held.held, outside)
     if isinstance(held, Mask):
         return held.unpacked(value_of(held.bits, outside))
     tensors: tuple[Tensor, ...] = held.parts if outside is None else tuple(outside[1](part) for part in held.parts)
     if held.versions is not None:
-        _check_versions(tensors, held.versions)
+        check_versions(tensors, held.versions)
     return tensors[0] if held.slot is None else held.slot.value(tensors)
 
 
-def _check_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+def check_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Raise torch's own RuntimeError if a tensor has been written on since it was saved."""
     for x, version in zip(tensors, versions, strict=True):
         if x._version != version:
             raise RuntimeError(

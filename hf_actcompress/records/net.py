@@ -16,7 +16,6 @@ the hooks of the checkpoint are the innermost, and the net sees nothing.
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from ..private_apis import (
 )
 from ..reference.bits import pack_mask
 from .activations import is_activation
+from .current import Netting, current
 from .held import Held, Kept, Made, Mask, counted, value_of
 from .nodes import Pointwise, computation, pointwise, proved
 from .outside import hooks_outside, stands_before
@@ -69,7 +69,9 @@ class Net:
 
     def pack(self, x: Tensor) -> Held:
         """What autograd is to hold in place of x [any shape], which it saves now."""
-        held = self._smaller(x) or self._kept(x)
+        own = own_tensors.take(x)
+        held = None if own or current.call is None else current.call.pack(x)
+        held = held or self._smaller(x, own) or self._kept(x)
         # a node takes its number, and then it saves
         self._by_node.setdefault(next_sequence_number() - 1, []).append(weakref.ref(held))
         return counted(held)
@@ -89,11 +91,14 @@ class Net:
         self._by_node.clear()
         self._made.clear()
 
-    def _smaller(self, x: Tensor) -> Held | None:
+    def held_for(self, x: Tensor) -> Held:
+        """What is to be held in place of x, which was saved a while ago, and has not been written on since."""
+        return self._smaller(x) or self._kept(x)
+
+    def _smaller(self, x: Tensor, own: bool = False) -> Held | None:
         node = x.grad_fn
         if x.numel() < _SMALL or (node is None and isinstance(x, Parameter)):
             return None
-        own = own_tensors.take(x)
         held = self._computed(x) if node is not None else None
         return held if held is not None or own else self._recorded(x) or self._mask(x) or self._packed(x)
 
@@ -184,14 +189,6 @@ class Net:
         return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - p, dropped)
 
 
-class _Current(threading.local):
-    def __init__(self) -> None:
-        self.net: Net | None = None
-
-
-_current = _Current()
-
-
 @contextmanager
 def netted(codec: Codec) -> Iterator[None]:
     """While it is on, this thread's autograd does not keep what can be computed again. For one forward, in a frame.
@@ -202,13 +199,13 @@ def netted(codec: Codec) -> Iterator[None]:
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield
         return
-    net, before = Net(None if codec == IDENTITY else codec), _current.net
+    net, before = Net(None if codec == IDENTITY else codec), current.net
     try:
         with saved_tensors_hooks(*net.hooks):
-            _current.net = net
+            current.net = net
             yield
     finally:
-        _current.net = before
+        current.net = before
         net.close()
 
 
@@ -220,7 +217,7 @@ class _Off:
 
     __slots__ = ("hooks", "on")
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: Netting) -> None:
         self.hooks, self.on = net.hooks, False
 
     def __enter__(self) -> None:
@@ -240,7 +237,7 @@ class _Off:
 
 def applied(function: _Function, *inputs: Any) -> Any:
     """``function.apply(*inputs)`` of one of our ops. Without the net, where no hooks outside must get what is kept."""
-    net = None if torch.compiler.is_compiling() else _current.net
+    net = None if torch.compiler.is_compiling() else current.net
     if net is None or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
     try:

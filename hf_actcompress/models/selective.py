@@ -1,0 +1,70 @@
+"""Which modules run again in backward while their linear layers do not: attention and scans of a model's own making."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..codecs import CODECS
+from ..config import CompressionConfig
+from ..modules.base import Settings, settings_of
+from ..modules.selective import SelectiveMixin
+from ..private_apis import BatchNormBase
+from .sites import Site
+from .source import names_in
+
+# code that keeps much, and that may run again: products of activations, softmax, scans
+_KEEPING = frozenset({"baddbmm", "bmm", "cumsum", "einsum", "exp", "logsumexp", "matmul", "softmax", "softplus"})
+# decisions that must not be taken twice: a codec changes what they are taken by
+_DECIDING = frozenset({"argmax", "argmin", "argsort", "bucketize", "multinomial", "nonzero", "sort", "topk", "unique"})
+_LINEAR = frozenset({"linear", "conv2d"})
+# modules that know themselves what to keep, or that hold whole layers
+_OTHERS = frozenset({"attention", "batch_norm", "checkpoint", "experts", "layer", "loss_head", "selective"})
+_LAYERS = (BatchNormBase, PreTrainedModel, nn.ModuleList, nn.RNNBase)
+# of the weights of the linear layers: what may be multiplied a second time
+_SMALL = 0.25
+
+
+def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
+    """The site of a module, whose children are patched, that has code of its own between their products."""
+    if not (config.selective and config.net and config.derive_linear) or settings_of(module) is not None:
+        return None
+    if isinstance(module, (*_LAYERS, nn.ModuleDict, nn.Sequential)) or "forward" in module.__dict__:
+        return None
+    names = names_in(module)
+    if not names & _KEEPING or names & _DECIDING or not _is_its_own(module, names) or not _has_small_rest(module):
+        return None
+    return Site(SelectiveMixin, Settings("selective", codec=CODECS[config.other], keeps="outputs of linear layers"))
+
+
+def _is_its_own(module: nn.Module, names: frozenset[str]) -> bool:
+    """Whether it does not call a fused kernel through the attention interface, which keeps statistics alone."""
+    implementation = getattr(module.__dict__.get("config"), "_attn_implementation", None)
+    return "ALL_ATTENTION_FUNCTIONS" not in names or implementation == "eager"
+
+
+def _has_small_rest(module: nn.Module) -> bool:
+    """Whether nearly all of its weights are in linear layers of ours, and no layer or other op of ours is inside."""
+    linear = rest = 0
+    pending: list[nn.Module] = [module]
+    while pending:
+        part = pending.pop()
+        settings = settings_of(part)
+        role = settings.role if settings is not None else ""
+        if role in _OTHERS or (part is not module and isinstance(part, _LAYERS)):
+            return False
+        if role in _LINEAR or _is_adapter(part):
+            linear += sum(p.numel() for p in part.parameters())
+            continue
+        if not isinstance(part, nn.Embedding):
+            rest += sum(p.numel() for p in part._parameters.values() if p is not None and p.dim() > 1)
+        pending += part.children()
+    return bool(linear) and rest <= _SMALL * linear
+
+
+def _is_adapter(module: Any) -> bool:
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    return peft is not None and isinstance(module, peft.BaseTunerLayer)

@@ -1,0 +1,52 @@
+"""Caches for a second run of a module: a plain training forward makes a cache, and each layer finds nothing in it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache
+
+
+@dataclass(frozen=True)
+class EmptyCache:
+    """A cache as one layer found it: with nothing of that layer. It holds no tensor.
+
+    Attributes:
+        layer: The layer's part of the cache; None: the cache makes it.
+        index: Of the layer.
+        cross: The same for the cache of a cross attention, beside that of the self attention.
+    """
+
+    layer: Any
+    index: int
+    cross: EmptyCache | None = None
+
+    @classmethod
+    def of(cls, cache: Any, index: int) -> EmptyCache | None:
+        """The cache as the layer of that index finds it; None if there is something, or for an unknown kind."""
+        if type(cache) is EncoderDecoderCache:
+            own, cross = (cls.of(c, index) for c in (cache.self_attention_cache, cache.cross_attention_cache))
+            filled = own is None or cross is None or cache.is_updated.get(index)
+            return None if filled or own is None else cls(own.layer, index, cross)
+        if type(cache) is not DynamicCache:
+            return None
+        layer = cache.layers[index] if index < len(cache.layers) else None
+        return None if _holds_tensors(vars(layer) if layer is not None else None) else cls(copy.deepcopy(layer), index)
+
+    def new(self) -> Cache:
+        """Such a cache, to be filled."""
+        cache = DynamicCache()
+        if self.layer is not None:
+            cache.layers = [copy.deepcopy(self.layer)] * (self.index + 1)
+        return cache if self.cross is None else EncoderDecoderCache(cache, self.cross.new())
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, Tensor)

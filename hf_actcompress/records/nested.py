@@ -1,0 +1,40 @@
+"""Tensors in the nested tuples, lists and dicts of a call's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class Place:
+    """Where a tensor was."""
+
+
+_PLACE = Place()
+
+
+def replaced(value: Any, by: Iterator[Any]) -> Any:
+    """The same with other things in place of its tensors, in order; a place is a tensor's."""
+    if isinstance(value, (Tensor, Place)):
+        found = next(by)
+        return found if isinstance(found, Tensor) else _PLACE
+    if isinstance(value, (tuple, list)):
+        items = [replaced(item, by) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: replaced(item, by) for key, item in value.items()}
+    return value

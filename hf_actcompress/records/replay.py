@@ -1,0 +1,77 @@
+"""A module's own code runs again: what it saves is collected, and its linear layers return what is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..private_apis import innermost_saved_tensor_hooks
+from .current import current
+from .held import check_versions
+from .outside import Hooks, stands_before
+from .saving import own_tensors
+
+
+class Done(Exception):
+    """Everything that is wanted has been saved."""
+
+
+class Replay:
+    """The module's code runs again: what it saves is collected, and its linear layers return what is known."""
+
+    outside: Hooks | None = None
+
+    def __init__(self, given: Sequence[Tensor | None], last: int) -> None:
+        self.values: dict[int, Tensor] = {}
+        self._given, self._last = iter(given), last
+        self._seen = 0
+        self._versions: list[int] = []
+        self.hooks = self._collect, _unused
+
+    def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """What this layer returned the first time; what it computes if that was not kept."""
+        y = next(self._given, None)
+        return compute() if y is None else y
+
+    def pack(self, x: Tensor) -> None:
+        """Nothing: the hooks of this are the innermost."""
+
+    def is_innermost(self) -> bool:
+        """Whether no other hooks have been installed since."""
+        top = innermost_saved_tensor_hooks()
+        return top is not None and top[0] is self.hooks[0]
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """This is the net of the thread, and the call in progress."""
+        before = current.net, current.call
+        stands_before(self, None)
+        try:
+            with saved_tensors_hooks(*self.hooks):
+                current.net, current.call = self, self
+                yield
+        finally:
+            current.net, current.call = before
+            # the hooks are methods: they would hold this for ever
+            del self.hooks
+
+    def check(self) -> None:
+        """Raise torch's own error if the code has written on what it saved."""
+        check_versions(tuple(self.values.values()), tuple(self._versions))
+
+    def _collect(self, x: Tensor) -> Tensor:
+        if not own_tensors.take(x):
+            self.values[self._seen] = x.detach()
+            self._versions.append(x._version)
+            self._seen += 1
+            if self._seen > self._last:
+                raise Done
+        # x itself would hold the node that saves it
+        return x.detach()
+
+
+def _unused(x: Tensor) -> Tensor:
+    return x

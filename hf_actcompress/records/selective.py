@@ -1,0 +1,261 @@
+"""Selective recomputation (arXiv 2205.05198) for modules with code of their own between their linear layers.
+
+Eager attention keeps the probabilities, a state-space scan keeps every step. What such code saves is not kept: the
+module's forward runs again in backward, and there its linear layers return what they returned the first time, which is
+kept instead. So a product with a weight is computed twice only where its result was written on. Stock's own autograd
+nodes do the backward: same bits.
+
+The decision is made when the forward of the module ends: the module runs again if that keeps clearly less, if nothing
+has been written on what it would run from, and if a second run has given the same bits. That is tried once for each
+kind of call. Otherwise the net holds what was saved, as for any other code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..dispatch import implementation
+from ..private_apis import FakeTensor, at_end_of_backward, current_backward
+from .current import current
+from .held import Again, Held, Kept, value_of
+from .nested import replaced, tensors_in
+from .outside import Hooks
+from .registry import known_record
+from .replay import Done, Replay
+
+# elements; smaller tensors are kept
+_SMALL = 256
+# of the bytes that are kept instead: what must be saved beyond them, for the time that it costs
+_WORTH = 0.125
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward of a module, for the first time and again.
+
+    Args:
+        first: The stock forward.
+        again: The same under the autocast state of now. Holds no tensor.
+        again_kwargs: What it gets in place of some keywords: a cache that is as empty as the module found it.
+        proved: Verdicts by kind of call; what is found is added.
+        kind: What distinguishes this call.
+    """
+
+    first: Callable[..., Any]
+    again: Callable[..., Any]
+    again_kwargs: dict[str, Any]
+    proved: dict[Any, bool]
+    kind: Any
+
+
+def run_selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``forward.first(*args, **kwargs)``, of which nothing is kept but what its linear layers return, if that is less.
+
+    Under a net alone, which asks what to hold; elsewhere the module just runs.
+    """
+    net = current.net
+    tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+    if net is None or current.call is not None or not tensors or not net.is_innermost():
+        return forward.first(*args, **kwargs)
+    call = Call(forward, args, {**kwargs, **forward.again_kwargs}, tensors[0])
+    current.call = call
+    try:
+        out = forward.first(*args, **kwargs)
+    finally:
+        current.call = None
+    call.close(net)
+    return out
+
+
+class Call:
+    """One call of such a module. The graph holds it through what it saved; it holds no tensor with a graph."""
+
+    def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> None:
+        self._forward: Forward | None = forward
+        self._again = forward.again
+        self._given: Any = (args, kwargs)
+        self._device = x.device
+        self._inputs = [_Seen(t) for t in tensors_in((args, kwargs))]
+        # None: its output has been written on, and is computed again
+        self._linear: list[_Seen | None] = []
+        # storages of what linear layers read
+        self._read: set[int] = set()
+        self._state: Tensor | None = implementation("rng_state", x)(x.device)
+        self._saved: list[weakref.ref[Again] | None] = []
+        # how many linear layers had run when the last tensor was saved
+        self._needed = 0
+        self._held_inputs: list[Held] = []
+        self._held_linear: list[Held | None] = []
+        self._values: dict[int, Tensor] = {}
+        self._task = -1
+
+    def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """What a linear layer returns for x, which it keeps; noted."""
+        y = compute()
+        self._read |= _sizes([x]).keys()
+        self._linear.append(_Seen(y))
+        return y
+
+    def pack(self, x: Tensor) -> Again | None:
+        """What is held in place of x. Weights and small tensors are counted, and kept."""
+        if x.numel() < _SMALL or isinstance(x, Parameter):
+            self._saved.append(None)
+            return None
+        again = Again(self, len(self._saved), x)
+        self._saved.append(weakref.ref(again))
+        self._needed = len(self._linear)
+        return again
+
+    def close(self, net: Any) -> None:
+        """Decide whether the module runs again, and hold what either way needs."""
+        self._linear = [None if seen is None or seen.is_written() else seen for seen in self._linear[: self._needed]]
+        saved = [again for reference in self._saved if reference and (again := reference()) is not None]
+        forward, self._forward = self._forward, None
+        assert forward is not None
+        if saved and self._may_run_again(saved) and self._is_same(forward, saved):
+            self._hold(net)
+        else:
+            # nobody asks this call any more
+            self._given, self._inputs, self._linear, self._state = None, [], [], None
+            for again in saved:
+                again.held = _held(again, net)
+        for again in saved:
+            again.x = None
+
+    def _may_run_again(self, saved: Sequence[Again]) -> bool:
+        if any(seen.is_written() for seen in self._inputs) or any(
+            a.x is None or a.x._version != a.version for a in saved
+        ):
+            return False
+        known = _sizes(seen.x for seen in self._linear if seen is not None)
+        instead = _sizes(seen.x for seen in self._inputs).keys() | known.keys() | self._read
+        dropped = _sizes(a.x for a in saved if a.x is not None)
+        # inputs without a gradient (masks, angles) are the same tensors in all layers
+        kept = known | _sizes(seen.x for seen in self._inputs if seen.needed and known_record(seen.x) is None)
+        less = sum(size for storage, size in dropped.items() if storage not in instead)
+        more = sum(size for storage, size in kept.items() if storage not in dropped)
+        return less - more > _WORTH * sum(kept.values())
+
+    def _is_same(self, forward: Forward, saved: Sequence[Again]) -> bool:
+        """Whether a second run saves the same bits: tried for the first call of its kind."""
+        if isinstance(saved[0].x, FakeTensor):
+            return forward.proved.get(forward.kind, True)
+        if forward.kind not in forward.proved:
+            forward.proved[forward.kind] = self._try(saved)
+        return forward.proved[forward.kind]
+
+    def _try(self, saved: Sequence[Again]) -> bool:
+        with torch.no_grad():
+            inputs = [seen.x.detach() for seen in self._inputs]
+            linear = [None if seen is None else seen.x.detach() for seen in self._linear]
+        try:
+            found = self._run(inputs, linear, saved[-1].index)
+        except Exception:  # of any library's code: then it does not run again
+            return False
+        return all(again.index in found and _same_bits(again.x, found[again.index]) for again in saved)
+
+    def _hold(self, net: Any) -> None:
+        state = implementation("rng_state", self._inputs[0].x)(self._device)
+        if self._state is not None and torch.equal(state, self._state):
+            # it draws nothing
+            self._state = None
+        self._held_inputs = [net.held_for(seen.x) for seen in self._inputs]
+        self._held_linear = [None if seen is None else net.held_for(seen.x) for seen in self._linear]
+        self._given = replaced(self._given, iter(range(len(self._inputs))))
+        for seen in (*self._inputs, *self._linear):
+            if seen is not None:
+                seen.forget()
+
+    def value(self, index: int, outside: Hooks | None) -> Tensor:
+        """What the module's code saves at that position: it runs again for the first who asks, up to the last."""
+        if index not in self._values:
+            inputs = [value_of(held, outside) for held in self._held_inputs]
+            linear = [None if held is None else value_of(held, outside) for held in self._held_linear]
+            wanted = {i for i, reference in enumerate(self._saved) if reference is not None and reference() is not None}
+            found = self._run(inputs, linear, max(wanted))
+            self._values = {i: found[i] for i in wanted if i in found}
+            self._forget_later()
+        try:
+            return self._values.pop(index)
+        except KeyError:
+            raise RuntimeError(
+                "a module was run again for its backward and did not save what it saved the first time; patch the "
+                "model with CompressionConfig(selective=False)"
+            ) from None
+
+    def _forget_later(self) -> None:
+        task = current_backward()
+        if task != -1 and task != self._task:
+            self._task = task
+            at_end_of_backward(self._values_end)
+
+    def _values_end(self) -> None:
+        self._values, self._task = {}, -1
+
+    def _run(self, inputs: Sequence[Tensor], linear: Sequence[Tensor | None], last: int) -> dict[int, Tensor]:
+        """Everything that the module's code saves, up to that position."""
+        leaves = [_leaf(x, seen) for x, seen in zip(inputs, self._inputs, strict=True)]
+        given = [None if y is None else _leaf(y, seen) for y, seen in zip(linear, self._linear, strict=True)]
+        args, kwargs = replaced(self._given, iter(leaves))
+        drawn: AbstractContextManager[None] = nullcontext()
+        if self._state is not None:
+            drawn = implementation("replayed_rng", leaves[0])(self._state, self._device)
+        replay = Replay(given, last)
+        with torch.enable_grad(), drawn, replay.on(), suppress(Done):
+            self._again(*args, **kwargs)
+        replay.check()
+        return replay.values
+
+
+def _leaf(x: Tensor, seen: _Seen | None) -> Tensor:
+    return x.detach().requires_grad_(seen is not None and seen.needed)
+
+
+def _is_written(again: Again) -> bool:
+    return again.x is None or again.x._version != again.version
+
+
+def _held(again: Again, net: Any) -> Held:
+    """What the net holds for a tensor that the module saved, because it does not run again."""
+    assert again.x is not None
+    if _is_written(again):
+        # with what raises torch's error in backward
+        return Kept((again.x,), (again.version,), None)
+    held: Held = net.held_for(again.x)
+    return held
+
+
+class _Seen:
+    """A tensor that the module may run again from, as it was when it was seen."""
+
+    __slots__ = ("needed", "version", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.version, self.needed = x, x._version, x.requires_grad
+
+    def is_written(self) -> bool:
+        """Whether somebody has written on it since."""
+        return bool(self.x._version != self.version)
+
+    def forget(self) -> None:
+        """The net holds it now."""
+        del self.x
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes by storage."""
+    return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+
+
+def _same_bits(a: Tensor | None, b: Tensor) -> bool:
+    if a is None or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
