@@ -12,9 +12,11 @@ kind of call. Otherwise the net holds what was saved, as for any other code.
 
 from __future__ import annotations
 
+import random
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +159,8 @@ class Call:
             inputs = [seen.x.detach() for seen in self._inputs]
             linear = [None if seen is None else seen.x.detach() for seen in self._linear]
         try:
-            found = self._run(inputs, linear, saved[-1].index)
+            with _other_generators_undisturbed():
+                found = self._run(inputs, linear, saved[-1].index)
         except Exception:  # of any library's code: then it does not run again
             return False
         return all(again.index in found and _same_bits(again.x, found[again.index]) for again in saved)
@@ -231,6 +234,19 @@ def _held(again: Again, net: Any) -> Held:
         return Kept((again.x,), (again.version,), None)
     held: Held = net.held_for(again.x)
     return held
+
+
+@contextmanager
+def _other_generators_undisturbed() -> Iterator[None]:
+    """What Python and numpy draw inside leaves no trace."""
+    numpy: Any = sys.modules.get("numpy.random")
+    states = random.getstate(), None if numpy is None else numpy.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.set_state(states[1])
 
 
 class _Seen:
