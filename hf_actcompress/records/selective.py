@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..dispatch import implementation
 from ..private_apis import FakeTensor, at_end_of_backward, current_backward
+from ..reference.dropout import StateBefore, replayed_rng
 from .current import current
 from .held import Again, Held, Kept, value_of
 from .nested import replaced, tensors_in
@@ -84,13 +84,12 @@ class Call:
         self._forward: Forward | None = forward
         self._again = forward.again
         self._given: Any = (args, kwargs)
-        self._device = x.device
         self._inputs = [_Seen(t) for t in tensors_in((args, kwargs))]
         # None: its output has been written on, and is computed again
         self._linear: list[_Seen | None] = []
         # storages of what linear layers read
         self._read: set[int] = set()
-        self._state: Tensor | None = implementation("rng_state", x)(x.device)
+        self._drawn: StateBefore | None = StateBefore(x.device)
         self._saved: list[weakref.ref[Again] | None] = []
         # how many linear layers had run when the last tensor was saved
         self._needed = 0
@@ -126,7 +125,7 @@ class Call:
             self._hold(net)
         else:
             # nobody asks this call any more
-            self._given, self._inputs, self._linear, self._state = None, [], [], None
+            self._given, self._inputs, self._linear, self._drawn = None, [], [], None
             for again in saved:
                 again.held = _held(again, net)
         for again in saved:
@@ -166,10 +165,8 @@ class Call:
         return all(again.index in found and _same_bits(again.x, found[again.index]) for again in saved)
 
     def _hold(self, net: Any) -> None:
-        state = implementation("rng_state", self._inputs[0].x)(self._device)
-        if self._state is not None and torch.equal(state, self._state):
-            # it draws nothing
-            self._state = None
+        if self._drawn is not None and not self._drawn.has_changed():
+            self._drawn = None
         self._held_inputs = [net.held_for(seen.x) for seen in self._inputs]
         self._held_linear = [None if seen is None else net.held_for(seen.x) for seen in self._linear]
         self._given = replaced(self._given, iter(range(len(self._inputs))))
@@ -209,8 +206,8 @@ class Call:
         given = [None if y is None else _leaf(y, seen) for y, seen in zip(linear, self._linear, strict=True)]
         args, kwargs = replaced(self._given, iter(leaves))
         drawn: AbstractContextManager[None] = nullcontext()
-        if self._state is not None:
-            drawn = implementation("replayed_rng", leaves[0])(self._state, self._device)
+        if self._drawn is not None:
+            drawn = replayed_rng(self._drawn.state, self._drawn.device)
         replay = Replay(given, last)
         with torch.enable_grad(), drawn, replay.on(), suppress(Done):
             self._again(*args, **kwargs)

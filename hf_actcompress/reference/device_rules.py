@@ -41,6 +41,11 @@ class DeviceRules(Protocol):
         """The state of the default generator, counted if that device keeps it."""
         ...
 
+    @property
+    def draws(self) -> int:
+        """How often random numbers have been drawn."""
+        ...
+
     def to_host(self, x: Tensor) -> Tensor:
         """A copy of x in host memory."""
         ...

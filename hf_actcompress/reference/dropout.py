@@ -30,6 +30,22 @@ def rng_state(device: torch.device) -> Tensor:
     return state
 
 
+class StateBefore:
+    """The state of the default generator of a device, for what begins now and may draw from it."""
+
+    def __init__(self, device: torch.device) -> None:
+        rules = device_rules()
+        self.device, self.state = device, rng_state(device)
+        self._draws = rules.draws if rules is not None else 0
+
+    def has_changed(self) -> bool:
+        """Whether something has been drawn since."""
+        rules = device_rules()
+        if rules is not None:
+            return rules.draws != self._draws
+        return not torch.equal(rng_state(self.device), self.state)
+
+
 def draws_like_any(x: Tensor) -> bool:
     """Whether x gets the mask that every tensor of its size and dtype gets from the same state.
 

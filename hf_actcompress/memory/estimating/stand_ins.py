@@ -64,6 +64,10 @@ class StepRules:
         self._allocator.count(state, None if self.on_cpu else 0)
         return state
 
+    @property
+    def draws(self) -> int:
+        return self._allocator.draws
+
     def to_host(self, x: Tensor) -> Tensor:
         with nullcontext() if self.on_cpu else self._allocator.elsewhere():
             return x.clone()

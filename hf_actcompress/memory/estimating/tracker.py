@@ -42,6 +42,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         live_bytes: Of the storages that are alive now.
         peak_bytes: The highest `live_bytes` so far.
+        draws: How often random numbers have been drawn.
         timeline: `live_bytes` each time that something was added to them.
     """
 
@@ -56,7 +57,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.draws = 0
         self.timeline: list[int] = []
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
@@ -75,6 +76,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # more than half of all calls: autograd asks for every tensor that it touches
             return args[0].fake_device
         kwargs = kwargs or {}
+        self.draws += torch.Tag.nondeterministic_seeded in func.tags
         answer = self._answer(func, args)
         if answer is not None:
             return answer()
