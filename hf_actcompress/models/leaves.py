@@ -18,6 +18,7 @@ from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import ActivationMixin, Conv2dMixin, DropoutMixin, LayerNormMixin, LinearMixin
 from ..reference import INVERTED, TWO_VALUED, activation_bwd, layer_norm_output_reasons
+from .own_linear import find_own_linear
 from .sites import Declined, Site, norm_keeps
 
 
@@ -76,15 +77,9 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return _activation(module, config, ACTIVATION_TYPES[kind])
     if kind in WITH_PARAMETERS:
         return Declined("activation", "has parameters of its own; not pointwise in its input alone")
-    return _near_miss(module)
-
-
-def _near_miss(module: nn.Module) -> Declined | None:
-    if isinstance(module, nn.Linear):
-        return Declined("linear", f"{type(module).__name__} is a subclass of nn.Linear with a forward of its own")
     if isinstance(module, nn.Embedding):
         return Declined("embedding", "keeps only its indices")
-    return None
+    return find_own_linear(module, config)
 
 
 def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:

@@ -20,7 +20,7 @@ from .source import names_in
 _KEEPING = frozenset({"baddbmm", "bmm", "cumsum", "einsum", "exp", "logsumexp", "matmul", "softmax", "softplus"})
 # decisions that must not be taken twice: a codec changes what they are taken by
 _DECIDING = frozenset({"argmax", "argmin", "argsort", "bucketize", "multinomial", "nonzero", "sort", "topk", "unique"})
-_LINEAR = frozenset({"linear", "conv2d"})
+_LINEAR = frozenset({"conv2d", "linear", "own_linear"})
 # modules that know themselves what to keep, or that hold whole layers
 _OTHERS = frozenset({"attention", "batch_norm", "checkpoint", "experts", "layer", "loss_head", "selective"})
 _LAYERS = (BatchNormBase, PreTrainedModel, nn.ModuleList, nn.RNNBase)

@@ -43,6 +43,16 @@ class LinearMixin(_Module):
         return recalled(x, compute)
 
 
+class OwnLinearMixin(_Module):
+    """A subclass of nn.Linear with a forward of its own, which runs once in a module that runs again."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = only_tensor(args, kwargs)
+        if x is None or not keeps_for_backward(x, self.weight, self.bias):
+            return super().forward(*args, **kwargs)
+        return recalled(x, partial(super().forward, *args, **kwargs))
+
+
 class Conv2dMixin(_Module):
     """nn.Conv2d; options: its stride, padding and dilation, in pixels, and groups."""
 

@@ -6,11 +6,25 @@ padding key and value because no real query attends to them. The first is looked
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..records import Derived, Padding, Recipe, Record, keep, padding_in, raw, record_in_order_of, whole_record_of
+from ..records import (
+    Derived,
+    Padding,
+    Recipe,
+    Record,
+    declare,
+    hooks_outside,
+    keep,
+    padding_in,
+    raw,
+    record_in_order_of,
+    whole_record_of,
+)
 
 
 def heads_padding(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Padding | None:
@@ -48,6 +62,37 @@ def keep_output_heads(out: Tensor, codec: Codec, dropped: bool) -> Record:
 def keep_row_heads(x: Tensor, dropped: bool) -> Record:
     """The record of x [B, H, S, ...] that belongs to the queries, exact: statistics and probabilities."""
     return Derived(Recipe(_swap), (keep(x.transpose(1, 2), IDENTITY),)) if dropped else raw(x)
+
+
+def tokens_first(out: Tensor, codec: Codec) -> Tensor:
+    """An attention's output [B, H, S, D], which it keeps through `codec`, as [B, S, H, D] for the next layer.
+
+    The kernels write in the order of the query's memory. Where that is [B, H, S, D] this is a copy, and derived.
+    """
+    order = out.transpose(1, 2)
+    y = order.contiguous()
+    if y.untyped_storage()._cdata != out.untyped_storage()._cdata:
+        declare(y, torch.Tensor.contiguous, record_in_order_of(out.detach(), order.detach(), codec))
+    return y
+
+
+def derive_copy_of_output(y: Tensor) -> Tensor:
+    """The same for y [B, S, H, D], a result of torch's own attention through transformers' function."""
+    node = y.grad_fn
+    if type(node).__name__ == "CloneBackward0" and not torch.compiler.is_compiling() and hooks_outside() is None:
+        kept = getattr(_behind_views(node), "_saved_output", None)
+        if isinstance(kept, Tensor) and kept.transpose(1, 2).shape == y.shape:
+            declare(y, torch.Tensor.contiguous, raw(kept.detach().transpose(1, 2)))
+    return y
+
+
+def _behind_views(node: Any) -> Any:
+    """What made the tensor that a copy was made of, by way of views."""
+    for _ in range(4):
+        node = node.next_functions[0][0] if node.next_functions else None
+        if type(node).__name__ not in ("TransposeBackward0", "ViewBackward0"):
+            break
+    return node
 
 
 def _swap(rows: Tensor) -> Tensor:

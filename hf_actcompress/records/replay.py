@@ -28,13 +28,21 @@ class Replay:
         self.values: dict[int, Tensor] = {}
         self._given, self._last = iter(given), last
         self._seen = 0
+        # of a linear layer
+        self._inside = False
         self._versions: list[int] = []
         self.hooks = self._collect, _unused
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What this layer returned the first time; what it computes if that was not kept."""
         y = next(self._given, None)
-        return compute() if y is None else y
+        if y is not None:
+            return y
+        self._inside = True
+        try:
+            return compute()
+        finally:
+            self._inside = False
 
     def pack(self, x: Tensor) -> None:
         """Nothing: the hooks of this are the innermost."""
@@ -63,7 +71,7 @@ class Replay:
         check_versions(tuple(self.values.values()), tuple(self._versions))
 
     def _collect(self, x: Tensor) -> Tensor:
-        if not own_tensors.take(x):
+        if not own_tensors.take(x) and not self._inside:
             self.values[self._seen] = x.detach()
             self._versions.append(x._version)
             self._seen += 1

@@ -100,7 +100,12 @@ class Call:
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What a linear layer returns for x, which it keeps; noted."""
-        y = compute()
+        # what it saves itself is no business of this call
+        current.call = None
+        try:
+            y = compute()
+        finally:
+            current.call = self
         self._read |= _sizes([x]).keys()
         self._linear.append(_Seen(y))
         return y
