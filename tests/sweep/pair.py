@@ -39,6 +39,7 @@ class Row:
         failures: What was wrong, by mode.
         saved: The share of stock's kept bytes that the exact preset does not keep, in fp32.
         saved_int8: The same for int8.
+        saved_dropout: The same for exact, with dropout on.
         stays: What keeps most of the rest under the exact preset.
     """
 
@@ -54,6 +55,7 @@ class Row:
     failures: dict[str, list[str]] = field(default_factory=dict)
     saved: float | None = None
     saved_int8: float | None = None
+    saved_dropout: float | None = None
     stays: str = ""
     parameters: int = 0
     patched: int = 0
@@ -121,7 +123,7 @@ def _fill(row: Row, subject: Subject, modes: Iterable[Mode]) -> None:
                 batch.pop(note, None)
         if labelled is not plain and _refused(stock, labelled):
             labelled = plain
-        _note_savings(row, stock, labelled)
+        _note_savings(row, subject, stock, labelled)
         for mode in modes:
             _one_mode(row, subject, stock, mode, labelled if mode.labels else plain)
 
@@ -231,9 +233,10 @@ def _note(row: Row, mode: Mode, verdict: Verdict) -> None:
         row.tolerance.append(mode.name)
 
 
-def _note_savings(row: Row, stock: Any, batch: Batch) -> None:
+def _note_savings(row: Row, subject: Subject, stock: Any, batch: Batch) -> None:
     try:
         savings.measure(row, stock, batch)
+        row.saved_dropout = savings.saved(subject.build(dropout=0.1), batch)
     except Exception as error:
         row.left_out["saved"] = said(error)
 
