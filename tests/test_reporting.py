@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_actcompress import memory_report, patch_model, patch_report
+from hf_actcompress import CompressionConfig, memory_report, patch_model, patch_report
 from tests.families import BODY, BY_NAME
 
 _SIZES = {
@@ -84,15 +84,16 @@ def test_batch_norm_and_attention_of_its_own_are_named() -> None:
     frozen.embedder.embedder[0].normalization = nn.SyncBatchNorm(4)
     kinds = {row.module for row in patch_report(patch_model(frozen)).left_alone if row.role == "norm"}
     assert kinds == {"SyncBatchNorm"}
-    roles = {row.role for row in patch_report(patch_model(build("deberta"))).left_alone}
-    assert "attention" in roles
+    deberta = patch_model(build("deberta"), CompressionConfig(selective=False))
+    assert "attention" in {row.role for row in patch_report(deberta).left_alone}
 
 
 def test_advice_is_what_the_model_supports() -> None:
     """Not "load it with sdpa" where the model type has eager attention alone."""
-    eager = patch_report(patch_model(BY_NAME["llama"].build(attn_implementation="eager"), BODY))
+    body = CompressionConfig(loss_head=False, selective=False)
+    eager = patch_report(patch_model(BY_NAME["llama"].build(attn_implementation="eager"), body))
     assert any('"sdpa"' in row.reason for row in eager.left_alone)
-    oss = patch_report(patch_model(build("gpt_oss")))
+    oss = patch_report(patch_model(build("gpt_oss"), body))
     reasons = [row.reason for row in oss.left_alone if row.role == "attention"]
     assert reasons and not any('load the model with "sdpa"' in reason for reason in reasons)
 

@@ -68,8 +68,8 @@ def _attention(model: nn.Module, seen: SavedTensors, roles: dict[str, str]) -> I
         )
     yield Advice(
         "attention keeps its probabilities, of size sequence x sequence per head",
-        sum(t.nbytes for t in inside if eager or t not in masks),
-        'load the model with attn_implementation="sdpa"'
+        sum(t.nbytes for t in inside if t not in masks),
+        'call patch_model, or load the model with attn_implementation="sdpa"'
         if eager
         else "call patch_model, or set the attention dropout to 0 (with dropout a CPU's sdpa keeps them)",
     )

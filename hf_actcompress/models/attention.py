@@ -100,7 +100,7 @@ def attention_forward(
     if torch.compiler.is_compiling():
         return _traced(stock, (query, key, value), attention_mask, bias, settings), None
     if not (keeps_more and plain and keeps_for_backward(query, key, value, bias)):
-        return ops.derive_copy_of_output(stock(query, key, value, attention_mask, bias)), None
+        return stock(query, key, value, attention_mask, bias), None
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
     fusable = cpu and dropout == 0 and bias is None and not recomputed
     if fusable and _fusable(query, key, value, attention_mask, causal):

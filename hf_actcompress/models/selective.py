@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import Settings, settings_of
 from ..modules.selective import SelectiveMixin
 from ..private_apis import BatchNormBase
+from .empty_cache import EmptyCache
 from .sites import Site
 from .source import names_in
 
@@ -28,6 +30,26 @@ _LAYERS = (BatchNormBase, PreTrainedModel, nn.ModuleList, nn.RNNBase)
 _SMALL = 0.25
 
 
+class CachedSelectiveMixin(SelectiveMixin):
+    """The mixin for modules that may be given a cache, in which a plain training forward has put nothing yet."""
+
+    def kwargs_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """An empty cache in place of each; None if something is in one, or if it is of an unknown kind."""
+        if any(isinstance(value, Cache) for value in args):
+            return None
+        caches = {name: value for name, value in kwargs.items() if isinstance(value, Cache)}
+        layer = self.__dict__.get("layer_idx")
+        if caches and layer is None:
+            return None
+        empty = {name: EmptyCache.of(cache, layer) for name, cache in caches.items()}  # type: ignore[arg-type]
+        return None if None in empty.values() else empty
+
+    @staticmethod
+    def run_again(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """With new caches in place of the empty ones."""
+        return stock(*args, **{k: v.new() if isinstance(v, EmptyCache) else v for k, v in kwargs.items()})
+
+
 def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
     """The site of a module, whose children are patched, that has code of its own between their products."""
     if not (config.selective and config.net and config.derive_linear) or settings_of(module) is not None:
@@ -37,7 +59,9 @@ def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
     names = names_in(module)
     if not names & _KEEPING or names & _DECIDING or not _is_its_own(module, names) or not _has_small_rest(module):
         return None
-    return Site(SelectiveMixin, Settings("selective", codec=CODECS[config.other], keeps="outputs of linear layers"))
+    return Site(
+        CachedSelectiveMixin, Settings("selective", codec=CODECS[config.other], keeps="outputs of linear layers")
+    )
 
 
 def _is_its_own(module: nn.Module, names: frozenset[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -44,7 +44,7 @@ def _called(kind: type, function: Any, name: str) -> Any:
     own = sys.modules.get(kind.__module__)
     helper = getattr(function, "__globals__", {}).get(name)
     for candidate in (method, helper):
-        candidate = inspect.unwrap(candidate) if callable(candidate) else None
+        candidate = inspect.unwrap(candidate) if isinstance(candidate, FunctionType) else candidate
         code = getattr(candidate, "__code__", None)
         if code is not None and own is not None and code.co_filename == getattr(own, "__file__", None):
             return candidate

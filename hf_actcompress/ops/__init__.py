@@ -23,7 +23,7 @@ from .deferred_logits import DeferredLogits, plain
 from .dropout import dropout
 from .experts import experts_down
 from .gated_mlp import gated_product
-from .heads import derive_copy_of_output, tokens_first
+from .heads import tokens_first
 from .layer_norm import layer_norm
 from .layer_norm_output import layer_norm_output
 from .linear import linear
@@ -47,7 +47,6 @@ __all__ = [
     "cast",
     "conv2d",
     "deferred_linear",
-    "derive_copy_of_output",
     "dropout",
     "experts_down",
     "fused_attention",

@@ -6,8 +6,6 @@ padding key and value because no real query attends to them. The first is looked
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from ..records import (
     Recipe,
     Record,
     declare,
-    hooks_outside,
     keep,
     padding_in,
     raw,
@@ -74,25 +71,6 @@ def tokens_first(out: Tensor, codec: Codec) -> Tensor:
     if y.untyped_storage()._cdata != out.untyped_storage()._cdata:
         declare(y, torch.Tensor.contiguous, record_in_order_of(out.detach(), order.detach(), codec))
     return y
-
-
-def derive_copy_of_output(y: Tensor) -> Tensor:
-    """The same for y [B, S, H, D], a result of torch's own attention through transformers' function."""
-    node = y.grad_fn
-    if type(node).__name__ == "CloneBackward0" and not torch.compiler.is_compiling() and hooks_outside() is None:
-        kept = getattr(_behind_views(node), "_saved_output", None)
-        if isinstance(kept, Tensor) and kept.transpose(1, 2).shape == y.shape:
-            declare(y, torch.Tensor.contiguous, raw(kept.detach().transpose(1, 2)))
-    return y
-
-
-def _behind_views(node: Any) -> Any:
-    """What made the tensor that a copy was made of, by way of views."""
-    for _ in range(4):
-        node = node.next_functions[0][0] if node.next_functions else None
-        if type(node).__name__ not in ("TransposeBackward0", "ViewBackward0"):
-            break
-    return node
 
 
 def _swap(rows: Tensor) -> Tensor:

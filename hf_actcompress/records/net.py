@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ from ..reference.bits import pack_mask
 from .activations import is_activation
 from .current import Netting, current
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .nodes import Pointwise, computation, pointwise, proved
+from .nodes import Pointwise, computation, copied_attention, pointwise, proved, tokens_first
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped
 from .record import Derived, Recipe, Record, is_lossless
@@ -64,6 +64,8 @@ class Net:
         self.hooks = self.pack, self.unpack
         # what each node saved, in order, by its number
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
+        # and its output, if it saved that
+        self._outputs: dict[int, weakref.ref[Held]] = {}
         # what is computed again, by the id of the tensor object, as long as that lives
         self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Held]]] = {}
 
@@ -73,7 +75,10 @@ class Net:
         held = None if own or current.call is None else current.call.pack(x)
         held = held or self._smaller(x, own) or self._kept(x)
         # a node takes its number, and then it saves
-        self._by_node.setdefault(next_sequence_number() - 1, []).append(weakref.ref(held))
+        number = next_sequence_number() - 1
+        self._by_node.setdefault(number, []).append(weakref.ref(held))
+        if x.grad_fn is not None and x.grad_fn._sequence_nr() == number:
+            self._outputs[number] = weakref.ref(held)
         return counted(held)
 
     def unpack(self, held: Held) -> Tensor:
@@ -89,6 +94,7 @@ class Net:
         """Forget what only a forward in progress needs. The hooks are methods: they would hold this for ever."""
         del self.hooks
         self._by_node.clear()
+        self._outputs.clear()
         self._made.clear()
 
     def held_for(self, x: Tensor) -> Held:
@@ -152,21 +158,32 @@ class Net:
         return held if isinstance(held, Made) else None
 
     def _by_its_node(self, x: Tensor) -> Made | None:
-        node: Any = x.grad_fn
-        row = pointwise(node)
-        if row is None or x._version:
+        if x._version:
             # somebody may have written on it without a gradient, which its node does not show
             return None
-        sources = self._sources(row, node)
-        if sources is None:
+        found = self._copied(x) or self._pointwise(x)
+        if found is None:
             return None
-        compute = computation(row, node)
-        if not proved(node, row, x.dtype, x.device):
-            return None
+        compute, sources = found
         held = Made(Recipe(compute), tuple(counted(source) for source in sources))
         key = id(x)
         self._made[key] = weakref.ref(x, lambda _: self._made.pop(key, None)), x._version, weakref.ref(held)
         return held
+
+    def _pointwise(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
+        node: Any = x.grad_fn
+        row = pointwise(node)
+        sources = None if row is None else self._sources(row, node)
+        if row is None or sources is None or not proved(node, row, x.dtype, x.device):
+            return None
+        return computation(row, node), sources
+
+    def _copied(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
+        """By the output [B, H, S, D] of torch's attention, if x is that as [B, S, H, D] in memory of its own."""
+        attention = copied_attention(x)
+        reference = None if attention is None else self._outputs.get(attention._sequence_nr())
+        held = None if reference is None else reference()
+        return None if held is None else (tokens_first, [held])
 
     def _sources(self, row: Pointwise, node: Any) -> list[Held] | None:
         """What a node holds, if that is all of its inputs."""
@@ -229,7 +246,7 @@ class _Off:
             push_saved_tensor_hooks(self.hooks)
 
     def _needed(self, saved: Sequence[Tensor]) -> bool:
-        if not self.on and any(map(_is_pointwise, saved)):
+        if not self.on and any(map(_is_made, saved)):
             push_saved_tensor_hooks(self.hooks)
             self.on = True
         return self.on
@@ -254,9 +271,9 @@ def _always(saved: Sequence[Tensor]) -> bool:
     return True
 
 
-def _is_pointwise(x: Tensor) -> bool:
-    """Whether a node of the table made x, or the tensor of which x is a view."""
+def _is_made(x: Tensor) -> bool:
+    """Whether a node that `nodes` knows made x, or the tensor of which x is a view."""
     if x.grad_fn is None:
         return False
     base = x._base if x._base is not None else x
-    return pointwise(base.grad_fn) is not None
+    return pointwise(base.grad_fn) is not None or copied_attention(base) is not None

@@ -84,6 +84,37 @@ def pointwise(node: object) -> Pointwise | None:
     return POINTWISE.get(type(node).__name__)
 
 
+def copied_attention(x: Tensor) -> Any:
+    """The node of torch's attention with the output [B, H, S, D] of which x is a copy as [B, S, H, D]; None for others.
+
+    The kernels write in the order of the query's memory. Where that is [B, H, S, D], the next layer reads a copy.
+    """
+    node: Any = x.grad_fn
+    if x.dim() != 4 or type(node).__name__ != "CloneBackward0":
+        return None
+    node = _made_of(node)
+    if type(node).__name__ != "TransposeBackward0" or {_dim(node._saved_dim0), _dim(node._saved_dim1)} != {1, 2}:
+        return None
+    node, heads_first = _made_of(node), (x.size(0), x.size(2), x.size(1), x.size(3))
+    if type(node).__name__ == "ViewBackward0" and tuple(node._saved_self_sym_sizes) == heads_first:
+        node = _made_of(node)
+    return node if type(node).__name__.startswith("ScaledDotProduct") else None
+
+
+def _made_of(node: Any) -> Any:
+    return node.next_functions[0][0] if node.next_functions else None
+
+
+def _dim(saved: int) -> int:
+    # the node has it as a number without sign
+    return (saved if saved < 2**63 else saved - 2**64) % 4
+
+
+def tokens_first(out: Tensor) -> Tensor:
+    """Such a copy [B, S, H, D] of an attention's output [B, H, S, D]."""
+    return out.transpose(1, 2).contiguous()
+
+
 def computation(row: Pointwise, node: Any) -> Callable[..., Tensor]:
     """What makes the output of a node out of the tensors that it saves."""
     return partial(row.compute, **_options(row, node)) if row.options else row.compute

@@ -72,7 +72,7 @@ def test_error_against_fp64_oracle(family: Family, mode: str) -> None:
 
 @families
 def test_eager_attention_and_its_outputs(family: Family) -> None:
-    """Eager attention is left alone, with a reason, and still returns probabilities and hidden states."""
+    """Eager attention runs again in backward, and still returns probabilities and hidden states."""
     model = family.build(torch.bfloat16, attn_implementation="eager")
     batch = cast_batch(family.make_batch(family.paddings[-1]), torch.bfloat16)
     asked = {"output_attentions": True, "output_hidden_states": True}
@@ -84,8 +84,9 @@ def test_eager_attention_and_its_outputs(family: Family) -> None:
     assert torch.equal(ours_loss, loss)
     if "bf16" in family.bit_equal:
         assert not differing(ours, grads)
-    reasons = {row.reason for row in patch_report(model).left_alone if row.role == "attention"}
-    assert len(reasons) == 1 and "eager" in reasons.pop()
+    report = patch_report(model)
+    assert not [row for row in report.left_alone if row.role == "attention"]
+    assert [row for row in report.patched if row.role == "selective" and not row.note]
 
 
 @families
