@@ -30,6 +30,10 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._autograd._push_saved_tensors_default_hooks", _T, "the net's hooks on again"),
     PrivateAPI("torch._C._autograd._get_sequence_nr", _T, "which node saves a tensor"),
     PrivateAPI("torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr", _T, "which node made a tensor"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).transpose(0, 1).grad_fn._saved_dim0", _T, "which dimensions a "
+               "transposition exchanges"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).transpose(0, 1).grad_fn._saved_dim1", _T, "the same"),
+    PrivateAPI("torch.ones(1, requires_grad=True).view(1, 1).grad_fn._saved_self_sym_sizes", _T, "what was viewed"),
     PrivateAPI("torch._C._autograd._saved_tensors_hooks_is_enabled", _T, "saved-tensor hooks may be installed"),
     PrivateAPI("torch._C._current_graph_task_id", _T, "which backward is running: a rebuilt tensor lives for one"),
     PrivateAPI("torch.autograd.Variable._execution_engine", _T, "a callback when a backward ends; a backward of fake "
