@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 import typer
 
 
@@ -24,11 +26,13 @@ class Exit(IntEnum):
     USAGE = 2
     NO_MODEL = 3
     MISSING = 4
+    FAILED = 5
 
 
 EXIT_CODES = (
     "Exit codes: 0 all is well, 1 it does not fit, 2 the command was called wrongly, 3 the model or its config cannot "
-    "be had or used, 4 something optional is not installed."
+    "be had or used, 4 something optional is not installed, 5 a step of the model failed "
+    "(set ACTCOMPRESS_TRACEBACK to see where)."
 )
 
 Model = Annotated[
@@ -36,14 +40,21 @@ Model = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Sequences in a batch on one device.")]
 SeqLen = Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")]
-Dtype = Annotated[str | None, typer.Option(help="Of the weights (bfloat16, float32); by default what the config says.")]
-Optimizer = Annotated[str, typer.Option(help="adamw, adamw_8bit, adafactor, sgd_momentum or sgd.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the weights: bf16, fp16 or fp32; by default what the config says.")]
+Bf16 = Annotated[bool, typer.Option("--bf16", help="As TrainingArguments(bf16=True): autocast over fp32 weights.")]
+Fp16 = Annotated[bool, typer.Option("--fp16", help="The same with fp16.")]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        "--optimizer", "--optim", help="adamw, adamw_8bit, adafactor, sgd; or what `optim` of the Trainer takes."
+    ),
+]
 Lora = Annotated[bool, typer.Option("--lora", help="LoRA on all linear layers; the rest is frozen. Needs peft.")]
-LoraRank = Annotated[int | None, typer.Option(min=1, help="Rank of LoRA; implies --lora.")]
+LoraRank = Annotated[int | None, typer.Option("--lora-rank", "--lora-r", min=1, help="Rank of LoRA; implies --lora.")]
 Gpu = Annotated[
     str | None,
     typer.Option(
-        help="What the card has: 24GB (10^9 bytes each), 22GiB (2^30). One sold as 24 GB shows about 23.6 GiB."
+        help="The card, as rtx4090, a100-80gb, t4; or what it has: 24, 24G, 24GB (10^9 bytes each), 22GiB (2^30)."
     ),
 ]
 Device = Annotated[str, typer.Option(help="cuda or cpu: by whose rules.")]
@@ -80,6 +91,12 @@ def exit_codes() -> Iterator[None]:
     except ActCompressError as error:
         code = Exit.NO_MODEL if isinstance(error, of_model) else Exit.USAGE
         fail(str(error), codes.get(type(error), code))
+    except (typer.Exit, click.ClickException):
+        raise
+    except Exception as error:
+        if os.environ.get("ACTCOMPRESS_TRACEBACK"):
+            raise
+        fail(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}", Exit.FAILED)
 
 
 @contextmanager
@@ -100,16 +117,30 @@ def fail(message: str, code: Exit) -> None:
     raise typer.Exit(code)
 
 
-def size_option(name: str, text: str | None) -> int | None:
-    """Bytes of an option such as "24GB"."""
+def card_option(text: str | None) -> int | None:
+    """Bytes of --gpu."""
     if text is None:
         return None
-    from ..memory.sizes import parse_size
+    from ..memory.cards import card_bytes
 
     try:
-        return parse_size(text)
+        return card_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=name) from error
+        raise typer.BadParameter(str(error), param_hint="--gpu") from error
+
+
+def precision(dtype: str | None, bf16: bool, fp16: bool) -> tuple[str | None, str | None]:
+    """The dtype of the weights, and that of autocast."""
+    if bf16 and fp16:
+        raise typer.BadParameter("--bf16 and --fp16 exclude each other")
+    autocast = "bfloat16" if bf16 else "float16" if fp16 else None
+    return dtype or ("float32" if autocast else None), autocast
+
+
+def writable(name: str, path: Path | None) -> None:
+    """Say before the work that a file cannot be written."""
+    if path is not None and not path.expanduser().absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.expanduser().absolute().parent}", param_hint=name)
 
 
 @contextmanager

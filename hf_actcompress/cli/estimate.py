@@ -10,10 +10,12 @@ import typer
 
 from .common import (
     BatchSize,
+    Bf16,
     Device,
     Dtype,
     Engine,
     Exit,
+    Fp16,
     Gpu,
     Html,
     Json,
@@ -23,12 +25,14 @@ from .common import (
     Optimizer,
     SeqLen,
     busy,
+    card_option,
     echo_json,
     echo_table,
     exit_codes,
     frozen_imports,
     lora_of,
-    size_option,
+    precision,
+    writable,
 )
 from .strategies import MOST, TIME_CLASSES, Row, chosen, rows
 
@@ -50,6 +54,8 @@ def estimate(
     gpu: Gpu = None,
     preset: Preset = None,
     dtype: Dtype = None,
+    bf16: Bf16 = False,
+    fp16: Fp16 = False,
     optimizer: Optimizer = "adamw",
     lora: Lora = False,
     lora_rank: LoraRank = None,
@@ -64,14 +70,15 @@ def estimate(
     context), what is kept for backward, whether it fits on the card, the largest batch that does, what it costs in
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
-    room = size_option("--gpu", gpu)
-    options = {
-        "batch_size": batch_size, "seq_len": seq_len, "optimizer": optimizer, "device": device, "engine": engine,
-    }  # fmt: skip
+    room = card_option(gpu)
+    weights, autocast = precision(dtype, bf16, fp16)
+    writable("--html", html)
+    options = {"batch_size": batch_size, "seq_len": seq_len, "optimizer": optimizer, "device": device}
+    options |= {"engine": engine, "autocast": autocast}
     with exit_codes(), busy(f"estimating {model}"):
         from ..memory.estimating.source import dtype_of, skeleton
 
-        modules = skeleton(model, dtype_of(dtype), lora_of(lora, lora_rank), False)
+        modules = skeleton(model, dtype_of(weights), lora_of(lora, lora_rank), False)
         with frozen_imports():
             found = list(rows(modules, chosen(preset or []), room, **options))
         if html is not None:

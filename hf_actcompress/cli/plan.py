@@ -9,8 +9,10 @@ import typer
 
 from .common import (
     BatchSize,
+    Bf16,
     Device,
     Dtype,
+    Fp16,
     Gpu,
     Html,
     Json,
@@ -20,16 +22,18 @@ from .common import (
     Optimizer,
     SeqLen,
     busy,
+    card_option,
     exit_codes,
     frozen_imports,
     lora_of,
-    size_option,
+    precision,
+    writable,
 )
 
 if TYPE_CHECKING:
     from ..memory.plan import Plan
 
-Objective = Annotated[str, typer.Option(help="speed, or fidelity: no error where time can buy it.")]
+Objective = Annotated[str, typer.Option(help="fidelity: exact if that fits; or speed: errors count like time.")]
 Allow = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,9 +48,11 @@ def plan(
     batch_size: BatchSize = 1,
     seq_len: SeqLen = 512,
     gpu: Gpu = None,
-    objective: Objective = "speed",
+    objective: Objective = "fidelity",
     allow: Allow = None,
     dtype: Dtype = None,
+    bf16: Bf16 = False,
+    fp16: Fp16 = False,
     optimizer: Optimizer = "adamw",
     lora: Lora = False,
     lora_rank: LoraRank = None,
@@ -60,21 +66,16 @@ def plan(
     Without --gpu the card is this machine's. Exits with 1 if even the smallest plan is too large, and says by how much
     and which smaller batch or sequence would fit.
     """
-    room = size_option("--gpu", gpu)
+    weights, autocast = precision(dtype, bf16, fp16)
+    room = card_option(gpu)
+    writable("--out", out)
+    writable("--html", html)
     with exit_codes():
         with busy(f"planning {model}"):
-            found = _planned(
-                model,
-                batch_size=batch_size,
-                seq_len=seq_len,
-                budget=room,
-                objective=objective,
-                dtype=dtype,
-                optimizer=optimizer,
-                lora=lora_of(lora, lora_rank),
-                device=device,
-                **({"allow": tuple(allow)} if allow else {}),
-            )
+            options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
+            options |= {"lora": lora_of(lora, lora_rank), **({"allow": tuple(allow)} if allow else {})}
+            sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
+            found = _planned(model, objective=objective, **sizes, **options)
         if out is not None:
             out.write_text(found.to_json())
         if html is not None:

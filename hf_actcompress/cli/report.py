@@ -21,6 +21,7 @@ from .common import (
     exit_codes,
     frozen_imports,
     lora_of,
+    writable,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def report(
     The model is built from its config with random weights, on which what is kept does not depend, and runs on random
     tokens. It needs memory for its weights: --layers makes a large one smaller.
     """
+    writable("--html", html)
     with exit_codes():
         with busy(f"measuring {model}"):
             from ..memory.local import local_model, random_batch

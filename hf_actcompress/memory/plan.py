@@ -93,7 +93,7 @@ def plan(
     batch_size: int,
     seq_len: int,
     budget: int | str | None = None,
-    objective: str = "speed",
+    objective: str = "fidelity",
     allow: Sequence[str] = OPTIONS,
     dtype: torch.dtype | str | None = None,
     optimizer: str = "adamw",
@@ -114,8 +114,8 @@ def plan(
         batch_size, seq_len: Of the batch.
         budget: Bytes of the device, or a text such as "22GiB", its context included. None: all of the first CUDA
             device.
-        objective: "speed": a percent of error in what is stored counts as much as a percent of time. "fidelity": no
-            error where time can buy it.
+        objective: "fidelity": an exact plan if one fits, and then the one that takes the least time. "speed": a percent
+            of error in what is stored counts as much as a percent of time.
         allow: The options: exact, int8, fp8, int4, offload, checkpoint, compressed_checkpoint (its input in 8 bits).
             "exact" always is one.
         dtype, optimizer, lora, device, autocast: As for `estimate`.

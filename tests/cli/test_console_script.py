@@ -57,7 +57,7 @@ def test_exit_codes_are_documented():
         (("{model}", "--preset", "int9"), Exit.USAGE, "unknown preset 'int9'"),
         (("{model}", "--optimizer", "lion"), Exit.USAGE, "unknown optimizer"),
         (("{model}", "--dtype", "int3"), Exit.USAGE, "unknown dtype"),
-        (("{model}", "--gpu", "24"), Exit.USAGE, "no size"),
+        (("{model}", "--gpu", "24 apples"), Exit.USAGE, "no size"),
         (("{model}", "--batch-size", "0"), Exit.USAGE, "--batch-size"),
         ((), Exit.USAGE, "model"),
     ],

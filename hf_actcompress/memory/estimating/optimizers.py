@@ -60,8 +60,17 @@ OPTIMIZERS: dict[str, OptimizerRule] = {
 }
 
 
+# names of transformers' `TrainingArguments(optim=...)`; a paged one keeps the same, but may move it to the host
+_OF_TRAINER = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_apex_fused": "adamw",
+    "paged_adamw_32bit": "adamw", "paged_adamw": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
+}  # fmt: skip
+
+
 def optimizer_rule(name: str) -> OptimizerRule:
-    """The row of that name. Raises UnknownOptionError."""
-    if name not in OPTIMIZERS:
-        raise UnknownOptionError("optimizer", name, OPTIMIZERS)
-    return OPTIMIZERS[name]
+    """The row of that name, or of one that transformers' Trainer knows it by. Raises UnknownOptionError."""
+    row = _OF_TRAINER.get(name, name)
+    if row not in OPTIMIZERS:
+        raise UnknownOptionError("optimizer", name, [*OPTIMIZERS, *_OF_TRAINER])
+    return OPTIMIZERS[row]

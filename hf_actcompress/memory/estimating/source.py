@@ -29,13 +29,15 @@ _TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATIO
 _PATIENCE = 5
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype from a dtype or its name ("bfloat16"). Raises UnknownOptionError."""
+    """A dtype from a dtype or its name ("bfloat16", "bf16"). Raises UnknownOptionError."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     name = dtype.removeprefix("torch.")
+    name = _SHORT.get(name, name)
     if name not in DTYPES:
         raise UnknownOptionError("dtype", dtype, DTYPES)
     return DTYPES[name]
@@ -86,12 +88,18 @@ def _empty_like(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
 
 def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     cls = _class_of(config)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 1:
+        raise ModelConfigError(f"{cls.__name__} cannot have {layers} layers (num_hidden_layers)")
     config = copy.deepcopy(config)
     # as the Trainer has it
     config.use_cache = False
-    with OnMeta(dtype):
-        # without a dtype transformers does not exchange torch's default one
-        model: nn.Module = cls._from_config(config, dtype=None)
+    try:
+        with OnMeta(dtype):
+            # without a dtype transformers does not exchange torch's default one
+            model: nn.Module = cls._from_config(config, dtype=None)
+    except Exception as error:  # of any model's code, about a config that it does not take
+        raise ModelConfigError(f"{cls.__name__} cannot be made from this config: {_first_line(error)}") from error
     _note_dtype(config, dtype)
     model.tie_weights()  # type: ignore[operator]
     return model
@@ -130,7 +138,7 @@ def _config(name: Any) -> Any:
     options = {} if local or _reachable(str(name)) else {"local_files_only": True}
     try:
         return AutoConfig.from_pretrained(str(path.expanduser() if looks_local else name), **options)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the checks of configs raise errors of their own
         raise ModelConfigError(_help(str(name), error)) from error
 
 
@@ -149,11 +157,10 @@ def _reachable(name: str) -> bool:
 
 
 def _help(name: str, error: Exception) -> str:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    said = _first_line(error)
     if Path(name).exists():
-        return (
-            f"{name} holds no config that transformers {transformers.__version__} can read: {said} "
-            '(it needs a "model_type" that this version knows)'
+        return f"{name} holds no config that transformers {transformers.__version__} can read: {said}" + (
+            ' (it needs a "model_type" that this version knows)' if isinstance(error, (KeyError, ValueError)) else ""
         )
     if "gated" in str(error).lower() or "401" in str(error) or "403" in str(error):
         return (
@@ -164,6 +171,15 @@ def _help(name: str, error: Exception) -> str:
         f"the config of {name!r} cannot be had: {said} Check the spelling and the connection; without one, pass the "
         "path to a config.json (no weights are needed) or to a folder that has it"
     )
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, in one line; checks of a field say which in the first and why in the second."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, KeyError) or not lines:
+        # which says the key alone
+        lines = [type(error).__name__, *lines]
+    return " ".join(lines[:2])
 
 
 def _checkpoint(model: Any) -> None:

@@ -30,6 +30,7 @@ from .compiled import CompiledStep
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
 from .fake_kernels import KernelResults
 from .masks import KnownMasks
+from .positions import check_length
 from .source import empty_like
 from .stand_ins import StepRules, counted_checkpoints
 from .tracker import FakeAllocator
@@ -103,6 +104,7 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
         setting: How.
         roles: Attribute what is kept.
     """
+    check_length(model, setting.seq_len)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}

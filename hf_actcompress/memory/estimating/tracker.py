@@ -28,6 +28,13 @@ IGNORE_INDEX = -100
 _MATH, _FUSED = 0, 1
 
 
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """The result of a grouped product: of rows [S, k] with [E, k, n], or of [m, S] with [S, n] for each group."""
+    if a.dim() == b.dim() == 2:
+        return a.new_empty(offsets.numel(), a.size(0), b.size(1))
+    return a.new_empty(*a.shape[:-1], b.size(-1))
+
+
 class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the fake storages that are made while it is on. Enter it inside the FakeTensorMode.
 
@@ -163,6 +170,9 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return lambda: any(known() is x for known in self._true) if x.dtype == torch.bool else 0
         if func is aten.equal.default:
             return lambda: True
+        if func is aten._grouped_mm.default and x.dtype != torch.bfloat16:
+            # torch knows the shape of its result for bf16 alone
+            return lambda: self._counted(_grouped(*args[:3]))
         if func is aten.nonzero.default:
             return lambda: self._counted(x.new_empty(x.numel() - self._appended_labels, x.dim(), dtype=torch.int64))
         return None

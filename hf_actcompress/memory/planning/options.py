@@ -21,6 +21,9 @@ STORAGE = ("exact", "int8", "fp8", "int4", "offload")
 CHECKPOINTS = {"checkpoint": "identity", "compressed_checkpoint": "int8_outliers"}
 OPTIONS = (*STORAGE, *CHECKPOINTS)
 
+# a step's time that any error is worth avoiding for: more than that of all layers of a model
+_AVOIDED = 1e6
+
 # role of a report -> group
 _GROUP = {"norm": "norm", "activation": "mlp", "gated_mlp": "mlp", "attention": "attention", "linear": "attention"}
 # what a linear keeps where attention's output is no record of attention's own goes with attention
@@ -47,7 +50,7 @@ class LayerOption:
 
     def weighed(self, objective: str) -> Weighed:
         """By an objective: "speed" trades a percent of error for a percent of time, "fidelity" avoids all error."""
-        cost = self.time + self.error if objective == "speed" else self.error + 1e-3 * self.time
+        cost = self.time + (self.error if objective == "speed" else _AVOIDED * self.error)
         return Weighed(self.nbytes, cost)
 
 

@@ -1,0 +1,144 @@
+"""What a user may get wrong is one line and a status of its own; the words that users know are understood."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from hf_actcompress.cli.common import Exit
+from hf_actcompress.errors import ModelConfigError
+from hf_actcompress.memory import estimate, plan
+from hf_actcompress.memory.cards import CARDS, card_bytes
+from hf_actcompress.memory.estimating.optimizers import optimizer_rule
+from tests.cli.invoke import SIZES, run
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
+}  # fmt: skip
+BERT = {
+    "model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 101, "hidden_size": 32,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+OPT = {
+    "model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 101, "hidden_size": 32, "ffn_dim": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 40, "word_embed_proj_dim": 32,
+}  # fmt: skip
+
+
+def written(folder: Any, config: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(path)
+
+
+CONFIGS: dict[str, tuple[Any, str]] = {
+    "a number as text": ({**LLAMA, "hidden_size": "32"}, "hidden_size"),
+    "half a number": ({**LLAMA, "hidden_size": 32.5}, "hidden_size"),
+    "nothing": ({**LLAMA, "intermediate_size": None}, "intermediate_size"),
+    "no layers": ({**LLAMA, "num_hidden_layers": -2}, "-2 layers"),
+    "no width": ({**LLAMA, "hidden_size": 0}, "cannot be made"),
+    "heads that do not divide": ({**LLAMA, "num_attention_heads": 5}, "attention heads"),
+    "padding beyond the vocabulary": ({**LLAMA, "pad_token_id": 5000}, "adding_idx"),
+    "a negative vocabulary": ({**LLAMA, "vocab_size": -5}, "negative"),
+    "an unknown activation": ({**LLAMA, "hidden_act": "nope"}, "KeyError 'nope'"),
+    "an unknown type": ({**LLAMA, "model_type": "nope"}, "nope"),
+    "a list": ([1, 2], "model_type"),
+    "half a file": ("{", "JSON"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_cannot_be_used(name: str, tmp_path: Any) -> None:
+    config, said = CONFIGS[name]
+    result = run("estimate", written(tmp_path, config), *SIZES, "--preset", "exact")
+    assert result.exit_code == Exit.NO_MODEL, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0], lines
+
+
+@pytest.mark.parametrize(("config", "most"), [(BERT, 512), (OPT, 40)], ids=["bert", "opt"])
+def test_sequences_longer_than_the_positions(config: Any, most: int, tmp_path: Any) -> None:
+    path = written(tmp_path, config)
+    assert estimate(path, batch_size=1, seq_len=most, device="cpu").kept_bytes > 0
+    for call in (estimate, plan):
+        with pytest.raises(ModelConfigError, match=f"positions for {most} tokens, and {most + 1} were asked for"):
+            call(path, batch_size=1, seq_len=most + 1, device="cpu", **({"budget": "1GB"} if call is plan else {}))
+    result = run("estimate", path, "--seq-len", str(most + 1), "--preset", "exact")
+    assert result.exit_code == Exit.NO_MODEL and str(most) in result.stderr
+
+
+def test_rotary_positions_have_no_end(tmp_path: Any) -> None:
+    path = written(tmp_path, {**LLAMA, "max_position_embeddings": 16})
+    assert estimate(path, batch_size=1, seq_len=64, device="cpu").kept_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp16", "bf16"])
+def test_experts_in_every_dtype(dtype: str, tmp_path: Any) -> None:
+    """torch knows the shape of a grouped product for bf16 alone."""
+    path = written(tmp_path, MIXTRAL)
+    found = estimate(path, batch_size=2, seq_len=16, dtype=dtype, device="cpu")
+    wide = estimate(path, batch_size=2, seq_len=16, dtype="bfloat16", device="cpu")
+    assert found.kept_bytes == pytest.approx(wide.kept_bytes * (2 if dtype == "float32" else 1), rel=0.2)
+
+
+def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Any) -> None:
+    model = written(tmp_path, LLAMA)
+    for command, option in (("plan", "--out"), ("plan", "--html"), ("estimate", "--html"), ("report", "--html")):
+        result = run(command, model, *SIZES, option, str(tmp_path / "no" / "file"))
+        assert result.exit_code == Exit.USAGE and "no folder" in result.output, (command, option, result.output)
+
+
+def test_what_nobody_expected_is_one_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **more: Any) -> None:
+        raise RuntimeError("a step\nthat fails")
+
+    # the module, whose name the function has
+    monkeypatch.setattr(sys.modules["hf_actcompress.memory.estimate"], "run_step", fails)
+    options = ("estimate", written(tmp_path, LLAMA), *SIZES, "--preset", "exact")
+    result = run(*options)
+    assert result.exit_code == Exit.FAILED and result.stderr.strip() == "error: RuntimeError: a step that fails"
+    monkeypatch.setenv("ACTCOMPRESS_TRACEBACK", "1")
+    assert isinstance(run(*options).exception, RuntimeError)
+
+
+SIZED = {"24": 24e9, "24G": 24e9, "24 GB": 24e9, "22GiB": 22 * 2**30, "0.5g": 0.5e9, "512MiB": 2**29}
+NAMED = {
+    "rtx4090": "rtx4090", "RTX 4090": "rtx4090", "4090": "rtx4090", "NVIDIA GeForce RTX 3090": "rtx3090",
+    "Tesla T4": "t4", "A100-80GB": "a100-80gb", "a100 80gb": "a100-80gb", "H100": "h100",
+}  # fmt: skip
+
+
+def test_cards_by_name_and_by_size() -> None:
+    for text, nbytes in SIZED.items():
+        assert card_bytes(text) == nbytes, text
+    for text, name in NAMED.items():
+        assert card_bytes(text) == CARDS[name] * 2**20, text
+    for text in ("rtx99", "", "-24", "0", "24 apples"):
+        with pytest.raises(ValueError, match="size"):
+            card_bytes(text)
+
+
+def test_mixed_precision_and_other_words(tmp_path: Any) -> None:
+    """`TrainingArguments(bf16=True)` over weights in fp32, as most people train."""
+    model = written(tmp_path, LLAMA)
+    command = ("estimate", model, *SIZES, "--preset", "exact", "--json")
+
+    def found(*options: str) -> Any:
+        result = run(*command, *options)
+        assert result.exit_code == Exit.OK, result.output
+        return next(row["estimate"] for row in json.loads(result.stdout)["rows"] if row["preset"] == "exact")
+
+    mixed = estimate(model, batch_size=2, seq_len=16, dtype=torch.float32, autocast=torch.bfloat16)
+    assert found("--bf16")["kept_bytes"] == mixed.kept_bytes
+    assert found("--bf16")["weights_bytes"] == found("--dtype", "fp32")["weights_bytes"] == mixed.weights_bytes
+    assert found("--dtype", "bf16") == found("--dtype", "bfloat16")
+    assert found("--lora-r", "4") == found("--lora", "--lora-rank", "4")
+    assert found("--optim", "paged_adamw_8bit") == found("--optimizer", "adamw_8bit")
+    assert run(*command, "--bf16", "--fp16").exit_code == Exit.USAGE
+    assert optimizer_rule("adamw_torch") is optimizer_rule("adamw")
