@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[], Any], str, float]] = {
     "llama": (llama, "LlamaAttention", 0.3),
     "falcon": (falcon, "FalconAttention", 0.15),
     "bloom": (bloom, "BloomAttention", 0.2),
-    "falcon_h1": (falcon_h1, "FalconH1Mixer", 0.6),
+    "falcon_h1": (falcon_h1, "FalconH1Mixer", 0.5),
     "prophetnet": (prophet, "ProphetNetAttention", 0.2),
 }
 
