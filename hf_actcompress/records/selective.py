@@ -182,7 +182,7 @@ class Call:
     def value(self, index: int, outside: Hooks | None) -> Tensor:
         """What the module's code saves at that position: it runs again for the first who asks, up to the last."""
         if index not in self._values:
-            inputs = [value_of(held, outside) for held in self._held_inputs]
+            inputs = self._inputs_again(outside)
             linear = [None if held is None else value_of(held, outside) for held in self._held_linear]
             wanted = {i for i, reference in enumerate(self._saved) if reference is not None and reference() is not None}
             found = self._run(inputs, linear, max(wanted))
@@ -195,6 +195,16 @@ class Call:
                 "a module was run again for its backward and did not save what it saved the first time; patch the "
                 "model with CompressionConfig(selective=False)"
             ) from None
+
+    def _inputs_again(self, outside: Hooks | None) -> list[Tensor]:
+        try:
+            return [value_of(held, outside) for held in self._held_inputs]
+        except RuntimeError as error:
+            # stock may not have saved it
+            raise RuntimeError(
+                "a module is to run again for its backward, and one of its inputs has been written on since; patch the "
+                "model with CompressionConfig(selective=False)"
+            ) from error
 
     def _forget_later(self) -> None:
         task = current_backward()

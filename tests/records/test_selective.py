@@ -194,6 +194,15 @@ def test_a_write_in_place_is_stocks_error() -> None:
             step(model)
 
 
+def test_an_input_that_is_written_on_later() -> None:
+    """Stock does not save the mask, and has no objection."""
+    model, mask = patch_model(Layer()), MASK.clone()
+    y = model(torch.randn(2, LENGTH, WIDTH, requires_grad=True), mask)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match=r"written on since.*selective=False"):
+        y.sum().backward()
+
+
 def _fails(model: nn.Module, args: Any) -> None:
     raise ValueError("no")
 

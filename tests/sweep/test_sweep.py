@@ -76,3 +76,15 @@ def test_a_sample_of_all_pairs(tmp_path: Path) -> None:
     print(f"SWEEP_SEED={SEED}: {len(compared)} of {len(rows)} pairs compared, {len(wrong)} with a failure")
     assert not wrong, f"SWEEP_SEED={SEED}: {json.dumps(wrong, indent=1)}"
     assert compared, f"SWEEP_SEED={SEED}: nothing was compared in {SECONDS} s"
+
+
+def test_the_readmes_table_is_the_sweeps() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    table = readme.split("<!-- from tests/sweep/results/savings.md -->")[1].split("<!-- end -->")[0]
+    lines = (Path(__file__).parent / "results" / "savings.md").read_text().splitlines()
+    known = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    shares = {cells[0]: cells[2:5] for cells in known if len(cells) == 6}
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    assert len(rows) > 15
+    for name, *said in rows:
+        assert shares[name] == said, name
