@@ -83,7 +83,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # more than half of all calls: autograd asks for every tensor that it touches
             return args[0].fake_device
         kwargs = kwargs or {}
-        self.draws += torch.Tag.nondeterministic_seeded in func.tags
+        # a higher-order op has no tags
+        self.draws += torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         answer = self._answer(func, args)
         if answer is not None:
             return answer()
