@@ -51,6 +51,10 @@ Optimizer = Annotated[
 ]
 Lora = Annotated[bool, typer.Option("--lora", help="LoRA on all linear layers; the rest is frozen. Needs peft.")]
 LoraRank = Annotated[int | None, typer.Option("--lora-rank", "--lora-r", min=1, help="Rank of LoRA; implies --lora.")]
+Quantization = Annotated[
+    str | None, typer.Option(help="Of the frozen weights: nf4, fp4 or int8; by default what the config says.")
+]
+Qlora = Annotated[bool, typer.Option("--qlora", help="The same as --quantization nf4 --lora.")]
 Gpu = Annotated[
     str | None,
     typer.Option(
@@ -66,6 +70,11 @@ Html = Annotated[Path | None, typer.Option(help="Also write one self-contained p
 def lora_of(lora: bool, rank: int | None) -> bool | int | None:
     """What `estimate` takes."""
     return rank if rank is not None else lora or None
+
+
+def quantization_of(name: str | None, qlora: bool) -> str | None:
+    """What `estimate` takes."""
+    return name or ("nf4" if qlora else None)
 
 
 @contextmanager

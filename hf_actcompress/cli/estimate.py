@@ -23,6 +23,8 @@ from .common import (
     LoraRank,
     Model,
     Optimizer,
+    Qlora,
+    Quantization,
     SeqLen,
     busy,
     card_option,
@@ -32,6 +34,7 @@ from .common import (
     frozen_imports,
     lora_of,
     precision,
+    quantization_of,
     writable,
 )
 from .strategies import MOST, TIME_CLASSES, Row, chosen, rows
@@ -59,6 +62,8 @@ def estimate(
     optimizer: Optimizer = "adamw",
     lora: Lora = False,
     lora_rank: LoraRank = None,
+    quantization: Quantization = None,
+    qlora: Qlora = False,
     device: Device = "cuda",
     engine: Engine = "eager",
     html: Html = None,
@@ -70,15 +75,15 @@ def estimate(
     context), what is kept for backward, whether it fits on the card, the largest batch that does, what it costs in
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
-    room = card_option(gpu)
-    weights, autocast = precision(dtype, bf16, fp16)
+    room, (weights, autocast) = card_option(gpu), precision(dtype, bf16, fp16)
     writable("--html", html)
     options = {"batch_size": batch_size, "seq_len": seq_len, "optimizer": optimizer, "device": device}
     options |= {"engine": engine, "autocast": autocast}
     with exit_codes(), busy(f"estimating {model}"):
         from ..memory.estimating.source import dtype_of, skeleton
 
-        modules = skeleton(model, dtype_of(weights), lora_of(lora, lora_rank), False)
+        adapters, frozen = lora_of(lora or qlora, lora_rank), quantization_of(quantization, qlora)
+        modules = skeleton(model, dtype_of(weights), adapters, False, frozen)
         with frozen_imports():
             found = list(rows(modules, chosen(preset or []), room, **options))
         if html is not None:

@@ -20,6 +20,8 @@ from .common import (
     LoraRank,
     Model,
     Optimizer,
+    Qlora,
+    Quantization,
     SeqLen,
     busy,
     card_option,
@@ -27,6 +29,7 @@ from .common import (
     frozen_imports,
     lora_of,
     precision,
+    quantization_of,
     writable,
 )
 
@@ -56,6 +59,8 @@ def plan(
     optimizer: Optimizer = "adamw",
     lora: Lora = False,
     lora_rank: LoraRank = None,
+    quantization: Quantization = None,
+    qlora: Qlora = False,
     device: Device = "cuda",
     out: Out = None,
     html: Html = None,
@@ -73,7 +78,8 @@ def plan(
     with exit_codes():
         with busy(f"planning {model}"):
             options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
-            options |= {"lora": lora_of(lora, lora_rank), **({"allow": tuple(allow)} if allow else {})}
+            options |= {"lora": lora_of(lora or qlora, lora_rank), **({"allow": tuple(allow)} if allow else {})}
+            options["quantization"] = quantization_of(quantization, qlora)
             sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
             found = _planned(model, objective=objective, **sizes, **options)
         if out is not None:

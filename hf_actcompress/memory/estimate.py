@@ -44,6 +44,7 @@ def estimate(
     device: str = "cuda",
     autocast: torch.dtype | str | None = None,
     engine: str | None = None,
+    quantization: Any = None,
 ) -> Estimate:
     """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
 
@@ -68,6 +69,8 @@ def estimate(
             "eager" if it is no module. In the second case the model is traced, no code is generated; what is kept
             is what the graphs keep, and the peak is that of their buffers, where pointwise ops are fused into what
             reads them.
+        quantization: Of the linear layers' frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a
+            `quantization_config` of transformers (bitsandbytes, GPTQ, AWQ). None: what the config or the module has.
 
     Returns:
         The estimate: `.print()`, `.to_json()`, bytes by part and role.
@@ -79,7 +82,14 @@ def estimate(
         MissingExtraError: LoRA without peft.
     """
     several = Estimates(
-        model, dtype=dtype, optimizer=optimizer, lora=lora, device=device, autocast=autocast, engine=engine
+        model,
+        dtype=dtype,
+        optimizer=optimizer,
+        lora=lora,
+        device=device,
+        autocast=autocast,
+        engine=engine,
+        quantization=quantization,
     )
     return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
 
@@ -88,7 +98,7 @@ class Estimates:
     """Estimates of one model for several configs and sizes, which share what does not depend on these.
 
     Args:
-        model, dtype, optimizer, lora, device, autocast, engine: As for `estimate`.
+        model, dtype, optimizer, lora, device, autocast, engine, quantization: As for `estimate`.
 
     Raises:
         As `estimate`.
@@ -104,6 +114,7 @@ class Estimates:
         device: str = "cuda",
         autocast: torch.dtype | str | None = None,
         engine: str | None = None,
+        quantization: Any = None,
     ) -> None:
         if device not in DEVICES:
             raise UnknownOptionError("device", device, DEVICES)
@@ -116,6 +127,7 @@ class Estimates:
         self._rule = optimizer_rule(optimizer)
         self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled)
         self._source: tuple[Any, torch.dtype | None, Any] = model, dtype_of(dtype), lora
+        self._quantization = quantization
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}
         self._states: dict[bool, tuple[int, int, int]] = {}
@@ -159,7 +171,8 @@ class Estimates:
         if checkpointing not in self._models:
             # out of the other one, which is there already
             model, dtype, lora = (self._model(False), None, None) if checkpointing else self._source
-            self._models[checkpointing] = skeleton(model, dtype, lora, checkpointing)
+            quantization = None if checkpointing else self._quantization
+            self._models[checkpointing] = skeleton(model, dtype, lora, checkpointing, quantization)
         return self._models[checkpointing]
 
     def _state_bytes(self, checkpointing: bool) -> tuple[int, int, int]:

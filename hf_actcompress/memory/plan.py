@@ -101,6 +101,7 @@ def plan(
     device: str = "cuda",
     autocast: torch.dtype | str | None = None,
     device_model: DeviceModel | None = None,
+    quantization: Any = None,
 ) -> Plan:
     """How to keep each layer's tensors so that training fits, at the least cost. Needs no weights and no GPU.
 
@@ -118,7 +119,7 @@ def plan(
             of error in what is stored counts as much as a percent of time.
         allow: The options: exact, int8, fp8, int4, offload, checkpoint, compressed_checkpoint (its input in 8 bits).
             "exact" always is one.
-        dtype, optimizer, lora, device, autocast: As for `estimate`.
+        dtype, optimizer, lora, device, autocast, quantization: As for `estimate`.
         device_model: Speeds by which time is reckoned; by default those of planning/costs.py.
 
     Returns:
@@ -137,7 +138,7 @@ def plan(
         raise UnknownOptionError("option of a plan", unknown[0], OPTIONS)
     optimizer_rule(optimizer)
     room = _device_bytes() if budget is None else parse_size(budget)
-    whole = skeleton(model, dtype_of(dtype), lora, False)
+    whole = skeleton(model, dtype_of(dtype), lora, False, quantization)
     setting = Setting(batch_size, seq_len, PRESETS["exact"], device == "cuda", dtype_of(autocast))
     problem = _problem(whole, setting, optimizer, ("exact", *allow), objective, device_model or DeviceModel())
     return _solve(problem, room)

@@ -21,6 +21,7 @@ from ...errors import ModelConfigError, UnknownOptionError
 from ...models.adapters import with_lora
 from ..compiled import uncompiled
 from .meta_device import OnMeta
+from .quantized import quantize, stand_ins
 
 # a config without usable `architectures` becomes the first of these that knows it
 _TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
@@ -43,7 +44,9 @@ def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def skeleton(source: Any, dtype: torch.dtype | None, lora: Any, gradient_checkpointing: bool) -> nn.Module:
+def skeleton(
+    source: Any, dtype: torch.dtype | None, lora: Any, gradient_checkpointing: bool, quantization: Any = None
+) -> nn.Module:
     """The model that `source` stands for, on the meta device, in train mode.
 
     Args:
@@ -52,15 +55,21 @@ def skeleton(source: Any, dtype: torch.dtype | None, lora: Any, gradient_checkpo
         dtype: Of the parameters. None: as they are; of a config, what it says or fp32.
         lora: None, True, a rank, or a peft LoraConfig.
         gradient_checkpointing: Switch it on. False leaves a module as it is.
+        quantization: Of the linear layers' weights: "nf4", "fp4", "int8" or a `quantization_config`. None: as they
+            are; of a config, what it says.
 
     Raises:
         ModelConfigError: No config can be had under that name, or transformers has no model with a loss for it.
     """
     if isinstance(source, nn.Module):
         model = _on_meta(uncompiled(source), dtype)
+        stand_ins(model)
     else:
         config = source if isinstance(source, PretrainedConfig) else _config(source)
+        quantization = quantization or getattr(config, "quantization_config", None)
         model = _from_config(config, dtype or dtype_of(getattr(config, "dtype", None)) or torch.float32)
+    if quantization is not None:
+        quantize(model, quantization)
     if lora is not None and lora is not False:
         model = with_lora(model, lora)
     if gradient_checkpointing:
@@ -92,6 +101,7 @@ def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
     if isinstance(layers, int) and layers < 1:
         raise ModelConfigError(f"{cls.__name__} cannot have {layers} layers (num_hidden_layers)")
     config = copy.deepcopy(config)
+    config.__dict__.pop("quantization_config", None)
     # as the Trainer has it
     config.use_cache = False
     try:
