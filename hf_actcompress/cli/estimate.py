@@ -93,8 +93,7 @@ def estimate(
     else:
         echo_table(_columns(room), [_cells(row, room) for row in found], _RIGHT)
         _explain(found, room, gpu)
-    asked = [row for row in found if not preset or row.strategy.config in preset]
-    if room is not None and not any(row.fits(room) for row in asked):
+    if room is not None and not any(row.fits(room) for row in found if not preset or row.strategy.config in preset):
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
