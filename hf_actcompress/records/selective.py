@@ -137,9 +137,7 @@ class Call:
             again.x = None
 
     def _may_run_again(self, saved: Sequence[Again]) -> bool:
-        if any(seen.is_written() for seen in self._inputs) or any(
-            a.x is None or a.x._version != a.version for a in saved
-        ):
+        if any(seen.is_written() for seen in self._inputs) or any(map(_is_written, saved)):
             return False
         known = _sizes(seen.x for seen in self._linear if seen is not None)
         instead = _sizes(seen.x for seen in self._inputs).keys() | known.keys() | self._read
