@@ -34,11 +34,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of source files, some of this repository's, under two class names."""
+    """A folder of source files of Python's own library, which stay as they are, under two class names."""
     folder = tmp_path_factory.mktemp("texts")
-    for name, source in (("package", ROOT / "hf_actcompress"), ("recipe", RECIPES)):
+    library = Path(json.__file__).parents[1]
+    for name, source in (("package", library / "email"), ("recipe", library / "asyncio")):
         (folder / name).mkdir()
-        for i, path in enumerate(sorted(source.rglob("*.py"))[:15]):
+        for i, path in enumerate(sorted(source.glob("*.py"))[:15]):
             (folder / name / f"{i:02}.txt").write_text(path.read_text() + "\n# end\n")
     return folder
 
