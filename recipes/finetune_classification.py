@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from common.classes import load_task
-from common.compare import Mode, RunResult, compare_runs, compute_dtype, measure_peak
+from common.compare import Mode, RunResult, compare_runs, compute_dtype, dtype_of_loss, measure_peak
 from common.data import Example, evaluation_loader, training_loader
 from common.models import BERT_CONFIGS, add_lora, build_model, nudge, trainable_parameters
 from common.options import build_parser, parse
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(seq_len=128, batch_size=16, lr=5e-4, max_steps=150, eval_batches=40)
     args = parse(parser, argv)
     if args.compare:
-        return publish(compare_runs(args, lambda mode: train(args, mode)), args)
+        return publish(compare_runs(args, lambda mode: train(args, mode), dtype_of_loss(args)), args)
     print_run(train(args, "patched"))
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 import signal
@@ -74,7 +75,11 @@ class Archive:
         beside = self.path.with_name(f".{self.path.name}.new")
         with tarfile.open(beside, "w:gz", compresslevel=3) as archive:
             for path in files:
-                archive.add(path, arcname=str(path.relative_to(self.folder.parent)))
+                # Read whole before it is added: a job may be writing it, and tarfile fails over a file that shrinks.
+                text = path.read_bytes()
+                entry = tarfile.TarInfo(str(path.relative_to(self.folder.parent)))
+                entry.size, entry.mtime = len(text), files[path] // 10**9
+                archive.addfile(entry, io.BytesIO(text))
         os.replace(beside, self.path)
         self._seen = files
 
