@@ -74,6 +74,8 @@ _MEMORY: dict[Any, bool] = {
 class DeferredLogits(Tensor):
     """Logits ``[..., V]`` that are computed when something asks for their values, once."""
 
+    # no codec may ask for them only to store what a node saves
+    deferred = True
     chain: Values
     # rows [..., 1]: which row of the source each of ours is; None where they are all there, in order
     rows: Tensor | None

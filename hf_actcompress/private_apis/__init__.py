@@ -24,6 +24,7 @@ from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from .names import PRIVATE_APIS, PrivateAPI
 
 __all__ = [
+    "ENGINE_CALLS",
     "PRIVATE_APIS",
     "BatchNormBase",
     "ConvolutionBase",
@@ -100,6 +101,10 @@ def run_backward(loss: Tensor) -> None:
     torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[no-untyped-call]
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+# the code of the Python functions from which the autograd engine runs: what it calls itself has them as its caller
+ENGINE_CALLS = frozenset((run_backward.__code__, torch.autograd.graph._engine_run_backward.__code__))
 
 
 def delayed_error(message: str, count: int) -> Callable[..., tuple[Tensor, ...]]:

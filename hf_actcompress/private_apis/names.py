@@ -36,6 +36,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.ones(1, requires_grad=True).view(1, 1).grad_fn._saved_self_sym_sizes", _T, "what was viewed"),
     PrivateAPI("torch._C._autograd._saved_tensors_hooks_is_enabled", _T, "saved-tensor hooks may be installed"),
     PrivateAPI("torch._C._current_graph_task_id", _T, "which backward is running: a rebuilt tensor lives for one"),
+    PrivateAPI("torch.autograd.graph._engine_run_backward", _T, "which call is the engine's own, in an estimate"),
     PrivateAPI("torch.autograd.Variable._execution_engine", _T, "a callback when a backward ends; a backward of fake "
                "tensors without Tensor.backward"),
     PrivateAPI("torch._C._functions.DelayedError", _T, "the error of a second derivative"),

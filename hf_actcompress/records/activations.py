@@ -23,7 +23,12 @@ _STEPS = 24
 
 
 def is_activation(x: Tensor) -> bool:
-    """Whether x is a large floating result that depends on more than weights: what a lossy codec may store."""
+    """Whether x is a large floating result that depends on more than weights: what a lossy codec may store.
+
+    A class of tensors with the attribute `deferred` computes its values when somebody asks for them. A codec would ask.
+    """
+    if getattr(type(x), "deferred", False):
+        return False
     if x.grad_fn is None or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.dim() < 2:
         return False
     if x.numel() < _LARGE or x.size(-1) < _ROW or not x.is_contiguous() or type(x.grad_fn).__name__ in _EXACT:
