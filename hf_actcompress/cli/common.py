@@ -55,6 +55,9 @@ Quantization = Annotated[
     str | None, typer.Option(help="Of the frozen weights: nf4, fp4 or int8; by default what the config says.")
 ]
 Qlora = Annotated[bool, typer.Option("--qlora", help="The same as --quantization nf4 --lora.")]
+MaxContext = Annotated[
+    bool, typer.Option("--max-context", help="Also the longest sequences that fit on --gpu, at --batch-size.")
+]
 Gpu = Annotated[
     str | None,
     typer.Option(

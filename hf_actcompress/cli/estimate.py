@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,7 @@ from .common import (
     Json,
     Lora,
     LoraRank,
+    MaxContext,
     Model,
     Optimizer,
     Qlora,
@@ -37,17 +39,19 @@ from .common import (
     quantization_of,
     writable,
 )
+from .remedies import STRATEGY, Remedy, remedies
 from .strategies import MOST, TIME_CLASSES, Row, chosen, rows
 
 if TYPE_CHECKING:
+    from ..memory.estimate import Estimates
     from ..memory.html import HtmlSection
 
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
 ]
 
-_COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "extra time", "gradients")
-_RIGHT = ("peak", "kept", "largest batch")
+_COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
+_RIGHT = ("peak", "kept", "largest batch", "longest")
 
 
 def estimate(
@@ -55,6 +59,7 @@ def estimate(
     batch_size: BatchSize = 1,
     seq_len: SeqLen = 512,
     gpu: Gpu = None,
+    max_context: MaxContext = False,
     preset: Preset = None,
     dtype: Dtype = None,
     bf16: Bf16 = False,
@@ -76,57 +81,112 @@ def estimate(
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
     room, (weights, autocast) = card_option(gpu), precision(dtype, bf16, fp16)
+    if max_context and room is None:
+        raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
     writable("--html", html)
-    options = {"batch_size": batch_size, "seq_len": seq_len, "optimizer": optimizer, "device": device}
-    options |= {"engine": engine, "autocast": autocast}
-    with exit_codes(), busy(f"estimating {model}"):
-        from ..memory.estimating.source import dtype_of, skeleton
+    options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
+    options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank)}
+    options["quantization"] = quantization_of(quantization, qlora)
+    with exit_codes(), busy(f"estimating {model}"), frozen_imports():
+        from ..memory.estimate import Estimates
 
-        adapters, frozen = lora_of(lora or qlora, lora_rank), quantization_of(quantization, qlora)
-        modules = skeleton(model, dtype_of(weights), adapters, False, frozen)
-        with frozen_imports():
-            found = list(rows(modules, chosen(preset or []), room, **options))
+        several = Estimates(model, **options)
+        found = list(rows(several, chosen(preset or []), room, batch_size, seq_len, max_context))
+        table = _Table(
+            model,
+            found,
+            room,
+            gpu,
+            max_context,
+            several.evaluation_bytes(batch_size, seq_len),
+            _assumed(several, options, f"{batch_size} x {seq_len}"),
+        )
+        fits = room is None or any(row.fits(room) for row in found if not preset or row.strategy.config in preset)
+        instead = [] if fits or room is None else list(remedies(model, room, batch_size, seq_len, **options))
         if html is not None:
-            _write_page(html, model, found, room)
+            _write_page(html, table)
     if as_json:
-        echo_json(_as_data(model, found, room))
+        echo_json(_as_data(table, instead))
     else:
-        echo_table(_columns(room), [_cells(row, room) for row in found], _RIGHT)
-        _explain(found, room, gpu)
-    if room is not None and not any(row.fits(room) for row in found if not preset or row.strategy.config in preset):
+        echo_table(table.columns, [_cells(row, table) for row in found], _RIGHT)
+        _explain(table, instead)
+    if not fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def _columns(room: int | None) -> tuple[str, ...]:
-    return _COLUMNS if room is not None else tuple(c for c in _COLUMNS if c not in ("fits", "largest batch"))
+@dataclass(frozen=True)
+class _Table:
+    """The rows, and what they are about: the model's name, the card in bytes and as it was given."""
+
+    model: str
+    found: list[Row]
+    room: int | None
+    gpu: str | None
+    max_context: bool
+    evaluation_bytes: int
+    assumed: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        left_out: tuple[str, ...] = () if self.max_context else ("longest",)
+        left_out += ("fits", "largest batch") if self.room is None else ()
+        return tuple(column for column in _COLUMNS if column not in left_out)
 
 
-def _cells(row: Row, room: int | None) -> tuple[str, ...]:
+def _assumed(several: Estimates, options: dict[str, Any], batch: str) -> str:
+    """All that the figures depend on beside the model, in one line."""
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
+    adapters = {True: "LoRA on all linear layers", None: "all weights trained"}
+    rank = options["lora"]
+    return ", ".join(
+        (
+            f"batch {batch} without padding",
+            f"weights {'/'.join(dtypes)}" + (f" with {options['quantization']}" if options["quantization"] else ""),
+            f"autocast {options['autocast']}" if options["autocast"] else "no autocast",
+            adapters.get(rank) or f"LoRA of rank {rank} on all linear layers",
+            options["optimizer"],
+            f"engine {options['engine']}",
+            "CUDA's fused attention" if options["device"] == "cuda" else "a CPU's attention",
+        )
+    )
+
+
+def _cells(row: Row, table: _Table) -> tuple[str, ...]:
     from ..memory.report import readable_size
 
-    name, time, gradients = row.strategy.name, row.strategy.time, row.strategy.gradients
+    strategy, columns = row.strategy, table.columns
     if row.estimate is None:
-        return (name, *["-"] * (len(_columns(room)) - 2), f"not for this model: {row.why_not}")
-    sizes = (readable_size(row.estimate.device_bytes), readable_size(row.estimate.kept_bytes))
-    if room is None:
-        return (name, *sizes, time, gradients)
-    return (
-        name,
-        *sizes,
-        "yes" if row.fits(room) else "no",
-        _at_least(row.largest),
-        time,
-        gradients,
-    )
+        return (strategy.name, *["-"] * (len(columns) - 2), f"not for this model: {row.why_not}")
+    texts = {
+        "strategy": strategy.name,
+        "peak": readable_size(row.estimate.device_bytes),
+        "kept": readable_size(row.estimate.kept_bytes),
+        "fits": _fits(row, table.room),
+        "largest batch": _at_least(row.largest),
+        "longest": "-" if row.longest is None else str(row.longest),
+        "extra time": strategy.time,
+        "gradients": strategy.gradients,
+    }
+    return tuple(texts[column] for column in columns)
+
+
+def _fits(row: Row, room: int | None) -> str:
+    if room is None or not row.fits(room):
+        return "no"
+    return "tight" if row.tight(room) else "yes"
 
 
 def _at_least(largest: int | None) -> str:
     return "-" if largest is None else f"{largest}+" if largest >= MOST else str(largest)
 
 
-def _explain(found: list[Row], room: int | None, gpu: str | None) -> None:
+def _explain(table: _Table, instead: list[Remedy]) -> None:
+    from ..memory.headroom import ADVICE
+    from ..memory.report import readable_size
+
+    found, room = table.found, table.room
     used = {row.strategy.time for row in found}
-    typer.echo("")
+    typer.echo(f"\nassumed: {table.assumed}")
     for name, text in TIME_CLASSES.items():
         if name in used and name != "none":
             typer.echo(f"extra time, {name}: {text}")
@@ -134,12 +194,21 @@ def _explain(found: list[Row], room: int | None, gpu: str | None) -> None:
         typer.echo("lossy gradients: fidelity_report(model, batch) measures how far they are off")
     for note in dict.fromkeys(note for row in found if row.estimate is not None for note in row.estimate.notes):
         typer.echo(note)
-    fitting = [row.strategy.name for row in found if room is not None and row.fits(room)]
-    if room is not None:
-        typer.echo(f"fits into {gpu}: {', '.join(fitting) if fitting else 'none of these'}")
+    typer.echo(f"evaluating such a batch, its logits whole: {readable_size(table.evaluation_bytes)}")
+    if room is None:
+        return
+    if any(row.tight(room) for row in found):
+        typer.echo(ADVICE)
+    fitting = [row.strategy.name for row in found if row.fits(room)]
+    typer.echo(f"fits into {table.gpu}: {', '.join(fitting) if fitting else 'none of these'}")
+    for remedy in instead:
+        fits = "would fit" if remedy.fits else "would not"
+        typer.echo(f"  {remedy.name}, {STRATEGY}: {readable_size(remedy.nbytes)}, {fits}")
 
 
-def _as_data(model: str, found: list[Row], room: int | None) -> dict[str, Any]:
+def _as_data(table: _Table, instead: list[Remedy]) -> dict[str, Any]:
+    room = table.room
+
     def data(row: Row) -> dict[str, Any]:
         strategy = row.strategy
         return {
@@ -149,24 +218,33 @@ def _as_data(model: str, found: list[Row], room: int | None) -> dict[str, Any]:
             "checkpoint_input": strategy.checkpoint_input,
             "peak_bytes": row.estimate.device_bytes if row.estimate is not None else None,
             "fits": row.fits(room) if room is not None else None,
+            "tight": row.tight(room) if room is not None else None,
             "largest_batch_size": row.largest,
+            "longest_sequences": row.longest,
             "extra_time": strategy.time,
             "gradients": strategy.gradients,
             "why_not": row.why_not or None,
             "estimate": json.loads(row.estimate.to_json()) if row.estimate is not None else None,
         }
 
-    return {"model": model, "gpu_bytes": room, "rows": [data(row) for row in found]}
+    return {
+        "model": table.model,
+        "gpu_bytes": room,
+        "assumed": table.assumed,
+        "evaluation_bytes": table.evaluation_bytes,
+        "rows": [data(row) for row in table.found],
+        "remedies": [asdict(remedy) for remedy in instead],
+    }
 
 
-def _write_page(path: Path, model: str, found: list[Row], room: int | None) -> None:
+def _write_page(path: Path, page: _Table) -> None:
     from ..memory.html import HtmlTable, write_html
 
-    first = found[0].estimate
+    first = page.found[0].estimate
     assert first is not None
-    title = f"{model}: batch {first.batch_size} x {first.seq_len} on {first.device}"
-    table = HtmlTable(_columns(room), [_cells(row, room) for row in found], _RIGHT)
-    write_html(path, title, list(_sections(found, table)))
+    title = f"{page.model}: batch {first.batch_size} x {first.seq_len} on {first.device}"
+    table = HtmlTable(page.columns, [_cells(row, page) for row in page.found], _RIGHT)
+    write_html(path, title, list(_sections(page.found, table)))
 
 
 def _sections(found: list[Row], table: Any) -> list[HtmlSection]:

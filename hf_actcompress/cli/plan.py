@@ -43,6 +43,9 @@ Allow = Annotated[
         help="An option that may be used (int8, fp8, int4, offload, checkpoint, compressed_checkpoint); repeatable."
     ),
 ]
+Headroom = Annotated[
+    float | None, typer.Option(min=0.0, max=0.9, help="Share of the card that stays free; by default 0.08.")
+]
 Out = Annotated[Path | None, typer.Option(help="Write the plan there as JSON; Plan.from_json reads it.")]
 
 
@@ -51,6 +54,7 @@ def plan(
     batch_size: BatchSize = 1,
     seq_len: SeqLen = 512,
     gpu: Gpu = None,
+    headroom: Headroom = None,
     objective: Objective = "fidelity",
     allow: Allow = None,
     dtype: Dtype = None,
@@ -80,6 +84,7 @@ def plan(
             options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
             options |= {"lora": lora_of(lora or qlora, lora_rank), **({"allow": tuple(allow)} if allow else {})}
             options["quantization"] = quantization_of(quantization, qlora)
+            options |= {"headroom": headroom} if headroom is not None else {}
             sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
             found = _planned(model, objective=objective, **sizes, **options)
         if out is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..config import CompressionConfig
@@ -49,6 +49,11 @@ class Strategy:
             return None
         other = {"checkpoint_input": self.checkpoint_input} if self.checkpoint_input is not None else {}
         return CompressionConfig.from_preset(self.config, **other)
+
+    @property
+    def patched_with(self) -> CompressionConfig | str | None:
+        """The same by its name, where a preset says all of it."""
+        return self.config if self.checkpoint_input is None else self.resolved
 
     @property
     def time(self) -> str:
@@ -122,6 +127,7 @@ class Row:
         estimate: None if it cannot be used with this model.
         peaks: Batch size -> bytes that the card has to have, of all that were estimated.
         largest: The largest batch size for the card, 0 if none fits; None if it was not looked for.
+        longest: The longest sequences for the card at that batch size, likewise.
         why_not: Why it cannot be used.
     """
 
@@ -129,30 +135,43 @@ class Row:
     estimate: Estimate | None
     peaks: dict[int, int] = field(default_factory=dict)
     largest: int | None = None
+    longest: int | None = None
     why_not: str = ""
 
     def fits(self, room: int) -> bool:
         """On a card of so many bytes."""
         return self.estimate is not None and self.estimate.device_bytes <= room
 
+    def tight(self, room: int) -> bool:
+        """Whether it fits, but leaves less than the share that fragmentation is expected to take."""
+        from ..memory.headroom import HEADROOM, usable
 
-def rows(model: Any, strategies: tuple[Strategy, ...], room: int | None, **options: Any) -> Iterator[Row]:
+        return self.fits(room) and not self.fits(usable(room, HEADROOM))
+
+
+def rows(
+    several: Estimates,
+    strategies: tuple[Strategy, ...],
+    room: int | None,
+    batch_size: int,
+    seq_len: int,
+    max_context: bool = False,
+) -> Iterator[Row]:
     """The estimates, one after the other: each takes seconds.
 
     Args:
-        model: What `estimate` takes.
+        several: Estimates of the model.
         strategies: The first one has to be possible; another that is not gets a row that says why.
         room: Bytes of the card, for which the largest batch sizes are looked for; None if there is none.
-        options: Of `estimate`.
+        batch_size, seq_len: Of the batch.
+        max_context: Whether the longest sequences are looked for as well.
     """
     from ..errors import ActCompressError
-    from ..memory.estimate import Estimates
 
-    sizes = options.pop("batch_size"), options.pop("seq_len")
-    several = Estimates(model, **options)
     for index, strategy in enumerate(strategies):
         try:
-            yield _row(several, strategy, room, *sizes)
+            row = _row(several, strategy, room, batch_size, seq_len)
+            yield replace(row, longest=_longest(several, row, room)) if room is not None and max_context else row
         except ActCompressError as error:
             if index == 0:
                 raise
@@ -160,7 +179,7 @@ def rows(model: Any, strategies: tuple[Strategy, ...], room: int | None, **optio
 
 
 def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: int, seq_len: int) -> Row:
-    config = strategy.config if strategy.checkpoint_input is None else strategy.resolved
+    config = strategy.patched_with
     found = several.estimate(batch_size, seq_len, config, strategy.checkpointing)
     peaks = {batch_size: found.device_bytes}
     if room is None:
@@ -170,6 +189,19 @@ def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: i
         return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)
 
     return Row(strategy, found, peaks, _largest(peaks, room, found.device_bytes - found.step_peak_bytes, peak))
+
+
+def _longest(several: Estimates, row: Row, room: int) -> int:
+    """The longest sequences within `room`, up to the positions that the model has."""
+    from ..memory.largest import longest
+
+    strategy, found = row.strategy, row.estimate
+    assert found is not None
+
+    def peak(seq_len: int) -> int:
+        return several.device_bytes(found.batch_size, seq_len, strategy.patched_with, strategy.checkpointing)
+
+    return longest(several.model, peak, room)
 
 
 def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int]) -> int:

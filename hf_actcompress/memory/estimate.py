@@ -19,7 +19,7 @@ from .estimating.layers import LayerRun, find_runs
 from .estimating.optimizers import OptimizerRule, optimizer_rule
 from .estimating.result import Estimate
 from .estimating.source import dtype_of, skeleton
-from .estimating.step import FakeStep, Setting, run_step
+from .estimating.step import FakeStep, Setting, run_evaluation, run_step
 from .saved import layer_names
 
 __all__ = ["Estimate", "estimate"]
@@ -136,6 +136,11 @@ class Estimates:
         # what a config has for single layers -> the runs of equal layers
         self._runs: dict[Any, list[LayerRun]] = {}
 
+    @property
+    def model(self) -> nn.Module:
+        """The model on the meta device, without checkpointing."""
+        return self._model(False)
+
     def estimate(
         self,
         batch_size: int,
@@ -160,6 +165,15 @@ class Estimates:
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing, roles=False)
         return sum(self._state_bytes(gradient_checkpointing)) + found.step.peak + context_bytes(setting)
+
+    def evaluation_bytes(self, batch_size: int, seq_len: int) -> int:
+        """What a device has to have for an evaluation of such a batch with labels, beside the training's states.
+
+        The outputs, logits among them, are there as a whole, as `Trainer.evaluate` has them.
+        """
+        setting, whole = self._case(batch_size, seq_len, None), self._model(False)
+        found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))
+        return sum(self._state_bytes(False)) + found.step.peak + context_bytes(setting)
 
     def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
         resolved = None if config is None or config == "stock" else resolve(config)

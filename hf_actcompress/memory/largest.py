@@ -50,15 +50,19 @@ def max_seq_len(
     Raises:
         As `estimate`.
     """
-    limit = limit or _positions(model)
-
     needed = _needed(model, **options)
+    return longest(model, lambda seq_len: needed(batch_size, seq_len), parse_size(budget), limit, step)
+
+
+def longest(model: Any, needed: Callable[[int], int], budget: int, limit: int | None = None, step: int = _STEP) -> int:
+    """The longest sequences with ``needed(seq_len) <= budget``; limit and step as for `max_seq_len`."""
+    limit = limit or _positions(model)
 
     def length(steps: int) -> int:
         return steps * step if limit is None else min(steps * step, limit)
 
     most = None if limit is None else -(-limit // step)
-    return length(largest(lambda steps: needed(batch_size, length(steps)), parse_size(budget), most))
+    return length(largest(lambda steps: needed(length(steps)), budget, most))
 
 
 def _needed(

@@ -19,6 +19,7 @@ from .estimating.optimizers import OptimizerRule, optimizer_rule
 from .estimating.result import Estimate
 from .estimating.source import dtype_of, skeleton
 from .estimating.step import Setting, run_step
+from .headroom import HEADROOM, usable
 from .largest import max_batch_size, max_seq_len
 from .planning.costs import DeviceModel
 from .planning.knapsack import choose, undominated
@@ -57,6 +58,7 @@ class _Problem:
     outside: int
     transients: dict[str, int]
     objective: str
+    headroom: float
 
     @property
     def rule(self) -> OptimizerRule:
@@ -93,6 +95,7 @@ def plan(
     batch_size: int,
     seq_len: int,
     budget: int | str | None = None,
+    headroom: float = HEADROOM,
     objective: str = "fidelity",
     allow: Sequence[str] = OPTIONS,
     dtype: torch.dtype | str | None = None,
@@ -115,6 +118,7 @@ def plan(
         batch_size, seq_len: Of the batch.
         budget: Bytes of the device, or a text such as "22GiB", its context included. None: all of the first CUDA
             device.
+        headroom: The share of the budget that is left free, because an allocator cannot use every gap.
         objective: "fidelity": an exact plan if one fits, and then the one that takes the least time. "speed": a percent
             of error in what is stored counts as much as a percent of time.
         allow: The options: exact, int8, fp8, int4, offload, checkpoint, compressed_checkpoint (its input in 8 bits).
@@ -127,7 +131,7 @@ def plan(
 
     Raises:
         DoesNotFitError: The smallest plan is too large; says by how much, and which batch or sequence would fit.
-        UnknownOptionError: An objective or option that does not exist.
+        UnknownOptionError: An objective or option that does not exist, or a headroom outside of [0, 1).
         UnsupportedModelError: No two layers of the model are alike.
         As `estimate`.
     """
@@ -138,10 +142,11 @@ def plan(
         raise UnknownOptionError("option of a plan", unknown[0], OPTIONS)
     optimizer_rule(optimizer)
     room = _device_bytes() if budget is None else parse_size(budget)
+    usable(room, headroom)
     whole = skeleton(model, dtype_of(dtype), lora, False, quantization)
     setting = Setting(batch_size, seq_len, PRESETS["exact"], device == "cuda", dtype_of(autocast))
     problem = _problem(whole, setting, optimizer, ("exact", *allow), objective, device_model or DeviceModel())
-    return _solve(problem, room)
+    return _solve(replace(problem, headroom=headroom), room)
 
 
 def _device_bytes() -> int:
@@ -175,7 +180,7 @@ def _problem(
     inside = sum(found.count * step.kept for found, step in exact.layers.items())
     transients = {name: found.whole.peak - found.whole.kept for name, found in measured.items()}
     outside = exact.whole.kept - inside
-    return _Problem(model, setting, optimizer, parts, options, outside, transients, objective)
+    return _Problem(model, setting, optimizer, parts, options, outside, transients, objective, 0.0)
 
 
 def _measured(model: nn.Module, setting: Setting) -> Measured:
@@ -210,8 +215,8 @@ def _ordered(problem: _Problem, picks: list[LayerOption]) -> list[LayerOption]:
     return [option for options in lists.values() for option in options]
 
 
-def _solve(problem: _Problem, budget: int) -> Plan:
-    setting = problem.setting
+def _solve(problem: _Problem, whole_budget: int) -> Plan:
+    setting, budget = problem.setting, usable(whole_budget, problem.headroom)
     fixed = sum(state_bytes(problem.model, setting, problem.rule)) + context_bytes(setting) + problem.outside
     room = budget - fixed - problem.transients["exact"]
     # with the workspace of what is then picked
@@ -235,8 +240,8 @@ def _solve(problem: _Problem, budget: int) -> Plan:
     if best is None:
         best = problem.smallest(), problem.estimate(problem.smallest())
         if best[1].device_bytes > budget:
-            raise _does_not_fit(problem, best[1], budget)
-    return _plan(problem, *best, budget)
+            raise _does_not_fit(problem, best[1], whole_budget)
+    return _plan(problem, *best, whole_budget)
 
 
 def _plan(problem: _Problem, picks: list[LayerOption], found: Estimate, budget: int) -> Plan:
@@ -248,18 +253,20 @@ def _plan(problem: _Problem, picks: list[LayerOption], found: Estimate, budget: 
 
 
 def _does_not_fit(problem: _Problem, found: Estimate, budget: int) -> DoesNotFitError:
-    missing = found.device_bytes - budget
+    room = usable(budget, problem.headroom)
+    missing = found.device_bytes - room
     setting, config = problem.setting, problem.config(problem.smallest())
     options: dict[str, Any] = {"config": config, "device": found.device, "autocast": setting.autocast}
     options["optimizer"] = problem.optimizer
-    b = max_batch_size(problem.model, seq_len=setting.seq_len, budget=budget, **options)
-    s = max_seq_len(problem.model, batch_size=setting.batch_size, budget=budget, limit=setting.seq_len, **options)
+    b = max_batch_size(problem.model, seq_len=setting.seq_len, budget=room, **options)
+    s = max_seq_len(problem.model, batch_size=setting.batch_size, budget=room, limit=setting.seq_len, **options)
     would = [f"a batch of {b}"] if b else []
     would += [f"sequences of {s}"] if s else []
     instead = f"{' or '.join(would)} would fit" if would else "no batch or sequence would fit"
+    left_free = f", of which {problem.headroom:.0%} stay free (headroom)" if problem.headroom else ""
     message = (
         f"the smallest plan for batch {setting.batch_size} x {setting.seq_len} needs "
         f"{readable_size(found.device_bytes)}, {readable_size(missing)} more than the budget of "
-        f"{readable_size(budget)}; {instead}"
+        f"{readable_size(budget)}{left_free}; {instead}"
     )
     return DoesNotFitError(message, missing, b, s)

@@ -24,9 +24,12 @@ def test_estimate_prints_plain_text_and_says_what_fits(model):
     lines = result.stdout.splitlines()
     assert lines[0].split("  ")[0] == "strategy" and "largest batch" in lines[0]
     cells = {re.split(r"\s{2,}", line)[0]: re.split(r"\s{2,}", line) for line in lines[1:3]}
-    assert cells["exact"][3:] == ["yes", "2", "low", "exact"]
+    # to the byte, which leaves nothing for fragmentation
+    assert cells["exact"][3:] == ["tight", "2", "low", "exact"] and "expandable_segments" in result.stdout
     assert cells["stock"][3] == "no" and int(cells["stock"][4]) < 2
     assert lines[-1] == f"fits into {needed}B: exact"
+    assumed = next(line for line in lines if line.startswith("assumed: "))
+    assert "batch 2 x 16" in assumed and "weights bfloat16" in assumed and "adamw" in assumed
     assert "\x1b" not in result.stdout
 
 
@@ -42,7 +45,7 @@ def rows_of(**peaks: int):
     """Rows as if they had been estimated."""
     by_name = {strategy.name: strategy for strategy in DEFAULT}
 
-    def rows(model, strategies, room, **options):
+    def rows(several, strategies, room, *sizes):
         for name, peak in peaks.items():
             estimated = SimpleNamespace(device_bytes=peak, kept_bytes=peak // 2, notes=())
             yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= room else 0)
@@ -67,7 +70,36 @@ def test_what_fits_has_to_be_what_was_asked_for(model, monkeypatch, preset, room
     arguments = [part for name in preset for part in ("--preset", name)]
     result = run("estimate", model, *SIZES, "--gpu", f"{room}B", *arguments)
     assert result.exit_code == code
-    assert result.stdout.splitlines()[-1] == f"fits into {room}B: {fitting}"
+    assert f"\nfits into {room}B: {fitting}\n" in result.stdout
+
+
+def test_the_longest_sequences_and_an_evaluation(model):
+    room = estimate(model, batch_size=2, seq_len=96).device_bytes
+    arguments = ("--batch-size", "2", "--seq-len", "64", "--preset", "exact", "--max-context")
+    data = json.loads(run("estimate", model, *arguments, "--gpu", f"{room}B", "--json").stdout)
+    longest = data["rows"][1]["longest_sequences"]
+    # a multiple of 64 up to the 128 positions of the model
+    assert longest == 64
+    assert estimate(model, batch_size=2, seq_len=128).device_bytes > room
+    stock = estimate(model, batch_size=2, seq_len=64, config="stock")
+    assert stock.device_bytes - stock.step_peak_bytes < data["evaluation_bytes"] < stock.device_bytes
+    table = run("estimate", model, *arguments, "--gpu", "22GiB").stdout.splitlines()
+    assert "longest" in table[0] and " 128 " in table[1]
+    result = run("estimate", model, *arguments)
+    assert result.exit_code == Exit.USAGE and "--gpu" in result.stderr
+
+
+def test_where_nothing_fits_it_says_what_would(model):
+    from hf_actcompress.memory.estimate import CONTEXT_BYTES
+
+    lora = estimate(model, batch_size=1, seq_len=16, gradient_checkpointing=True, lora=True, quantization="nf4")
+    result = run("estimate", model, *SIZES, "--preset", "exact", "--gpu", f"{lora.device_bytes}B")
+    assert result.exit_code == Exit.DOES_NOT_FIT
+    changes = {line.split(",")[0].strip(): line.rsplit(", ", 1)[1] for line in result.stdout.splitlines()[-5:]}
+    assert list(changes)[0].startswith("a batch of 1") and changes["QLoRA and a batch of 1"] == "would fit"
+    assert "would not" in changes.values()
+    data = json.loads(run("estimate", model, *SIZES, "--gpu", f"{CONTEXT_BYTES}B", "--lora", "--json").stdout)
+    assert [remedy["fits"] for remedy in data["remedies"]] == [False] * 3
 
 
 def test_estimate_as_json_is_the_api(model):
@@ -127,7 +159,8 @@ def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
 
     exact = estimate(model, batch_size=8, seq_len=128).device_bytes
     page, out = tmp_path / "page.html", tmp_path / "plan.json"
-    options = ("--batch-size", "8", "--seq-len", "128", "--gpu", f"{exact - 10_000}B", "--allow", "checkpoint")
+    options = ("--batch-size", "8", "--seq-len", "128", "--gpu", f"{exact - 10_000}B")
+    options += ("--allow", "checkpoint", "--headroom", "0")
     result = run("plan", model, *options, "--html", str(page), "--out", str(out))
     assert result.exit_code == Exit.OK, result.output
     assert "checkpoint" in result.stdout and "gradients exact" in result.stdout and "\x1b" not in result.stdout

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_actcompress import PRESETS, kept_bytes, measure_step, patch_model
 from hf_actcompress.memory import estimate
+from hf_actcompress.memory.estimate import Estimates
 from tests.slopes import bert, gpt2, llama
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -122,6 +123,23 @@ def test_lora(config, dtype, dropout, checkpointing):
 @pytest.mark.parametrize(("family", "config"), [("bert", "stock"), ("gpt2", "exact"), ("llama", "exact")])
 def test_batch_and_sequence_sizes(family, config, batch, length):
     check(family, config, batch=batch, length=length, layers=FEW)
+
+
+@pytest.mark.parametrize("family", BUILDS)
+def test_an_evaluation(family):
+    """With its outputs held, logits and caches among them; the layers that are not run add what others add."""
+    built = BUILDS[family](LAYERS).eval()
+    several = Estimates(built, device="cpu")
+    ids = torch.randint(3, built.config.vocab_size, (2, 128))
+
+    def step() -> None:
+        with torch.no_grad():
+            held = built(input_ids=ids, labels=ids)
+        del held
+
+    step()
+    found = several.evaluation_bytes(2, 128) - sum(p.nbytes for p in built.parameters()) * 4
+    assert found == pytest.approx(measure_step(step, "cpu").peak_bytes, rel=0.05)
 
 
 def test_attention_dropout_takes_the_path_of_a_cpu():

@@ -36,6 +36,8 @@ def needed(checkpointing: bool) -> int:
 
 
 def planned(budget: int, **options: Any) -> Plan:
+    # budgets here are what estimates say to the byte, so nothing is left free
+    options = {"headroom": 0.0, **options}
     return plan(model(), **SIZES, budget=budget, device="cpu", allow=("int8", "checkpoint"), **options)
 
 
@@ -70,10 +72,12 @@ def test_a_plan_fits_in_the_real_step_and_serialises(share, objective, tmp_path,
 
 def test_inputs_of_checkpointed_layers_are_compressed_where_nothing_else_fits():
     """Below what checkpointing needs: and the step then stays there, on the allocator."""
-    whole = plan(model(), **SIZES, budget=needed(False), device="cpu", allow=("checkpoint",))
+    whole = plan(model(), **SIZES, budget=needed(False), headroom=0.0, device="cpu", allow=("checkpoint",))
     floor = [plan_floor(allow) for allow in (("checkpoint",), ("checkpoint", "compressed_checkpoint"))]
     assert floor[1] < floor[0] < whole.estimate.device_bytes
-    found = plan(model(), **SIZES, budget=floor[1], device="cpu", allow=("checkpoint", "compressed_checkpoint"))
+    found = plan(
+        model(), **SIZES, budget=floor[1], headroom=0.0, device="cpu", allow=("checkpoint", "compressed_checkpoint")
+    )
     assert sum(row.option == "compressed_checkpoint" for row in found.rows) >= LAYERS - 1
     assert 0 < found.error < 0.01 and not found.config.lossless
     ids = torch.randint(3, 128, (2, 128))
@@ -94,7 +98,7 @@ def test_inputs_of_checkpointed_layers_are_compressed_where_nothing_else_fits():
 def plan_floor(allow: tuple[str, ...]) -> int:
     """The least budget for which there is a plan."""
     with pytest.raises(DoesNotFitError) as caught:
-        plan(model(), **SIZES, budget=1, device="cpu", allow=allow)
+        plan(model(), **SIZES, budget=1, headroom=0.0, device="cpu", allow=allow)
     return 1 + caught.value.missing_bytes
 
 
@@ -105,10 +109,20 @@ def test_with_enough_memory_nothing_is_done():
     assert found.time == found.error == 0
 
 
+def test_a_share_of_the_card_is_left_free():
+    budget = needed(False)
+    found = planned(budget, headroom=0.08)
+    assert found.estimate.device_bytes <= 0.92 * budget and found.budget_bytes == budget
+    with pytest.raises(DoesNotFitError, match=r"of which 8% stay free"):
+        plan(model(), **SIZES, budget=needed(True), device="cpu", allow=("checkpoint",))
+    with pytest.raises(UnknownOptionError, match="headroom"):
+        planned(budget, headroom=1.0)
+
+
 def test_what_does_not_fit_says_by_how_much_and_what_would():
     budget = needed(True) - (needed(False) - needed(True)) // 3
     with pytest.raises(DoesNotFitError, match="would fit") as caught:
-        plan(model(), **SIZES, budget=budget, device="cpu", allow=("checkpoint",))
+        plan(model(), **SIZES, budget=budget, headroom=0.0, device="cpu", allow=("checkpoint",))
     error = caught.value
     assert error.missing_bytes > 0 and (error.batch_size == 1 or error.seq_len < 128)
     config = model().config

@@ -111,7 +111,7 @@ def outcome(seed: int) -> Outcome:
     model = case.model()
     low, high = (estimate(model, gradient_checkpointing=again, **case.options).device_bytes for again in (True, False))
     budget = low + int(case.share * (high - low))
-    found = plan(model, budget=budget, objective=case.objective, allow=case.allow, **case.options)
+    found = plan(model, budget=budget, headroom=0.0, objective=case.objective, allow=case.allow, **case.options)
     needed = found.estimate.state_bytes + real_peak(case, found)
     cheaper = needed < USED * budget and cheaper_fits(case, model, found)
     return Outcome(case, budget, needed, tuple(row.option for row in found.rows), cheaper)

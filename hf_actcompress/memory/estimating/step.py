@@ -104,13 +104,7 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
         setting: How.
         roles: Attribute what is kept.
     """
-    check_length(model, setting.seq_len)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
-    fake = copy.deepcopy(model, fakes)
-    unpatch_model(fake)
-    batch = fake_batch(fake, setting, mode)
+    mode, fake, batch = _fake(model, setting)
     # probes run on real tensors; what they ask of the weights is answered as for those of a new model
     with FakeAllocator():
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
@@ -122,6 +116,32 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
     else:
         counted_checkpoints(fake, cuda=setting.cuda)
     return _measure(fake, batch, setting, mode, names)
+
+
+def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
+    """A forward with labels under ``no_grad``, in evaluation mode, whose outputs are held: what a Trainer does.
+
+    Patches act only under autograd, so `setting.config` does not matter. `kept` are the outputs.
+    """
+    mode, fake, batch = _fake(model, setting)
+    fake.eval()
+    allocator = _allocator(fake, batch, setting)
+    with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting):
+        outputs = fake(**batch)
+        kept = allocator.live_bytes
+    del outputs
+    return FakeStep(kept, allocator.peak_bytes, {}, allocator.timeline)
+
+
+def _fake(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Module, dict[str, Any]]:
+    """A mode, a stock copy of the model on its fake tensors, and a batch of them."""
+    check_length(model, setting.seq_len)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
+    fake = copy.deepcopy(model, fakes)
+    unpatch_model(fake)
+    return mode, fake, fake_batch(fake, setting, mode)
 
 
 def _present(config: CompressionConfig, model: nn.Module) -> CompressionConfig:

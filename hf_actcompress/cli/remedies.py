@@ -1,0 +1,61 @@
+"""What would fit where no strategy does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# what a remedy is compared by: the smallest exact strategy
+STRATEGY = "exact + checkpointing"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the training and what it then needs.
+
+    Args:
+        name: What is changed, and how that is said to this command.
+        nbytes: Bytes that the card has to have, under `STRATEGY`.
+        fits: Whether it has them.
+    """
+
+    name: str
+    nbytes: int
+    fits: bool
+
+
+def remedies(model: str, room: int, batch_size: int, seq_len: int, **options: Any) -> Iterator[Remedy]:
+    """Changes that help, from the least to the most, each by itself; those that are made already are left out.
+
+    Args:
+        model: A name, as for `estimate`.
+        room: Bytes of the card.
+        batch_size, seq_len: Of the batch.
+        options: Of `Estimates`.
+    """
+    from ..errors import MissingExtraError
+    from ..memory.estimate import Estimates
+
+    for name, size, changes in _changes(batch_size, options):
+        try:
+            several = Estimates(model, **{**options, **changes})
+            nbytes = several.device_bytes(size, seq_len, "exact", True)
+        except MissingExtraError:
+            # without peft there is no LoRA
+            continue
+        yield Remedy(name, nbytes, nbytes <= room)
+
+
+def _changes(batch_size: int, options: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    if batch_size > 1:
+        yield "a batch of 1 (--batch-size 1)", 1, {}
+    lora = options.get("lora")
+    if not lora and "8bit" not in options["optimizer"]:
+        yield "an optimizer with states of 8 bits (--optim adamw_8bit)", batch_size, {"optimizer": "adamw_8bit"}
+    if not lora:
+        yield "LoRA (--lora)", batch_size, {"lora": True}
+    if options.get("quantization") is None:
+        yield "QLoRA (--qlora)", batch_size, {"lora": lora or True, "quantization": "nf4"}
+        if batch_size > 1:
+            yield "QLoRA and a batch of 1", 1, {"lora": lora or True, "quantization": "nf4"}
