@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+aten = torch.ops.aten
+
+# elementwise functions, and the same written into their input
+_IN_PLACE: dict[Any, Any] = {
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.div.Scalar: aten.div_.Scalar,
+    aten.neg.default: aten.neg_.default,
+    aten.tanh.default: aten.tanh_.default,
+}
 
 
 class Step:
@@ -20,6 +32,11 @@ class Step:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.func(x, *self.args, **self.kwargs)
+
+    def written_over(self, x: Tensor) -> Tensor:
+        """The same in x's memory where the op can do that: logits are the largest tensor of many steps."""
+        function: Callable[..., Tensor] = _IN_PLACE.get(self.func, self.func)
+        return function(x, *self.args, **self.kwargs)
 
 
 class LogitsSource:
@@ -77,10 +94,33 @@ class Values:
                 values, wanted = self.source.logits(), True
             else:
                 # where the tensor is gone nobody else can ask again
-                values, wanted = self.step(self.parent.get()), self.owner() is not None
+                values, wanted = self._stepped(self.parent), self.owner() is not None
         if wanted:
             self._made, self._version = values, values._version
         return values
+
+    def _stepped(self, parent: Values) -> Tensor:
+        assert self.step is not None
+        before = parent.get()
+        if not (isinstance(self.step, Step) and self._nobody_else_sees(before)):
+            return self.step(before)
+        for earlier in parent.line():
+            earlier._made = None
+        return self.step.written_over(before)
+
+    def _nobody_else_sees(self, before: Tensor) -> bool:
+        """Whether the values before this step are of no use to anybody but those that are derived from it."""
+        source, earlier = self.source, list(self.parent.line()) if self.parent is not None else []
+        if source.lent or source.exposed or not before.is_floating_point():
+            return False
+        return all(chain.owner() is None or (chain not in earlier and self in chain.line()) for chain in source.chains)
+
+    def line(self) -> Iterator[Values]:
+        """This and what it was derived from, back to the source's own."""
+        values: Values | None = self
+        while values is not None:
+            yield values
+            values = values.parent
 
     @property
     def made(self) -> bool:

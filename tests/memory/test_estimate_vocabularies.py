@@ -53,5 +53,5 @@ def test_a_codec_leaves_logits_that_are_capped_alone(config: str) -> None:
     model = build()
     logits = BATCH * LENGTH * model.config.vocab_size * 4
     _, peak = real(model, config, BATCH, LENGTH)
-    # the head's, those divided by the cap, and their tanh
-    assert peak < 3.1 * logits
+    # their tanh, which the model's graph holds, and the result; the head's own are written over
+    assert peak < 2.1 * logits

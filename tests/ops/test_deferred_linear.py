@@ -114,3 +114,28 @@ def test_plain_is_an_ordinary_differentiable_tensor():
     assert torch.equal(x, expected)
     found, wanted = (torch.autograd.grad(y.square().sum(), leaves) for y in (x, expected))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("seen", ("nothing", "logits", "scaled", "rows", "view after"))
+def test_values_are_written_over_only_where_nobody_can_ask_for_them(seen):
+    """A softcap of logits, with something of the steps before it still there."""
+    logits, (h, weight, bias), _ = deferred()
+    head = F.linear(h.view(30, 12, 16), weight, bias).detach()
+    scaled = logits / 5.0
+    rows = logits[:, 3:] if seen == "rows" else None
+    capped = torch.tanh(scaled) * 5.0
+    held = {"logits": logits, "scaled": scaled, "rows": rows}.get(seen)
+    source = logits.chain.source
+    if seen != "logits":
+        del logits
+    if seen != "scaled":
+        del scaled
+    assert torch.equal(ops.plain(capped), torch.tanh(head / 5.0) * 5.0)
+    if held is not None:
+        expected = {"logits": head, "scaled": head / 5.0, "rows": head[:, 3:]}[seen]
+        assert torch.equal(ops.plain(held), expected)
+    # the head's own values are there as long as somebody may ask for them
+    assert any(chain.parent is None and chain.made for chain in source.chains) == (seen in ("logits", "rows"))
+    if seen == "view after":
+        capped.view(-1)[0] = 7.0
+        assert ops.plain(capped).view(-1)[0] == 7.0
