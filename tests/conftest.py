@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,10 +28,39 @@ def _fresh() -> Iterator[None]:
     clear()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # the environment reaches the processes of xdist: all of them take the cases of one day, midnight or not
+    os.environ.setdefault("CASES_OF_DAY", str(datetime.datetime.now(datetime.UTC).date().toordinal()))
+    if any(not Path(argument).is_dir() for argument in config.args):
+        # a file or a test was named: all of it
+        os.environ.setdefault("ALL_CASES", "1")
+
+
+def pytest_report_header() -> str:
+    if os.environ.get("ALL_CASES"):
+        return "cases: all"
+    return f"cases: those of day {os.environ['CASES_OF_DAY']}; all with ALL_CASES=1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_out_other_days(config, items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _leave_out_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked `daily(n)` the cases whose turn it is: each case has one day in n."""
+    if os.environ.get("ALL_CASES"):
+        return
+    day, left_out = int(os.environ["CASES_OF_DAY"]), []
+    for item in items:
+        mark = item.get_closest_marker("daily")
+        if mark is not None and (zlib.crc32(item.nodeid.encode()) + day) % mark.args[0]:
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import pytest
@@ -18,6 +16,8 @@ from tests.integration.compiling import BACKEND, build, kept_by, one_graph
 from tests.sweep.batches import find_batch, padded, with_labels
 from tests.sweep.catalogue import catalogue, model_class
 from tests.sweep.configs import tiny_config
+
+pytestmark = pytest.mark.daily(4)
 
 three = pytest.mark.parametrize(
     "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
@@ -114,11 +114,7 @@ CLASSES = ("CausalLM", "MaskedLM", "LMHeadModel", "ImageClassification", "Condit
 PAIRS = {pair.type: pair for pair in catalogue() if pair.type in TYPES and pair.model.endswith(CLASSES)}
 
 
-# a third of them every day; all with ALL_COMPILED=1
-TODAY = TYPES if os.environ.get("ALL_COMPILED") else TYPES[date.today().toordinal() % 3 :: 3]
-
-
-@pytest.mark.parametrize("name", TODAY)
+@pytest.mark.parametrize("name", TYPES)
 def test_one_graph(name: str) -> None:
     """No break, stock's bits, and fewer bytes than the stock graph keeps."""
     pair = PAIRS[name]

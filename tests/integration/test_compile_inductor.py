@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -16,6 +17,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from hf_actcompress import kept_bytes, patch_model
 from hf_actcompress.compilation.install import Partitioner
 from tests.integration.compile_worker import Block
+
+pytestmark = pytest.mark.daily(3)
 
 ROOT = Path(__file__).parent.parent.parent
 

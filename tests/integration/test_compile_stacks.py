@@ -12,6 +12,8 @@ from transformers import Trainer, TrainingArguments
 from hf_actcompress import kept_bytes, patch_model, plan
 from tests.families import BY_NAME, differing, step
 
+pytestmark = pytest.mark.daily(3)
+
 BACKEND = "hf_actcompress"
 LLAMA = BY_NAME["llama"]
 

@@ -13,6 +13,8 @@ from hf_actcompress import CompressionConfig, patch_model, unpatch_model
 from tests.families import BY_NAME, differing, step
 from tests.integration.compiling import BACKEND, build, kept_by, one_graph
 
+pytestmark = pytest.mark.daily(3)
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:

@@ -124,10 +124,10 @@ def _needs(engine: Engine) -> None:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 
-# two processes take their time to start: one engine a day, all of them with ALL_ENGINES=1
-ALL = bool(os.environ.get("ALL_ENGINES"))
+# two processes take their time to start: one engine a day, all of them with ALL_CASES=1
+ALL = bool(os.environ.get("ALL_CASES"))
 DAY = datetime.date.today().toordinal()
-every_engine = pytest.mark.skipif(not ALL, reason="ALL_ENGINES=1 runs it")
+every_engine = pytest.mark.skipif(not ALL, reason="ALL_CASES=1 runs it")
 
 
 @pytest.mark.slow

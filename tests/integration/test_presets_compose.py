@@ -28,7 +28,7 @@ LIMITS = {**ERRORS, "adaptive": ERRORS["int4"], "fewbit": 0.3}
 ESTIMATES = ("dropit", "blocksparse", "pooled", "sampled")
 
 every_preset = pytest.mark.parametrize("preset", PRESETS)
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.daily(4)]
 
 
 def gradients(model: Any, batch: dict[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, Gradients]:

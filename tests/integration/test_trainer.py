@@ -19,7 +19,7 @@ from tests.families import BODY, BY_NAME, Family
 three = pytest.mark.parametrize(
     "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
 )
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.daily(2)]
 
 
 class _Rows(Dataset[dict[str, torch.Tensor]]):

@@ -8,6 +8,8 @@ import torch
 from hf_actcompress.reference import ACTIVATIONS
 from tests.kernels.harness import DTYPES, check, samples
 
+pytestmark = pytest.mark.daily(3)
+
 NAMES = ("activation_bwd", "activation_derivative", "activation_value", "gated_product", "gated_product_bwd")
 
 

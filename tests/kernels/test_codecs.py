@@ -12,6 +12,8 @@ from tests.codecs.helpers import assert_weight_gradient
 from tests.kernels.harness import DEVICE
 from tests.oracle import assert_equal_bits
 
+pytestmark = pytest.mark.daily(3)
+
 CODECS = {
     "int8": IntGroup(8),
     "int4": IntGroup(4, group_size=32),

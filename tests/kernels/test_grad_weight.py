@@ -10,6 +10,8 @@ from hf_actcompress import reference
 from hf_actcompress.kernels import KERNELS, ON_REQUEST, linear
 from tests.kernels.harness import DEVICE, Args, check, every_case, poisoned, run, samples, specified
 
+pytestmark = pytest.mark.daily(3)
+
 every_name = pytest.mark.parametrize("name", ON_REQUEST)
 
 

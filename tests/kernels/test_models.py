@@ -13,6 +13,8 @@ from tests.families import BODY, BY_NAME, Batch, Family, build, oracle_step, rel
 from tests.kernels.harness import DEVICE
 from tests.oracle import EXACT
 
+pytestmark = pytest.mark.daily(3)
+
 # LayerNorm, a composed activation, RMSNorm and gates
 NAMES = ("bert", "gpt2-gelu-new", "llama", "gemma")
 

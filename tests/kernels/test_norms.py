@@ -11,6 +11,8 @@ from torch import Tensor
 from tests.kernels.harness import check, every_case, present, run, samples, specified
 from tests.oracle import assert_equal_bits
 
+pytestmark = pytest.mark.daily(3)
+
 Case = tuple[torch.dtype, int, int]
 Terms = list[Tensor | None]
 

@@ -12,6 +12,8 @@ from hf_actcompress import estimate, kept_bytes, measure_step, memory_report, pa
 from hf_actcompress.errors import ModelConfigError, UnknownOptionError
 from tests.slopes import gpt2, llama
 
+pytestmark = pytest.mark.daily(4)
+
 LAYERS, BATCH, LENGTH = 2, 4, 256
 SIZES = {"batch_size": BATCH, "seq_len": LENGTH}
 

@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from hf_actcompress import Estimate, estimate, patch_model
 from hf_actcompress.memory.estimating.source import skeleton
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.daily(3)]
 STEPS, VOCAB = 40, 97
 LLAMA = hf.LlamaConfig(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -21,6 +21,8 @@ from hf_actcompress.memory.estimating.layers import find_runs
 from hf_actcompress.memory.estimating.step import FakeStep
 from tests.memory.test_estimate import BF16, BUILDS, check, lora
 
+pytestmark = pytest.mark.daily(3)
+
 FEW, TIMES, WITHIN = 2, 16, 0.03
 SMALL = {"batch": 1, "length": 32, "hidden": 64, "tolerance": WITHIN}
 

@@ -45,6 +45,7 @@ def test_a_config_a_folder_a_file_and_the_model_say_the_same(tmp_path):
         assert estimate(source, **options) == expected
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_family(family):
     model = family.build()

@@ -29,6 +29,7 @@ BUILDS: dict[str, tuple[int, Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("config", "dtype", "autocast"),
     [("stock", FP32, BF16), ("exact", FP32, None), ("int8", BF16, None), (CompressionConfig(logits=False), FP32, BF16)],

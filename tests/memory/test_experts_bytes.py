@@ -11,6 +11,8 @@ import transformers as hf
 from hf_actcompress import patch_model
 from tests.slopes import VOCAB, slope
 
+pytestmark = pytest.mark.daily(2)
+
 
 def qwen3_30b(layers: int) -> Any:
     """Qwen3-30B-A3B at half its width. The number of experts, here fewer, does not change what is kept."""

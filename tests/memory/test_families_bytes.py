@@ -16,6 +16,8 @@ import transformers as hf
 from hf_actcompress import patch_model
 from tests.slopes import VOCAB, slope
 
+pytestmark = pytest.mark.daily(2)
+
 H = 256
 _BERT = {"vocab_size": VOCAB, "hidden_size": H, "num_attention_heads": 4, "intermediate_size": 4 * H}
 _LLAMA = {**_BERT, "intermediate_size": 7 * H // 2, "num_key_value_heads": 1, "use_cache": False, "pad_token_id": 0}

@@ -16,6 +16,8 @@ from peft import LoraConfig, get_peft_model
 from hf_actcompress import patch_model
 from tests.slopes import VOCAB, bert, gpt2, llama, slope
 
+pytestmark = pytest.mark.daily(2)
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

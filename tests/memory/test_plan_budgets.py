@@ -18,6 +18,8 @@ from hf_actcompress.memory import Plan, estimate, plan
 from hf_actcompress.memory.planning.options import OPTIONS
 from tests.slopes import bert, gpt2, llama
 
+pytestmark = pytest.mark.daily(3)
+
 BUILDS = {
     "bert": bert,
     "gpt2": lambda layers, **options: gpt2(layers, bos_token_id=0, eos_token_id=0, **options),

@@ -15,6 +15,8 @@ from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory import plan
 from tests.cli.invoke import run
 
+pytestmark = pytest.mark.daily(3)
+
 SIZES = {"batch_size": 2, "seq_len": 96}
 TINY = {
     "vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

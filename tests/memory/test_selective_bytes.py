@@ -13,6 +13,8 @@ import transformers as hf
 from hf_actcompress import estimate, kept_bytes, patch_model
 from tests.slopes import VOCAB, bert, llama, slope
 
+pytestmark = pytest.mark.daily(2)
+
 
 def mamba2(layers: int, hidden: int = 512) -> Any:
     config = hf.Mamba2Config(

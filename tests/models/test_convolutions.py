@@ -17,7 +17,7 @@ from tests.families import Gradients, cast_batch, differing, mode_of, relative_e
 from tests.oracle import assert_equal_bits, gradients
 
 POOLED = {name: CompressionConfig(linear=name, derive_linear=False) for name in ("pool2x2", "pool4x4")}
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.daily(3)]
 
 
 def resnet(layer_type: str = "basic", depth: int = 2) -> Any:

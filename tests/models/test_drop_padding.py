@@ -28,6 +28,8 @@ from tests.families import (
 )
 from tests.oracle import EXACT
 
+pytestmark = pytest.mark.daily(3)
+
 TEXT = [family for family in FAMILIES if family.task in ("causal", "masked")]
 MAIN = [BY_NAME[name] for name in ("bert", "gpt2-gelu-tanh", "llama")]
 text = pytest.mark.parametrize("family", TEXT, ids=lambda family: family.name)

@@ -49,6 +49,7 @@ def test_loss_and_gradients_like_stock(family: Family, mode: str, dropout: float
         _assert_like_stock(family, mode, model, family.make_batch(padding))
 
 
+@pytest.mark.daily(3)
 @families
 @modes
 def test_error_against_fp64_oracle(family: Family, mode: str) -> None:

@@ -106,6 +106,7 @@ def kept_and_peak(make, v: int, logits: bool, dtype: torch.dtype) -> tuple[int, 
     return kept, trace(lambda: model(**inputs).loss.backward()).peak_bytes
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("make", (llama, gpt2, bert, gemma2))
 def test_kept_bytes_and_peak_do_not_grow_with_the_vocabulary(make, dtype):

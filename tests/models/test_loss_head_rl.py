@@ -102,6 +102,7 @@ def kept(model: nn.Module, ids: Tensor, loss: Loss) -> int:
     return trace(lambda: total(loss(model(input_ids=ids).logits, ids))).net_bytes
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("dtype", "logits"), ((torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)))
 @pytest.mark.parametrize("name", LOSSES)
 def test_kept_bytes_do_not_grow_with_the_vocabulary(name: str, dtype: torch.dtype, logits: bool) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report
 from tests.oracle import assert_equal_bits
 
+pytestmark = pytest.mark.daily(2)
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 IDS = torch.arange(2 * 40).view(2, 40) % 60 + 3
 

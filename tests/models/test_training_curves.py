@@ -14,6 +14,8 @@ from torch import Tensor
 from hf_actcompress import patch_model
 from tests.families import BODY, BY_NAME, Batch, Family, Fp64, build, mode_of
 
+pytestmark = pytest.mark.daily(3)
+
 STEPS = 50
 
 # what can be put in another order without changing the function: the MLPs' hidden units and the residual channels, as

@@ -45,10 +45,13 @@ def experts_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return next(m for n, m in model.named_modules() if n.endswith("experts"))
 
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(experts_of("mixtral"), "_is_expert_parallel"),
-    reason="this transformers does not say how its experts are laid out: stock's code runs under the net",
-)
+pytestmark = [
+    pytest.mark.daily(2),
+    pytest.mark.skipif(
+        not hasattr(experts_of("mixtral"), "_is_expert_parallel"),
+        reason="this transformers does not say how its experts are laid out: stock's code runs under the net",
+    ),
+]
 
 
 def inputs(dtype: torch.dtype, routing: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

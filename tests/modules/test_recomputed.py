@@ -94,6 +94,7 @@ def gradients(model: nn.Module, x: Tensor, autocast: bool) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", RUN_AGAIN)
 def test_gradients_are_stocks_bits(name: str, mode: str) -> None:
@@ -154,6 +155,7 @@ class Images(nn.Module):
         return self.act(self.norms[1](self.second(y)) + x)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("track", [True, False])
 @pytest.mark.parametrize("affine", [True, False])

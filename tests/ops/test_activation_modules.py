@@ -56,6 +56,7 @@ def test_forward_is_stock_and_gradient_within_law(name, dtype):
     assert_within_law(ours, theirs, truth)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", [*PATCHED, *OTHERS])
 def test_keeps_its_input_alone(name):
     """A ReLU keeps its output instead, as stock: the next layer may keep the same tensor, and here the caller does."""

@@ -159,6 +159,7 @@ def attention_kept(function: Callable[..., Tensor], inputs: list[Tensor]) -> int
     return kept_bytes(lambda: function(*inputs))
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_per_probability(dtype: torch.dtype) -> None:
     """Stock keeps probabilities, dropped ones and a mask (a byte on CUDA; on a CPU as wide as the values)."""

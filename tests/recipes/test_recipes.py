@@ -17,6 +17,8 @@ pytest.importorskip("peft")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+pytestmark = pytest.mark.daily(3)
+
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
 NAMES = ("finetune_clm", "finetune_mlm", "finetune_classification", "trainer_example")
