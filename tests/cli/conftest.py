@@ -1,4 +1,4 @@
-"""A tiny config to run the commands on; as in tests/memory, collections leave out what the imports made."""
+"""A tiny config to run the commands on."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
-from tests.memory.conftest import _frozen_imports
-
-__all__ = ["_frozen_imports", "model"]
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
