@@ -52,7 +52,9 @@ def value(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.cons
     elif KIND == "gelu_tanh" or KIND == "gelu_new":
         return 0.5 * x * (1.0 + _tanh_inner(x, FAST))
     elif KIND == "gelu_clipped":
-        return tl.minimum(tl.maximum(x * _cdf(x), A), B)
+        y = x * _cdf(x)
+        # on a GPU the maximum of NaN and a number is the number
+        return tl.where(y == y, tl.minimum(tl.maximum(y, A), B), y)
     elif KIND == "silu":
         return x * sigmoid(x, FAST)
     elif KIND == "mish":
@@ -90,7 +92,8 @@ def derivative(
         slope = cdf + x * exp(-0.5 * x * x, FAST) * 0.3989422804014327
         if KIND == "gelu_clipped":
             y = cast(x * cdf, DTYPE).to(tl.float32)
-            slope = tl.where((y >= A) & (y <= B), slope, 0.0)
+            # a product, as in torch: of inf it is NaN
+            slope *= tl.where((y >= A) & (y <= B), 1.0, 0.0)
         return slope
     elif KIND == "gelu_tanh" or KIND == "gelu_new":
         t = _tanh_inner(x, FAST)
@@ -103,7 +106,9 @@ def derivative(
         # 1 - t * t without the difference of two numbers near one: 1 - t is 2 / (n + 2)
         e = exp(tl.minimum(x, 20.0), FAST)
         rest = divide(2.0, e * (e + 2.0) + 2.0, FAST)
-        return t + x * sigmoid(x, FAST) * (rest * (2.0 - rest))
+        slope = t + x * sigmoid(x, FAST) * (rest * (2.0 - rest))
+        # inf * 0 in torch
+        return tl.where(x == float("inf"), float("nan"), slope)
     elif KIND == "relu":
         return tl.where(x <= 0.0, 0.0, 1.0)
     elif KIND == "relu_squared":
