@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, exp, log1p, on, sigmoid, tanh, traced
+from ..reference.activation import SELU
+from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
 
 _LAPLACE = (0.707107, 0.282095)
 
@@ -69,6 +70,17 @@ def value(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.cons
         return tl.where(x > 0.0, x, x * A)
     elif KIND == "hardswish":
         return x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * 0.16666666666666666
+    elif KIND == "hardsigmoid":
+        return divide(tl.where(x > -3.0, tl.where(x < 3.0, x + 3.0, tl.where(x == x, 6.0, x)), 0.0), 6.0, FAST)
+    elif KIND == "elu":
+        return tl.where(x <= 0.0, A * expm1(x), x)
+    elif KIND == "selu":
+        return B * tl.where(x <= 0.0, A * expm1(x), x)
+    elif KIND == "softplus":
+        z = x * A
+        return tl.where(z > B, x, divide(tl.maximum(z, 0.0) + log1p(exp(-tl.abs(z), FAST)), A, FAST))
+    elif KIND == "softsign":
+        return divide(x, 1.0 + tl.abs(x), FAST)
     elif KIND == "sigmoid":
         return sigmoid(x, FAST)
     elif KIND == "tanh":
@@ -119,6 +131,18 @@ def derivative(
         return tl.where(x > 0.0, 1.0, A)
     elif KIND == "hardswish":
         return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, divide(x, 3.0, FAST) + 0.5, 1.0))
+    elif KIND == "hardsigmoid":
+        return tl.where((x > -3.0) & (x < 3.0), 0.16666666666666666, 0.0)
+    elif KIND == "elu":
+        return tl.where(x <= 0.0, A * exp(x, FAST), 1.0)
+    elif KIND == "selu":
+        return tl.where(x <= 0.0, A * B * exp(x, FAST), B)
+    elif KIND == "softplus":
+        z = x * A
+        return tl.where(z > B, 1.0, sigmoid(z, FAST))
+    elif KIND == "softsign":
+        root = divide(1.0, 1.0 + tl.abs(x), FAST)
+        return tl.where(root == 0.0, float("nan"), root * root)
     elif KIND == "sigmoid":
         s = sigmoid(x, FAST)
         return (1.0 - s) * s
@@ -158,7 +182,7 @@ def _activation_kernel(
 
 def constants(kind: str, options: tuple[float, ...] | list[float]) -> tuple[float, float]:
     """The two that the kernels take."""
-    low, high, *_ = (*(_LAPLACE if kind == "laplace" else options), 0.0, 0.0)
+    low, high, *_ = (*{"laplace": _LAPLACE, "selu": SELU}.get(kind, options), 0.0, 0.0)
     return low, high
 
 
@@ -207,7 +231,7 @@ def activation_derivative(x: Tensor, kind: str, options: tuple[float, ...] = ())
 
 
 # of the kinds that have options; bounds that every dtype holds, because torch compares in the tensor's
-OPTIONS = {"gelu_clipped": (-0.125, 2.0), "leaky_relu": (0.01,)}
+OPTIONS = {"gelu_clipped": (-0.125, 2.0), "leaky_relu": (0.01,), "elu": (1.0,), "softplus": (1.0, 20.0)}
 # a stock forward of every kind: of torch where it has one, else as transformers composes it
 STOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -222,6 +246,11 @@ STOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu6": functional.relu6,
     "leaky_relu": functional.leaky_relu,
     "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
+    "elu": functional.elu,
+    "selu": functional.selu,
+    "softplus": functional.softplus,
+    "softsign": functional.softsign,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),

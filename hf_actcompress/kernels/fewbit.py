@@ -29,6 +29,7 @@ from ..reference.fewbit import (
     fewbit_levels,
     fewbit_stored_bits,
     flat_code,
+    two_values,
 )
 from ..reference.tables.fewbit import CENTRES, GRIDS, PRIMITIVE_STEPS
 from .activation import OPTIONS, STOCKS, constants, derivative
@@ -50,7 +51,7 @@ def _cell(x, BORDERS: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _code(x, scale_ptr, row, inside, MODE: tl.constexpr, TABLE: tl.constexpr, COUNT: tl.constexpr,
           KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FLAT: tl.constexpr):  # fmt: skip
-    """TABLE: the borders, or for "grid" its zero and step, for "centred" the borders and the centre."""
+    """TABLE: the borders; for "grid" its zero and step, for "centred" the borders and the centre, or the two values."""
     if MODE == "steps" or MODE == "centred":
         code = _cell(tl.abs(x - TABLE[COUNT]) if MODE == "centred" else x, TABLE, COUNT)
         if FLAT >= 0:
@@ -66,7 +67,7 @@ def _code(x, scale_ptr, row, inside, MODE: tl.constexpr, TABLE: tl.constexpr, CO
             code = nearest_integer(tl.minimum(tl.maximum(place, 0.0), 1024.0)) - 256.0 + TABLE[0]
             return as_code(tl.minimum(tl.maximum(code, 0.0), 255.0))
         elif MODE == "two_valued":
-            return (slope == 1.0).to(tl.int32)
+            return (slope != TABLE[0]).to(tl.int32)
         else:
             tl.static_assert(MODE == "scaled")
             scale = tl.load(scale_ptr + row, mask=inside, other=1.0)
@@ -130,7 +131,7 @@ def _bwd_kernel(
 def _encoding(kind: str, options: list[float], bits: int, method: str) -> tuple[str, tuple[float, ...], int, int]:
     """MODE, TABLE, COUNT and FLAT of the kernel of codes."""
     if kind in TWO_VALUED:
-        return "two_valued", (), 0, -1
+        return "two_valued", two_values(kind, tuple(options)), 0, -1
     if kind in UNBOUNDED:
         return "scaled", (), 2**bits - 1, -1
     base = TABLE.get(kind, kind)

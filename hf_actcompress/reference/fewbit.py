@@ -22,7 +22,9 @@ from .tables.fewbit import CENTRES, GRIDS, LEVELS, PRIMITIVE_STEPS, STEPS
 FEWBIT_METHODS: dict[str, tuple[int, ...]] = {"steps": (1, 2, 3, 4), "values": (2, 3, 4, 8), "relus": (2,)}
 
 # f' takes two values and one bit is exact, whatever was asked
-TWO_VALUED = ("relu", "relu6", "leaky_relu")
+TWO_VALUED = ("relu", "relu6", "leaky_relu", "hardsigmoid")
+# kinds with constants of which the table holds for these alone
+TABLE_OPTIONS = {"elu": (1.0,), "softplus": (1.0, 20.0)}
 # f' outside the bounds is 0
 CLIPPED = ("gelu_clipped",)
 # the row whose table is used
@@ -55,7 +57,7 @@ def fewbit_codes(
     x = (x if x.dtype == torch.float64 else x.float()).contiguous()
     scale = None
     if kind in TWO_VALUED:
-        codes = activation_bwd(torch.ones_like(x), x, kind, options) == 1
+        codes = activation_bwd(torch.ones_like(x), x, kind, options) != two_values(kind, options)[0]
     elif kind in UNBOUNDED:
         slope = activation_bwd(torch.ones_like(x), x, kind, options)
         scale = _row_maximum(slope).div_(2**bits - 1)
@@ -81,6 +83,11 @@ def fewbit_bwd(
     if scale is not None:
         factor = factor * scale
     return (dy.to(wide) * factor).to(dy.dtype)
+
+
+def two_values(kind: str, options: tuple[float, ...]) -> tuple[float, float]:
+    """The two that f' takes."""
+    return options[0] if kind == "leaky_relu" else 0.0, 1 / 6 if kind == "hardsigmoid" else 1.0
 
 
 def _one_or_nan(x: Tensor, kind: str, options: tuple[float, ...]) -> Tensor:
@@ -135,7 +142,7 @@ def fewbit_borders(kind: str, bits: int, method: str) -> tuple[float, ...]:
 def fewbit_levels(kind: str, options: tuple[float, ...], bits: int, method: str) -> tuple[float, ...]:
     """What each code stands for; times its row's scale where f' has no bound."""
     if kind in TWO_VALUED:
-        return (options[0] if kind == "leaky_relu" else 0.0, 1.0)
+        return two_values(kind, options)
     if kind in UNBOUNDED:
         return tuple(float(code) for code in range(2**bits))
     base = TABLE.get(kind, kind)
