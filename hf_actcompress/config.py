@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from .codecs import CODECS, Codec, Offload
+from .codecs import CODECS, Codec, Offload, RowSample
 from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
@@ -60,6 +60,12 @@ class CompressionConfig:
         checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, whoever asked for the
             checkpointing (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer
             is computed again from what was stored.
+        gradient_norms: For a codec of `linear` that samples tokens: how many samples to remember; 0 is off. A token
+            then counts by the norm of x times that of its gradient when the same sample came last (WTA-CRS), which
+            helps from the second epoch on. A sample is known by a hash of its `input_ids` (or what the model's main
+            input is), so nothing has to be numbered; where each epoch cuts, masks or augments anew, none is met again.
+            Takes 4 bytes per sample, token and linear layer on the host, and a copy of the ids to the host per forward.
+            Not in compiled graphs, which sample by x alone.
         net: Look at what code without a rule saves, too: keep nothing of it that can be computed again bit by bit, and
             the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
             `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
@@ -73,8 +79,8 @@ class CompressionConfig:
             (Qwen3) are kept once more, rotated.
 
     Raises:
-        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role, or
-            a variant that is not in ``VARIANTS``.
+        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
+            `gradient_norms` with one that samples no tokens, or a variant that is not in ``VARIANTS``.
     """
 
     linear: str = "identity"
@@ -92,6 +98,7 @@ class CompressionConfig:
     drop_padding: bool = False
     checkpoint: tuple[str, ...] = ()
     checkpoint_input: str = "identity"
+    gradient_norms: int = 0
     net: bool = True
     selective: bool = True
     programs: bool = False
@@ -103,6 +110,9 @@ class CompressionConfig:
             if role not in CODEC_ROLES:
                 raise UnknownOptionError("role of an override", role, CODEC_ROLES)
             _check_codec(role, codec)
+        sampling = [name for name, codec in CODECS.items() if isinstance(codec, RowSample)]
+        if self.gradient_norms and self.linear not in sampling:
+            raise UnknownOptionError("codec for linear under gradient_norms", self.linear, sampling)
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)
@@ -186,6 +196,7 @@ PRESETS: dict[str, CompressionConfig] = {
     "blocksparse": CompressionConfig(linear="block30", derive_linear=False),
     "pooled": CompressionConfig(linear="pool2", derive_linear=False),
     "sampled": CompressionConfig(linear="wtacrs30", derive_linear=False),
+    "wtacrs": CompressionConfig(linear="wtacrs30", derive_linear=False, gradient_norms=16384),
 }
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import activations as hf
 from transformers.pytorch_utils import Conv1D
 
-from ..codecs import CODECS, IDENTITY, Codec
+from ..codecs import CODECS, IDENTITY, Codec, RowSample
+from ..codecs.gradient_norms import RememberedNorms
 from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import ActivationMixin, Conv2dMixin, DropoutMixin, LayerNormMixin, LinearMixin
@@ -93,6 +94,8 @@ def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:
         return Site(
             LinearMixin, Settings("linear", variant, note=f"keeps its input: {config.linear} is for feature maps")
         )
+    if config.gradient_norms and isinstance(codec, RowSample):
+        codec = replace(codec, norms=RememberedNorms(config.gradient_norms))
     keeps = "input" if config.derive_linear else "encoded"
     return Site(LinearMixin, Settings("linear", variant, codec=codec, keeps=keeps))
 
