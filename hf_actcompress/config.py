@@ -110,9 +110,8 @@ class CompressionConfig:
             if role not in CODEC_ROLES:
                 raise UnknownOptionError("role of an override", role, CODEC_ROLES)
             _check_codec(role, codec)
-        sampling = [name for name, codec in CODECS.items() if isinstance(codec, RowSample)]
-        if self.gradient_norms and self.linear not in sampling:
-            raise UnknownOptionError("codec for linear under gradient_norms", self.linear, sampling)
+        if self.gradient_norms and self.linear not in _sampling():
+            raise UnknownOptionError("codec for linear under gradient_norms", self.linear, _sampling())
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)
@@ -131,7 +130,10 @@ class CompressionConfig:
     def at(self, module: str) -> CompressionConfig:
         """The config of the module of that name: this one, with the overrides that hold there."""
         found = {role: codec for part, role, codec in self.overrides if f".{part}." in f".{module}."}
-        return replace(self, **found) if found else self  # type: ignore[arg-type]
+        if not found:
+            return self
+        norms = self.gradient_norms if found.get("linear", self.linear) in _sampling() else 0
+        return replace(self, **found, gradient_norms=norms)  # type: ignore[arg-type]
 
     @property
     def lossless(self) -> bool:
@@ -147,6 +149,10 @@ class CompressionConfig:
     def _codecs(self) -> list[Codec]:
         names = [self.other, *(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
         return [CODECS[name] for name in names]
+
+
+def _sampling() -> list[str]:
+    return [name for name, codec in CODECS.items() if isinstance(codec, RowSample)]
 
 
 def _check_codec(role: str, codec: str) -> None:
