@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from .codecs import CODECS, Codec, Offload
+from .codecs import CODECS, Codec, Offload, RowSample
 from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
@@ -60,6 +60,12 @@ class CompressionConfig:
         checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, whoever asked for the
             checkpointing (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer
             is computed again from what was stored.
+        gradient_norms: For a codec of `linear` that samples tokens: how many samples to remember; 0 is off. A token
+            then counts by the norm of x times that of its gradient when the same sample came last (WTA-CRS), which
+            helps from the second epoch on. A sample is known by a hash of its `input_ids` (or what the model's main
+            input is), so nothing has to be numbered; where each epoch cuts, masks or augments anew, none is met again.
+            Takes 4 bytes per sample, token and linear layer on the host, and a copy of the ids to the host per forward.
+            Not in compiled graphs, which sample by x alone.
         net: Look at what code without a rule saves, too: keep nothing of it that can be computed again bit by bit, and
             the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
             `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
@@ -73,8 +79,8 @@ class CompressionConfig:
             (Qwen3) are kept once more, rotated.
 
     Raises:
-        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role, or
-            a variant that is not in ``VARIANTS``.
+        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
+            `gradient_norms` with one that samples no tokens, or a variant that is not in ``VARIANTS``.
     """
 
     linear: str = "identity"
@@ -92,6 +98,7 @@ class CompressionConfig:
     drop_padding: bool = False
     checkpoint: tuple[str, ...] = ()
     checkpoint_input: str = "identity"
+    gradient_norms: int = 0
     net: bool = True
     selective: bool = True
     programs: bool = False
@@ -103,6 +110,8 @@ class CompressionConfig:
             if role not in CODEC_ROLES:
                 raise UnknownOptionError("role of an override", role, CODEC_ROLES)
             _check_codec(role, codec)
+        if self.gradient_norms and self.linear not in _sampling():
+            raise UnknownOptionError("codec for linear under gradient_norms", self.linear, _sampling())
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)
@@ -121,7 +130,10 @@ class CompressionConfig:
     def at(self, module: str) -> CompressionConfig:
         """The config of the module of that name: this one, with the overrides that hold there."""
         found = {role: codec for part, role, codec in self.overrides if f".{part}." in f".{module}."}
-        return replace(self, **found) if found else self  # type: ignore[arg-type]
+        if not found:
+            return self
+        norms = self.gradient_norms if found.get("linear", self.linear) in _sampling() else 0
+        return replace(self, **found, gradient_norms=norms)  # type: ignore[arg-type]
 
     @property
     def lossless(self) -> bool:
@@ -137,6 +149,10 @@ class CompressionConfig:
     def _codecs(self) -> list[Codec]:
         names = [self.other, *(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
         return [CODECS[name] for name in names]
+
+
+def _sampling() -> list[str]:
+    return [name for name, codec in CODECS.items() if isinstance(codec, RowSample)]
 
 
 def _check_codec(role: str, codec: str) -> None:
@@ -186,6 +202,7 @@ PRESETS: dict[str, CompressionConfig] = {
     "blocksparse": CompressionConfig(linear="block30", derive_linear=False),
     "pooled": CompressionConfig(linear="pool2", derive_linear=False),
     "sampled": CompressionConfig(linear="wtacrs30", derive_linear=False),
+    "wtacrs": CompressionConfig(linear="wtacrs30", derive_linear=False, gradient_norms=16384),
 }
 
 

@@ -126,7 +126,7 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
             unpatch_instance(module)  # type: ignore[arg-type]
         local = config.at(name)
         if id(module) in of_rank:
-            local = replace(local, linear="identity", derive_linear=True)
+            local = replace(local, linear="identity", derive_linear=True, gradient_norms=0)
         found = find_head(module, local) if id(module) in heads else None
         if not isinstance(found, Site):
             found = find_checkpoint_input(module, local) or find_site(module, local)

@@ -8,7 +8,7 @@ CENTRES those centres.
 LEVELS  2**k levels for the *value* of f', with the smallest integral of the squared difference when each f' goes to the
         nearest level. These codes need not be intervals of x: both sides of a bump share their levels. The weight is
         that of x ~ N(0, 1) plus a tenth everywhere; a level next to 0 or 1 is moved onto it, so that dead units leak
-        nothing.
+        nothing. (SELU's active units have another slope than 1, which is a level in its place.)
 GRIDS   a uniform grid for the value of f' at 8 bits: levels (j - zero) * step, j = 0 .. 255, 0 and 1 among them.
 PRIMITIVE_STEPS   the derivative of the sum of three ReLUs nearest to f itself (ReGELU2, ReSiLU2, arXiv 2406.16282).
 
@@ -32,7 +32,9 @@ Function = Callable[[Tensor], Tensor]
 # where f' tends to constants, so wide that the outer levels are those; narrower for f' ~ 1 / sqrt(x)
 REACH = 100.0
 REACHES = {"sqrt_softplus": 10.0}
-CENTRES = {"sigmoid": 0.0, "tanh": 0.0, "laplace": 0.707107}
+CENTRES = {"sigmoid": 0.0, "tanh": 0.0, "laplace": 0.707107, "softsign": 0.0}
+# f' of active units where it is not 1
+SLOPES = {"selu": 1.0507009873554804934193349852946}
 TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "reference" / "tables" / "fewbit.py"
 # 5-point Gauss-Legendre on [-1, 1]
 NODES = torch.tensor([-0.906179845938664, -0.5384693101056831, 0.0, 0.5384693101056831, 0.906179845938664]).double()
@@ -63,6 +65,10 @@ ACTIVATIONS: dict[str, Function] = {
     "silu": functional.silu,
     "mish": functional.mish,
     "hardswish": functional.hardswish,
+    "elu": functional.elu,
+    "selu": functional.selu,
+    "softplus": functional.softplus,
+    "softsign": functional.softsign,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "quick_gelu": _quick_gelu,
@@ -164,7 +170,9 @@ def value_levels(name: str, bits: int) -> list[float]:
     w, s, q = (m[None, :] - m[:, None] for m in moments)
     edges = best_partition(torch.where(w > 0, q - s.square() / w, math.inf), 2**bits)
     levels = [(s[a, b] / w[a, b]).item() for a, b in pairwise(edges)]
-    return [float(round(level)) if abs(level - round(level)) < 0.005 else level for level in levels]
+    unit = SLOPES.get(name, 1.0)
+    whole = [unit * round(level / unit) for level in levels]
+    return [near if abs(level - near) < 0.005 else level for level, near in zip(levels, whole, strict=True)]
 
 
 def value_grid(name: str) -> tuple[int, float]:
@@ -172,7 +180,7 @@ def value_grid(name: str) -> tuple[int, float]:
     slope = derivative(ACTIVATIONS[name], base_grid())
     low, high = slope.min().item(), slope.max().item()
     # as many steps between 0 and 1 (or the greatest slope, where that is less) as leave room below and above
-    unit = 1.0 if high >= 1 else high
+    unit = min(SLOPES.get(name, 1.0), high)
     steps = 255
     while math.ceil(-low / unit * steps - 1e-9) + math.ceil(high / unit * steps - 1e-9) > 255:
         steps -= 1
@@ -204,8 +212,7 @@ def _numbers(values: list[float]) -> str:
 
 
 def _pair(indent: str, key: str, borders: list[float], levels: list[float]) -> list[str]:
-    rows = [f"{indent}{key}: (", f"{indent}    {_numbers(borders)},", f"{indent}    {_numbers(levels)},", f"{indent}),"]
-    return rows
+    return [f"{indent}{key}: ({_numbers(borders)},", f"{indent}    {_numbers(levels)}),"]
 
 
 def _source() -> str:

@@ -32,12 +32,7 @@ class SiteNorms:
     def expect(self, rows: int, samples: Tensor) -> Tensor:
         """What to multiply the norms of x [rows] by; for samples that were not here yet the mean of those that were."""
         self.awaited[samples] = True
-        norms, seen = self.squares[samples, : rows // len(samples)].sqrt(), self.seen[samples]
-        if not seen.any():
-            return torch.ones(rows)
-        mean = norms[seen].mean()
-        norms = torch.where(seen.unsqueeze(1), norms, mean) + _FLOOR * mean
-        return norms.flatten() if float(mean) > 0 else torch.ones(rows)
+        return _factors(self.squares[samples, : rows // len(samples)].sqrt(), self.seen[samples])
 
     def note(self, dy: Tensor, samples: Tensor) -> None:
         """Add the squares of dy [rows, O] to those of the other consumers of the same x."""
@@ -49,6 +44,76 @@ class SiteNorms:
         # of a batch with loss scaling that overflowed, nothing is learnt
         self.squares[samples, :positions] = torch.where(squares.isfinite(), before + squares, before)
         self.awaited[samples], self.seen[samples] = False, True
+
+
+def _factors(norms: Tensor, seen: Tensor) -> Tensor:
+    """Norms [B, T] as factors [B T]; for the samples [B] that were not `seen` the mean of the others."""
+    if not seen.any():
+        return torch.ones(norms.numel())
+    mean = norms[seen].mean()
+    norms = torch.where(seen.unsqueeze(1), norms, mean) + _FLOOR * mean
+    return norms.flatten() if float(mean) > 0 else torch.ones(norms.numel())
+
+
+class RememberedNorms(SiteNorms):
+    """The same of the last `capacity` samples that came, by numbers that tell them apart, such as hashes.
+
+    It grows in backward, by 4 bytes per sample and position on the host. A copy (deepcopy, pickle) starts empty: it is
+    of another training, and what was learnt here lowers no error there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(0, 0)
+        self.capacity = capacity
+        # number of a sample -> its row; the numbers of the rows, and how many were ever given a row
+        self._row: dict[int, int] = {}
+        self._numbers: list[int] = []
+        self._given = 0
+
+    def __reduce__(self) -> tuple[type[RememberedNorms], tuple[int]]:
+        return RememberedNorms, (self.capacity,)
+
+    def fits(self, rows: int, samples: Tensor) -> bool:
+        return rows % len(samples) == 0
+
+    def expect(self, rows: int, samples: Tensor) -> Tensor:
+        at = torch.tensor([self._row.get(number, -1) for number in samples.tolist()])
+        known = at >= 0
+        self.awaited[at[known]] = True
+        norms = torch.zeros(len(samples), rows // len(samples))
+        before = self.squares[at[known], : norms.size(1)].sqrt()
+        norms[known, : before.size(1)] = before
+        return _factors(norms, known)
+
+    def note(self, dy: Tensor, samples: Tensor) -> None:
+        at = torch.tensor([self._row_of(number) for number in samples.tolist()])
+        self._grow(dy.size(0) // len(samples))
+        super().note(dy, at)
+
+    def _row_of(self, number: int) -> int:
+        """The row of a sample; of a new one the next, or the oldest one's where all are taken."""
+        if number not in self._row:
+            row = self._given % self.capacity
+            self._given += 1
+            if row < len(self._numbers):
+                del self._row[self._numbers[row]]
+                self._numbers[row] = number
+                self.awaited[row] = True
+            else:
+                self._numbers.append(number)
+            self._row[number] = row
+        return self._row[number]
+
+    def _grow(self, positions: int) -> None:
+        rows, columns = self.squares.shape
+        wanted = rows if len(self._numbers) <= rows else min(self.capacity, max(2 * rows, len(self._numbers)))
+        if wanted == rows and positions <= columns:
+            return
+        pad = torch.nn.functional.pad
+        self.squares = pad(self.squares, (0, max(positions - columns, 0), 0, wanted - rows))
+        self.seen = pad(self.seen, (0, wanted - rows))
+        # the first gradient of a row is the first of its sample
+        self.awaited = pad(self.awaited, (0, wanted - rows), value=True)
 
 
 class _State(threading.local):

@@ -17,6 +17,13 @@ DRAWS = ("independent", "stratified")
 
 
 @dataclass(frozen=True)
+class SampledMeta(TensorMeta):
+    """Of rows whose sequences are known by number."""
+
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class RowSample(Codec):
     """Keep a fixed number of tokens, chosen by their norms, scaled so that the weight gradient is right on average.
 
@@ -24,9 +31,9 @@ class RowSample(Codec):
     The weights are folded into the kept rows. The best probabilities would have the norm of dy as a factor, which the
     forward does not know; that of x alone costs variance, never bias. One tensor has one sample, whoever uses it.
     With `norms`, as the paper has it, the factor is what dy was when the same sample came last: see
-    ``training.GradientNorms``, which is for several epochs over a data set of samples that stay what they are.
+    ``CompressionConfig.gradient_norms``, and ``training.GradientNorms`` for those who number their samples.
 
-    Bytes: ``f (b + 4 / D)`` per element of b bytes, f the kept fraction; with `norms` 8 per sequence.
+    Bytes: ``f (b + 4 / D)`` per element of b bytes, f the kept fraction.
     Bias: none in dW (of any number of tokens). The rounding of the scaled rows to x's dtype is to nearest. A row that
         is drawn has the mean norm over f: in fp16 that can overflow, which shows as inf.
     Source: WTA-CRS (arXiv 2305.15265); column-row sampling, Drineas et al. (2006).
@@ -63,22 +70,30 @@ class RowSample(Codec):
         meta = TensorMeta.of(x)
         rows, k = x.reshape(meta.rows, meta.features), kept(self.fraction, meta.rows)
         pack, stratified = implementation("row_sample_pack", x), self.draws == "stratified"
-        samples = samples_now() if self.norms is not None and not torch.compiler.is_compiling() else None
+        samples = self._samples()
         if self.norms is None or samples is None or not self.norms.fits(meta.rows, samples):
             return drawn_from(self.generators, pack, rows, k, self.winner_take_all, stratified), meta
         factor = self.norms.expect(meta.rows, samples).to(x.device)
-        return (*drawn_from(self.generators, pack, rows, k, self.winner_take_all, stratified, factor), samples), meta
+        tensors = drawn_from(self.generators, pack, rows, k, self.winner_take_all, stratified, factor)
+        return tensors, SampledMeta(meta.shape, meta.dtype, tuple(samples.tolist()))
+
+    def _samples(self) -> Tensor | None:
+        """Numbers [B] of the sequences that are packed now, if somebody has said which they are."""
+        if self.norms is None or torch.compiler.is_compiling():
+            return None
+        samples = samples_now()
+        return samples if samples is not None or self.generators is None else self.generators.samples
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
         known = meta_of(meta)
-        rows: Tensor = implementation("row_sample_unpack", tensors[0])(*tensors[:2], known.rows)
+        rows: Tensor = implementation("row_sample_unpack", tensors[0])(*tensors, known.rows)
         return rows.view(known.shape)
 
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         rows = dy.reshape(-1, dy.size(-1))
-        if self.norms is not None and len(tensors) > 2:
-            self.norms.note(rows, tensors[2])
-        out: Tensor = implementation("row_sample_grad_weight", dy)(rows, *tensors[:2])
+        if self.norms is not None and isinstance(meta, SampledMeta):
+            self.norms.note(rows, torch.tensor(meta.samples))
+        out: Tensor = implementation("row_sample_grad_weight", dy)(rows, *tensors)
         return out
 
     def drawing_from(self, generators: Generators) -> Codec:

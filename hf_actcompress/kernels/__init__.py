@@ -59,7 +59,22 @@ KERNELS: dict[str, str] = {
 
 # the kinds for which torch has one kernel of its own: as fast, and bit-equal to stock
 _TORCH_ACTIVATIONS = frozenset(
-    {"gelu", "gelu_tanh", "silu", "mish", "relu", "relu6", "leaky_relu", "hardswish", "sigmoid", "tanh"}
+    {
+        "gelu",
+        "gelu_tanh",
+        "silu",
+        "mish",
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "hardswish",
+        "hardsigmoid",
+        "elu",
+        "selu",
+        "softplus",
+        "sigmoid",
+        "tanh",
+    }  # fmt: skip
 )
 TORCH_HAS: dict[str, frozenset[str]] = {
     "activation_bwd": _TORCH_ACTIVATIONS,

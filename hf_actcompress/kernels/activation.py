@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, exp, log1p, on, sigmoid, tanh, traced
+from ..reference.activation import SELU
+from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
 
 _LAPLACE = (0.707107, 0.282095)
 
@@ -52,7 +53,9 @@ def value(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.cons
     elif KIND == "gelu_tanh" or KIND == "gelu_new":
         return 0.5 * x * (1.0 + _tanh_inner(x, FAST))
     elif KIND == "gelu_clipped":
-        return tl.minimum(tl.maximum(x * _cdf(x), A), B)
+        y = x * _cdf(x)
+        # on a GPU the maximum of NaN and a number is the number
+        return tl.where(y == y, tl.minimum(tl.maximum(y, A), B), y)
     elif KIND == "silu":
         return x * sigmoid(x, FAST)
     elif KIND == "mish":
@@ -67,6 +70,17 @@ def value(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.cons
         return tl.where(x > 0.0, x, x * A)
     elif KIND == "hardswish":
         return x * tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * 0.16666666666666666
+    elif KIND == "hardsigmoid":
+        return divide(tl.where(x > -3.0, tl.where(x < 3.0, x + 3.0, tl.where(x == x, 6.0, x)), 0.0), 6.0, FAST)
+    elif KIND == "elu":
+        return tl.where(x <= 0.0, A * expm1(x), x)
+    elif KIND == "selu":
+        return B * tl.where(x <= 0.0, A * expm1(x), x)
+    elif KIND == "softplus":
+        z = x * A
+        return tl.where(z > B, x, divide(tl.maximum(z, 0.0) + log1p(exp(-tl.abs(z), FAST)), A, FAST))
+    elif KIND == "softsign":
+        return divide(x, 1.0 + tl.abs(x), FAST)
     elif KIND == "sigmoid":
         return sigmoid(x, FAST)
     elif KIND == "tanh":
@@ -90,7 +104,8 @@ def derivative(
         slope = cdf + x * exp(-0.5 * x * x, FAST) * 0.3989422804014327
         if KIND == "gelu_clipped":
             y = cast(x * cdf, DTYPE).to(tl.float32)
-            slope = tl.where((y >= A) & (y <= B), slope, 0.0)
+            # a product, as in torch: of inf it is NaN
+            slope *= tl.where((y >= A) & (y <= B), 1.0, 0.0)
         return slope
     elif KIND == "gelu_tanh" or KIND == "gelu_new":
         t = _tanh_inner(x, FAST)
@@ -103,7 +118,9 @@ def derivative(
         # 1 - t * t without the difference of two numbers near one: 1 - t is 2 / (n + 2)
         e = exp(tl.minimum(x, 20.0), FAST)
         rest = divide(2.0, e * (e + 2.0) + 2.0, FAST)
-        return t + x * sigmoid(x, FAST) * (rest * (2.0 - rest))
+        slope = t + x * sigmoid(x, FAST) * (rest * (2.0 - rest))
+        # inf * 0 in torch
+        return tl.where(x == float("inf"), float("nan"), slope)
     elif KIND == "relu":
         return tl.where(x <= 0.0, 0.0, 1.0)
     elif KIND == "relu_squared":
@@ -114,6 +131,18 @@ def derivative(
         return tl.where(x > 0.0, 1.0, A)
     elif KIND == "hardswish":
         return tl.where(x <= -3.0, 0.0, tl.where(x < 3.0, divide(x, 3.0, FAST) + 0.5, 1.0))
+    elif KIND == "hardsigmoid":
+        return tl.where((x > -3.0) & (x < 3.0), 0.16666666666666666, 0.0)
+    elif KIND == "elu":
+        return tl.where(x <= 0.0, A * exp(x, FAST), 1.0)
+    elif KIND == "selu":
+        return tl.where(x <= 0.0, A * B * exp(x, FAST), B)
+    elif KIND == "softplus":
+        z = x * A
+        return tl.where(z > B, 1.0, sigmoid(z, FAST))
+    elif KIND == "softsign":
+        root = divide(1.0, 1.0 + tl.abs(x), FAST)
+        return tl.where(root == 0.0, float("nan"), root * root)
     elif KIND == "sigmoid":
         s = sigmoid(x, FAST)
         return (1.0 - s) * s
@@ -153,7 +182,7 @@ def _activation_kernel(
 
 def constants(kind: str, options: tuple[float, ...] | list[float]) -> tuple[float, float]:
     """The two that the kernels take."""
-    low, high, *_ = (*(_LAPLACE if kind == "laplace" else options), 0.0, 0.0)
+    low, high, *_ = (*{"laplace": _LAPLACE, "selu": SELU}.get(kind, options), 0.0, 0.0)
     return low, high
 
 
@@ -202,7 +231,7 @@ def activation_derivative(x: Tensor, kind: str, options: tuple[float, ...] = ())
 
 
 # of the kinds that have options; bounds that every dtype holds, because torch compares in the tensor's
-OPTIONS = {"gelu_clipped": (-0.125, 2.0), "leaky_relu": (0.01,)}
+OPTIONS = {"gelu_clipped": (-0.125, 2.0), "leaky_relu": (0.01,), "elu": (1.0,), "softplus": (1.0, 20.0)}
 # a stock forward of every kind: of torch where it has one, else as transformers composes it
 STOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -217,6 +246,11 @@ STOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu6": functional.relu6,
     "leaky_relu": functional.leaky_relu,
     "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
+    "elu": functional.elu,
+    "selu": functional.selu,
+    "softplus": functional.softplus,
+    "softsign": functional.softsign,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.block_sparse import block_sparse_pack
+from ..reference.not_finite import nothing
 from .common import as_rows, on, traced
 from .linear import (
     add_product,
@@ -97,7 +98,9 @@ def _block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, feature
         order, edges = places.to(torch.int32), torch.searchsorted(columns, at, out_int32=True)
         index = index[places]
     block = (index // across).to(torch.int32)
-    return gathered(dy, values, order, block, edges, features, tiles * br // across)
+    dweight = gathered(dy, values, order, block, edges, features, tiles * br // across)
+    # every column has a tile that says whether x was finite; by another quota some may have none
+    return dweight if quota == "column" else dweight.add_(nothing(values, 1))
 
 
 def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:

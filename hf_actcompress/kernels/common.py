@@ -159,6 +159,16 @@ def tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def expm1(x):
+    if INTERPRETED:
+        wide = x.to(tl.float64)
+        near = wide * (1.0 + wide * (0.5 + wide * (1.0 / 6.0)))
+        return tl.where(tl.abs(x) < 1e-4, near, tl.exp(wide) - 1.0).to(tl.float32)
+    else:
+        return libdevice.expm1(x)
+
+
+@triton.jit
 def log1p(x):
     """For x >= 0."""
     if INTERPRETED:

@@ -6,6 +6,8 @@ and an f' that lies within those of a border may get the neighbouring code, whic
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.activation import activation_bwd
 from ..reference.bits import packed_bytes
 from ..reference.fewbit import (
     CLIPPED,
@@ -26,6 +29,7 @@ from ..reference.fewbit import (
     fewbit_levels,
     fewbit_stored_bits,
     flat_code,
+    two_values,
 )
 from ..reference.tables.fewbit import CENTRES, GRIDS, PRIMITIVE_STEPS
 from .activation import OPTIONS, STOCKS, constants, derivative
@@ -47,7 +51,7 @@ def _cell(x, BORDERS: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _code(x, scale_ptr, row, inside, MODE: tl.constexpr, TABLE: tl.constexpr, COUNT: tl.constexpr,
           KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FLAT: tl.constexpr):  # fmt: skip
-    """TABLE: the borders, or for "grid" its zero, step and largest code, for "centred" the centre and the borders."""
+    """TABLE: the borders; for "grid" its zero and step, for "centred" the borders and the centre, or the two values."""
     if MODE == "steps" or MODE == "centred":
         code = _cell(tl.abs(x - TABLE[COUNT]) if MODE == "centred" else x, TABLE, COUNT)
         if FLAT >= 0:
@@ -63,25 +67,34 @@ def _code(x, scale_ptr, row, inside, MODE: tl.constexpr, TABLE: tl.constexpr, CO
             code = nearest_integer(tl.minimum(tl.maximum(place, 0.0), 1024.0)) - 256.0 + TABLE[0]
             return as_code(tl.minimum(tl.maximum(code, 0.0), 255.0))
         elif MODE == "two_valued":
-            return (slope == 1.0).to(tl.int32)
+            return (slope != TABLE[0]).to(tl.int32)
         else:
             tl.static_assert(MODE == "scaled")
             scale = tl.load(scale_ptr + row, mask=inside, other=1.0)
-            return as_code(nearest_integer(tl.math.div_rn(slope, tl.maximum(scale, _TINY))))
+            place = tl.math.div_rn(slope, tl.maximum(scale, _TINY))
+            # inf / inf: the code of the largest, whose slope is inf again
+            return as_code(nearest_integer(tl.where(place == place, place, COUNT * 1.0)))
 
 
 @triton.jit
 def _codes_kernel(
     x_ptr, scale_ptr, codes_ptr, count, width, bytes, high_bytes,
     MODE: tl.constexpr, TABLE: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    FLAT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    FLAT: tl.constexpr, KNOWN: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """KNOWN: see `_known_slopes`; where f' is NaN, that is noted in `scale`, where it has one number."""
     start = tl.program_id(0).to(tl.int64)
     at = start * TILE + tl.arange(0, TILE)[None, :]
     inside = at < count
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     code = _code(x, scale_ptr, at // width, inside, MODE, TABLE, COUNT, KIND, A, B, FLAT)
     code = tl.where(inside, code, 0)
+    if MODE != "scaled" and MODE != "two_valued":
+        lost = (x < KNOWN[0]) | (x > KNOWN[1])
+        if KNOWN[2]:
+            lost |= x != x
+        # whoever writes, writes the same
+        tl.store(scale_ptr + at * 0, x * 0.0 + float("nan"), mask=inside & lost)
     field: tl.constexpr = 2 if BITS == 3 else BITS
     place = start * (TILE * field // 8) + tl.arange(0, TILE * field // 8)[None, :]
     tl.store(codes_ptr + place, join_bits(code & (2**field - 1), field, 1, TILE), mask=place < bytes)
@@ -93,8 +106,9 @@ def _codes_kernel(
 @triton.jit
 def _bwd_kernel(
     dy_ptr, codes_ptr, scale_ptr, levels_ptr, dx_ptr, count, width, bytes, high_bytes,
-    SCALED: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    FACTOR: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    """FACTOR: how `scale` multiplies the levels: "none", "one" number for all, or one of each "row"."""
     start = tl.program_id(0).to(tl.int64)
     at = start * TILE + tl.arange(0, TILE)[None, :]
     inside = at < count
@@ -106,7 +120,9 @@ def _bwd_kernel(
         high = tl.load(codes_ptr + bytes + place, mask=place < high_bytes, other=0)
         code |= split_bits(high, 1, 1, TILE) << 2
     level = tl.load(levels_ptr + code)
-    if SCALED:
+    if FACTOR == "one":
+        level *= tl.load(scale_ptr)
+    elif FACTOR == "row":
         level *= tl.load(scale_ptr + at // width, mask=inside, other=0.0)
     dx = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * level
     tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
@@ -115,9 +131,9 @@ def _bwd_kernel(
 def _encoding(kind: str, options: list[float], bits: int, method: str) -> tuple[str, tuple[float, ...], int, int]:
     """MODE, TABLE, COUNT and FLAT of the kernel of codes."""
     if kind in TWO_VALUED:
-        return "two_valued", (), 0, -1
+        return "two_valued", two_values(kind, tuple(options)), 0, -1
     if kind in UNBOUNDED:
-        return "scaled", (), 0, -1
+        return "scaled", (), 2**bits - 1, -1
     base = TABLE.get(kind, kind)
     if method == "values" and bits == 8:
         return "grid", GRIDS[base], 0, -1
@@ -128,6 +144,30 @@ def _encoding(kind: str, options: list[float], bits: int, method: str) -> tuple[
     if base in CENTRES and method == "steps":
         return "centred", (*borders, CENTRES[base]), len(borders), flat
     return "steps", borders, len(borders), flat
+
+
+@cache
+def _known_slopes(kind: str, options: tuple[float, ...]) -> tuple[float, float, bool]:
+    """The least and the greatest number, -inf and inf among them, of which f' is not NaN; whether it is of NaN."""
+
+    def lost(x: float) -> bool:
+        at = torch.tensor([x], dtype=torch.float32, device="cpu")
+        return bool(activation_bwd(torch.ones_like(at), at, kind, options).isnan())
+
+    ends = []
+    for sign in (-1.0, 1.0):
+        # positive numbers are in the order of their bits, which end with those of inf
+        known, end = 0, 0x7F800000
+        while known < end:
+            middle = (known + end + 1) // 2
+            known, end = (known, middle - 1) if lost(sign * _of_bits(middle)) else (middle, end)
+        ends.append(sign * _of_bits(known))
+    return ends[0], ends[1], lost(math.nan)
+
+
+def _of_bits(bits: int) -> float:
+    number: float = struct.unpack("f", struct.pack("I", bits))[0]
+    return number
 
 
 def _field_bytes(x: Tensor, bits: int) -> tuple[int, int]:
@@ -146,8 +186,8 @@ def _row_scale(x: Tensor, bits: int) -> Tensor:
 
 def _fake_codes(x: Tensor, kind: str, options: list[float], bits: int, method: str) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(packed_bytes(x.numel(), fewbit_stored_bits(kind, bits, method)), dtype=torch.uint8)
-    shape = (x.shape[:-1] + (1,) if x.dim() else x.shape) if kind in UNBOUNDED else (0,)
-    return codes, x.new_empty(shape, dtype=torch.float32)
+    shape = (x.shape[:-1] + (1,) if x.dim() else x.shape) if kind in UNBOUNDED else (0 if kind in TWO_VALUED else 1,)
+    return codes, x.new_ones(shape, dtype=torch.float32)
 
 
 @traced(_fake_codes)
@@ -163,7 +203,8 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
             _codes_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
                 x.contiguous(), scale, codes, x.numel(), x.size(-1) if x.dim() else 1, *_field_bytes(x, stored),
                 MODE=mode, TABLE=table, COUNT=count, KIND=kind, A=low, B=high, FLAT=flat,
-                BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+                KNOWN=_known_slopes(kind, tuple(options)), BITS=stored, TILE=POINTWISE_TILE,
+                num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return codes, scale
 
@@ -171,9 +212,9 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
 def fewbit_codes(
     x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed codes of f'(x), and the scale of each row [..., 1] where f' has no bound."""
+    """Packed codes of f'(x) and what multiplies their levels: a number per row, one that is 1 or NaN, or nothing."""
     codes, scale = _fewbit_codes(x, kind, list(options), bits, method)
-    return codes, scale if kind in UNBOUNDED else None
+    return codes, None if kind in TWO_VALUED else scale
 
 
 @cache
@@ -195,11 +236,12 @@ def _fewbit_bwd(
     if dy.numel():
         stored = fewbit_stored_bits(kind, bits, method)
         levels = _levels(kind, tuple(options), bits, method, dy.device)
+        factor = "none" if scale is None else "row" if kind in UNBOUNDED else "one"
         with on(dy):
             _bwd_kernel[(triton.cdiv(dy.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), codes.contiguous(), levels if scale is None else scale.contiguous(), levels, dx,
-                dy.numel(), dy.size(-1) if dy.dim() else 1, *_field_bytes(dy, stored), SCALED=scale is not None,
-                BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+                dy.numel(), dy.size(-1) if dy.dim() else 1, *_field_bytes(dy, stored),
+                FACTOR=factor, BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return dx
 
@@ -236,7 +278,7 @@ def _sample_bwd(device: torch.device, dtype: torch.dtype, rows: int, width: int)
     for kind, bits, method in (("gelu", 1, "steps"), ("silu", 2, "relus"), ("gelu", 3, "steps"), ("silu", 4, "values"),
                                ("mish", 8, "values"), ("relu_squared", 4, "values")):  # fmt: skip
         codes = torch.randint(256, (packed_bytes(dy.numel(), bits),), device=device, dtype=torch.uint8)
-        scale = torch.rand(rows, 1, device=device) if kind in UNBOUNDED else None
+        scale = torch.rand(rows, 1, device=device) if kind in UNBOUNDED else torch.ones(1, device=device)
         yield dy, codes, scale, kind, (), bits, method
 
 

@@ -21,9 +21,9 @@ from .groups import join_bits, split_bits
 def _bits_kernel(x_ptr, bits_ptr, count, bytes, LIMIT: tl.constexpr, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64)
     at = start * TILE + tl.arange(0, TILE)[None, :]
-    # an infinite one is on the right
-    x = tl.load(x_ptr + at, mask=at < count, other=float("inf")).to(tl.float32)
-    packed = join_bits((x < LIMIT).to(tl.int32), 1, 1, TILE)
+    # what is not there is on the right
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    packed = join_bits(((x < LIMIT) | (x == float("inf"))).to(tl.int32), 1, 1, TILE)
     place = start * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
     tl.store(bits_ptr + place, packed, mask=place < bytes)
 
@@ -56,7 +56,9 @@ def _slope(y, left, FIT: tl.constexpr, LEFT: tl.constexpr, INNER: tl.constexpr, 
         right = tl.where(outer, OUTER[8 - i], INNER[8 - i])
         polynomial = polynomial * z + tl.where(left, LEFT[8 - i], right)
     slope = tl.where(left, y * root, root) * polynomial
-    return tl.where((root >= FIT[2]) & (left == 0), 1.0, slope)
+    slope = tl.where((root >= FIT[2]) & (left == 0), 1.0, slope)
+    # on a GPU the maximum of NaN and 0 is 0; an inf on the left is what inf itself is marked as
+    return tl.where((y != y) | (left & (y == float("inf"))), float("nan"), slope)
 
 
 @triton.jit
@@ -101,7 +103,7 @@ def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
 
 
 def activation_output_bits(x: Tensor, kind: str) -> Tensor:
-    """Which elements of x lie left of the minimum of f: uint8, 8 elements per byte."""
+    """Which elements of x lie left of the minimum of f, or are inf: uint8, 8 elements per byte."""
     bits: Tensor = _activation_output_bits(x, kind)
     return bits
 

@@ -52,7 +52,9 @@ def _norm_bwd_kernel(
                 normed = normed - bias
             if HAS_WEIGHT:
                 normed = divide(normed, tl.where(gain == 0.0, 1.0, gain), False)
-                normed = tl.minimum(tl.maximum(normed, -bound), bound)
+                held = tl.minimum(tl.maximum(normed, -bound), bound)
+                # on a GPU the maximum of NaN and a number is the number
+                normed = tl.where(normed == normed, held, normed)
         else:
             if CENTRED:
                 normed -= tl.load(mean_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.not_finite import nothing
 from ..reference.topk import chunked_grad_weight, topk_pack
 from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, on, traced
 from .groups import split_bits
@@ -48,6 +49,9 @@ def _spread_kernel(
     before = tl.load(before_ptr + row * tiles + tile - 1, mask=tile > 0, other=0).to(tl.int64)
     nth = before + tl.cumsum(bits, axis=1) - bits
     value = tl.load(values_ptr + row * kept + nth, mask=(bits != 0) & (nth < kept), other=0.0)
+    # of what is not finite all values are NaN, and so is what was not kept
+    first = tl.load(values_ptr + row * kept, mask=kept > 0, other=0.0).to(tl.float32)
+    value = tl.where(bits != 0, value, (first - first).to(value.dtype))
     col = tile * TILE + tl.arange(0, TILE)[None, :]
     tl.store(out_ptr + row * features + col, value, mask=col < features)
 
@@ -73,7 +77,7 @@ def _topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> 
     (rows, kept), values, where = values.shape, values.contiguous(), where.contiguous()
     options = {"TILE": POINTWISE_TILE, "num_warps": POINTWISE_WARPS, **STRICT}
     if rows * features == 0 or not masked:
-        out, tiles = values.new_zeros(rows, features), triton.cdiv(kept, POINTWISE_TILE)
+        out, tiles = nothing(values, rows, features), triton.cdiv(kept, POINTWISE_TILE)
         if values.numel():
             with on(values):
                 _scatter_kernel[(rows * tiles,)](values, where, out, kept, features, tiles, **options)
@@ -89,7 +93,7 @@ def _topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> 
 
 
 def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
-    """The rows [R, D], zero where nothing was kept."""
+    """The rows [R, D], zero where nothing was kept; all NaN if x had a NaN or inf."""
     rows: Tensor = _topk_unpack(values, where, features, masked)
     return rows
 

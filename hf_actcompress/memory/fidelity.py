@@ -113,7 +113,8 @@ def fidelity_report(
     """Gradient of the patched model against the exact one, on one batch, without training.
 
     Dropout draws the same masks in both, so what differs is what the preset loses. The model's patch, modes,
-    gradients, buffers and the generators are afterwards as before.
+    gradients, buffers and the generators are afterwards as before. Under `gradient_norms` the batch is gone through
+    once before: the figure is that of a later epoch, at its best, since no weight has moved in between.
 
     Args:
         model: Stock or patched, on the device where it trains.
@@ -142,6 +143,9 @@ def fidelity_report(
         for seed in range(seeds):
             unpatch_model(model)
             patch_model(model, asked, strict=False, seed=seed)
+            if asked.gradient_norms:
+                # the samples as they are met in a later epoch, with what was learnt of them at these very weights
+                gradients(model, inputs)
             draws.append(gradients(model, inputs))
         kept = _kept(model, inputs)
     rows = tuple(_compare(name, [[draw[name]] for draw in draws], [exact[name]]) for name in exact)

@@ -13,11 +13,12 @@ from torch import nn
 from transformers import activations as hf
 from transformers.pytorch_utils import Conv1D
 
-from ..codecs import CODECS, IDENTITY, Codec
+from ..codecs import CODECS, IDENTITY, Codec, RowSample
+from ..codecs.gradient_norms import RememberedNorms
 from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import ActivationMixin, Conv2dMixin, DropoutMixin, LayerNormMixin, LinearMixin
-from ..reference import INVERTED, TWO_VALUED, activation_bwd, layer_norm_output_reasons
+from ..reference import INVERTED, TABLE_OPTIONS, TWO_VALUED, activation_bwd, layer_norm_output_reasons
 from .own_linear import find_own_linear
 from .sites import Declined, Site, norm_keeps
 
@@ -37,6 +38,11 @@ ACTIVATION_TYPES: dict[type, Activation] = {
     nn.ReLU6: Activation("relu6"),
     nn.LeakyReLU: Activation("leaky_relu", ("negative_slope",)),
     nn.Hardswish: Activation("hardswish"),
+    nn.Hardsigmoid: Activation("hardsigmoid"),
+    nn.ELU: Activation("elu", ("alpha",)),
+    nn.SELU: Activation("selu"),
+    nn.Softplus: Activation("softplus", ("beta", "threshold")),
+    nn.Softsign: Activation("softsign"),
     nn.Sigmoid: Activation("sigmoid"),
     nn.Tanh: Activation("tanh"),
     hf.GELUActivation: Activation("gelu"),
@@ -88,6 +94,8 @@ def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:
         return Site(
             LinearMixin, Settings("linear", variant, note=f"keeps its input: {config.linear} is for feature maps")
         )
+    if config.gradient_norms and isinstance(codec, RowSample):
+        codec = replace(codec, norms=RememberedNorms(config.gradient_norms))
     keeps = "input" if config.derive_linear else "encoded"
     return Site(LinearMixin, Settings("linear", variant, codec=codec, keeps=keeps))
 
@@ -136,16 +144,18 @@ def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -
     if row.kind in TWO_VALUED and variant == "input" and not config.derive_linear:
         # nobody rebuilds the output: one bit is exact
         variant = "steps1"
-    keeps, note = _activation_keeps(row.kind, variant)
+    keeps, note = _activation_keeps(row.kind, options, variant)
     return Site(ActivationMixin, Settings("activation", row.kind, options, CODECS[config.mlp], keeps, note))
 
 
-def _activation_keeps(kind: str, variant: str) -> tuple[str, str]:
+def _activation_keeps(kind: str, options: tuple[float, ...], variant: str) -> tuple[str, str]:
     """What an activation of that kind keeps under a variant, and why it keeps its input all the same."""
     if variant == "output" and kind not in INVERTED:
         return "input", f"keeps its input: {kind} has no inverse of two branches"
     if variant == "relus2" and kind not in ("gelu", "silu"):
         return "input", f"keeps its input: there is no ReLU combination for {kind}"
+    if variant not in ("input", "output", "derivative") and TABLE_OPTIONS.get(kind, options) != options:
+        return "input", f"keeps its input: few bits have a table of {kind} with {TABLE_OPTIONS[kind]}, not {options}"
     return variant, ""
 
 

@@ -23,13 +23,19 @@ def padding_of_call(
     """
     if why_not(model) or not torch.is_grad_enabled() or transforms_active():
         return None
-    mask = kwargs.get("attention_mask")
-    if mask is None and args:
-        mask = inspect.signature(stock).bind_partial(*args).arguments.get("attention_mask")
+    mask = argument("attention_mask", stock, args, kwargs)
     # a plain tensor with values: not one of a fake or distributed kind
     if type(mask) is not Tensor or mask.dim() != 2 or mask.device.type == "meta":
         return None
     return padding_of(mask)
+
+
+def argument(name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call hands over under that name, by keyword or by position; None if nothing."""
+    found = kwargs.get(name)
+    if found is None and args:
+        found = inspect.signature(stock).bind_partial(*args).arguments.get(name)
+    return found
 
 
 def why_not(model: nn.Module) -> str:

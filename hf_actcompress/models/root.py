@@ -25,6 +25,7 @@ from ..records import dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .heads import deferred_logits
 from .padding import padding_of_call
+from .samples import samples_of_call
 
 _ATTRIBUTE = "actcompress_root"
 _DEFAULT_LOSS = "ForCausalLM"
@@ -92,6 +93,8 @@ class PatchedForward:
             return
         self._patch_new_modules()
         padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
+        if self.config.gradient_norms:
+            self.generators.samples = samples_of_call(self.model, stock, args, kwargs)
         on = self.config.net and self.config.derive_linear
         net = netted(CODECS[self.config.other]) if on else nullcontext()
         with frame(), dropping(padding), net:

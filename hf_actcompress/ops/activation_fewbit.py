@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..dispatch import implementation
+from ..errors import UnknownOptionError
 from ..records import applied, load, raw, save
-from ..reference import fewbit_stored_bits
+from ..reference import TABLE_OPTIONS, fewbit_stored_bits
 from .first_order import once_differentiable
 
 
@@ -64,20 +65,24 @@ def activation_fewbit(
         ``stock(x)``.
 
     Saves:
-        ``bits / 8`` byte per element; 1/8 for relu, relu6 and leaky_relu, where that is exact; a scale per row for
-        relu_squared. It does not depend on what the next layer keeps.
+        ``bits / 8`` byte per element and 4 bytes; 1/8 byte for relu, relu6, leaky_relu and hardsigmoid, where that is
+        exact; 4 bytes per row instead of per tensor for relu_squared. It does not depend on what the next layer keeps.
 
     Gradient:
         Approximate, deterministic. Relative L2 error of f' for x ~ N(0, 1), gelu and silu:
         steps 0.32 0.42 (1 bit), 0.14 0.15 (2), 0.086 0.10 (3), 0.042 0.049 (4);
         values 0.14 0.15 (2), 0.068 0.085 (3), 0.032 0.039 (4), 0.0021 0.0022 (8); relus 0.36 0.47.
+        Where stock's f' of an element is NaN (of NaN; of inf for gelu, silu and their like), all of dx is NaN, because
+        no code is left to say which element it was; of relu_squared the row.
 
     Raises:
-        UnknownOptionError: No table for that combination.
+        UnknownOptionError: No table for that combination, such as an elu whose alpha is not 1.
 
     Source:
         Few-Bit Backward (arXiv 2202.00441), Approx-BP (arXiv 2406.16282); all tables by recipes/fit_fewbit.py.
     """
     fewbit_stored_bits(kind, bits, method)
+    if TABLE_OPTIONS.get(kind, options) != options:
+        raise UnknownOptionError(f"constants of {kind!r} in few bits", options, [TABLE_OPTIONS[kind]])
     y: Tensor = applied(ActivationFewbitFunction, x, stock, kind, options, bits, method)
     return y

@@ -9,7 +9,7 @@ from .block_sparse import block_sparse_grad_weight, block_sparse_pack, block_spa
 from .conv2d import ConvGeometry, conv2d_bwd, conv2d_fwd
 from .derivative import activation_derivative, forward_derivative
 from .dropout import draws_like_any, dropout_replay, replayed_rng, rng_state
-from .fewbit import FEWBIT_METHODS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
+from .fewbit import FEWBIT_METHODS, TABLE_OPTIONS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .float8 import float8_grad_weight, float8_pack, float8_unpack
 from .gated_mlp import gated_product, gated_product_bwd
 from .int_group import int_group_grad_weight, int_group_pack, int_group_unpack
@@ -42,6 +42,7 @@ __all__ = [
     "FEWBIT_METHODS",
     "INVERTED",
     "RMS_NORM_VARIANTS",
+    "TABLE_OPTIONS",
     "TWO_VALUED",
     "ConvGeometry",
     "activation_bwd",

@@ -67,6 +67,22 @@ def _hardswish(dy: Tensor, x: Tensor) -> Any:
     return aten.hardswish_backward(dy, x)
 
 
+def _hardsigmoid(dy: Tensor, x: Tensor) -> Any:
+    return aten.hardsigmoid_backward(dy, x)
+
+
+def _elu(dy: Tensor, x: Tensor, alpha: float) -> Any:
+    return aten.elu_backward(dy, alpha, 1.0, 1.0, False, x)
+
+
+def _selu(dy: Tensor, x: Tensor) -> Any:
+    return aten.elu_backward(dy, *SELU, 1.0, False, x)
+
+
+def _softplus(dy: Tensor, x: Tensor, beta: float, threshold: float) -> Any:
+    return aten.softplus_backward(dy, x, beta, threshold)
+
+
 def _sigmoid(dy: Tensor, x: Tensor) -> Any:
     return aten.sigmoid_backward(dy, torch.sigmoid(x))
 
@@ -95,6 +111,12 @@ def _laplace(x: Tensor, mu: float = 0.707107, sigma: float = 0.282095) -> Tensor
     return torch.exp(-z * z) / (sigma * math.sqrt(2.0 * math.pi))
 
 
+def _softsign(x: Tensor) -> Tensor:
+    root = (x.abs() + 1).reciprocal()
+    # f' of inf is inf * 0 in stock
+    return torch.where(root == 0, torch.nan, root * root)
+
+
 def _gelu_erf(x: Tensor) -> Tensor:
     cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
     return cdf + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
@@ -119,6 +141,9 @@ def _sqrt_softplus(dy: Tensor, x: Tensor) -> Any:
     return aten.softplus_backward(dy.to(wide) / (2 * root), x, 1.0, 20.0)
 
 
+# alpha and scale, as torch has them
+SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
+
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu": _gelu,
     "gelu_erf": _in_fp32(_gelu_erf),
@@ -132,6 +157,11 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "relu6": _relu6,
     "leaky_relu": _leaky_relu,
     "hardswish": _hardswish,
+    "hardsigmoid": _hardsigmoid,
+    "elu": _elu,
+    "selu": _selu,
+    "softplus": _softplus,
+    "softsign": _in_fp32(_softsign),
     "sigmoid": _sigmoid,
     "tanh": _tanh,
     "quick_gelu": _in_fp32(_quick_gelu),

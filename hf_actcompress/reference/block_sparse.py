@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .groups import chunk_rows, chunk_starts, work_dtype
+from .not_finite import nothing, spoiled
 
 
 def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> tuple[Tensor, Tensor]:
@@ -18,7 +19,8 @@ def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> 
         quota: One of these.
 
     Returns:
-        values [N, br, bc]; index int32 [N], row-major among all tiles, ascending ("column": column by column).
+        values [N, br, bc], all NaN if x has a NaN or inf; index int32 [N], row-major among all tiles, ascending
+        ("column": column by column).
     """
     (br, bc), (rows, features) = block, x.shape
     down, across = -(-rows // br), -(-features // bc)
@@ -34,7 +36,8 @@ def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> 
     else:
         index = _largest(norms.t(), k) * across + torch.arange(across, device=x.device).unsqueeze(1)
     index = index.reshape(-1)
-    return tiles[index // across, index % across], index.to(torch.int32)
+    # a tile with a NaN or inf has the largest norm: where there is one, one is kept
+    return spoiled(tiles[index // across, index % across]), index.to(torch.int32)
 
 
 def _largest(norms: Tensor, k: int) -> Tensor:
@@ -43,10 +46,10 @@ def _largest(norms: Tensor, k: int) -> Tensor:
 
 
 def block_sparse_unpack(values: Tensor, index: Tensor, rows: int, features: int) -> Tensor:
-    """x [R, D], zero where no tile was kept."""
+    """x [R, D], zero where no tile was kept; all NaN if x had a NaN or inf."""
     _, br, bc = values.shape
     down, across = -(-rows // br), -(-features // bc)
-    out = values.new_zeros(down, br, across, bc)
+    out = nothing(values, down, br, across, bc)
     out.transpose(1, 2)[index // across, index % across] = values
     return out.view(down * br, across * bc)[:rows, :features].contiguous()
 
@@ -75,7 +78,7 @@ def _by_column(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Te
 def _by_row(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tensor:
     """As many tiles in every row of tiles: one product of [k bc, br] and [br, O] for each, added to its k columns."""
     down, _, outputs = blocks.shape
-    out = blocks.new_zeros(across, values.size(2), outputs, dtype=work_dtype(blocks.dtype))
+    out = nothing(values, across, values.size(2), outputs).to(work_dtype(blocks.dtype))
     tiles = torch.unflatten(values.transpose(1, 2), 0, (down, -1))  # [nr, k, bc, br]
     columns = (index % across).view(down, -1)
     for row in range(down):
@@ -91,7 +94,7 @@ def _by_tile(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tens
     The operations are the kept tiles' share, but so small that the dense product is as fast in torch.
     """
     outputs, (count, _, bc) = blocks.size(2), values.shape
-    out = blocks.new_zeros(across, outputs, bc, dtype=work_dtype(blocks.dtype))
+    out = nothing(values, across, outputs, bc).to(work_dtype(blocks.dtype))
     step = min(chunk_rows(outputs * bc, blocks.device), max(count, 1))
     for start in chunk_starts(count, step):
         part = index[start : start + step]

@@ -22,7 +22,9 @@ from .tables.fewbit import CENTRES, GRIDS, LEVELS, PRIMITIVE_STEPS, STEPS
 FEWBIT_METHODS: dict[str, tuple[int, ...]] = {"steps": (1, 2, 3, 4), "values": (2, 3, 4, 8), "relus": (2,)}
 
 # f' takes two values and one bit is exact, whatever was asked
-TWO_VALUED = ("relu", "relu6", "leaky_relu")
+TWO_VALUED = ("relu", "relu6", "leaky_relu", "hardsigmoid")
+# kinds with constants of which the table holds for these alone
+TABLE_OPTIONS = {"elu": (1.0,), "softplus": (1.0, 20.0)}
 # f' outside the bounds is 0
 CLIPPED = ("gelu_clipped",)
 # the row whose table is used
@@ -46,21 +48,27 @@ def fewbit_stored_bits(kind: str, bits: int, method: str) -> int:
 def fewbit_codes(
     x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed codes of f'(x), and the scale of each row [..., 1] where f' has no bound. `kind` as in `ACTIVATIONS`."""
+    """Packed codes of f'(x) and what their levels are multiplied by. `kind` as in `ACTIVATIONS`.
+
+    The factor is fp32 (fp64 for fp64): the scale of each row [..., 1] where f' has no bound; else [1], which is 1, or
+    NaN if f' of any element is. No factor where the code is exact: there f' of NaN is one of the two values.
+    """
     stored = fewbit_stored_bits(kind, bits, method)
     x = (x if x.dtype == torch.float64 else x.float()).contiguous()
     scale = None
     if kind in TWO_VALUED:
-        codes = activation_bwd(torch.ones_like(x), x, kind, options) == 1
+        codes = activation_bwd(torch.ones_like(x), x, kind, options) != two_values(kind, options)[0]
     elif kind in UNBOUNDED:
         slope = activation_bwd(torch.ones_like(x), x, kind, options)
         scale = _row_maximum(slope).div_(2**bits - 1)
-        # a row of zeros: any divisor will do
-        codes = (slope / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round_()
-    elif method == "values":
-        codes = _value_codes(activation_bwd(torch.ones_like(x), x, kind, options), kind, bits)
+        # a row of zeros: any divisor will do. inf / inf: the code of the largest, whose slope is inf again
+        codes = (slope / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round_().nan_to_num_(2**bits - 1)
     else:
-        codes = _step_codes(x, kind, options, bits, method)
+        scale = _one_or_nan(x, kind, options)
+        if method == "values":
+            codes = _value_codes(activation_bwd(torch.ones_like(x), x, kind, options), kind, bits)
+        else:
+            codes = _step_codes(x, kind, options, bits, method)
     return pack_codes(codes.to(torch.uint8), stored), scale
 
 
@@ -75,6 +83,20 @@ def fewbit_bwd(
     if scale is not None:
         factor = factor * scale
     return (dy.to(wide) * factor).to(dy.dtype)
+
+
+def two_values(kind: str, options: tuple[float, ...]) -> tuple[float, float]:
+    """The two that f' takes."""
+    return options[0] if kind == "leaky_relu" else 0.0, 1 / 6 if kind == "hardsigmoid" else 1.0
+
+
+def _one_or_nan(x: Tensor, kind: str, options: tuple[float, ...]) -> Tensor:
+    """[1]: NaN if f' of an element of x is NaN, which x's extremes show: NaN itself, and inf for most kinds."""
+    if x.numel() == 0:
+        return x.new_ones(1)
+    extremes = torch.stack(x.aminmax())
+    slopes = activation_bwd(torch.ones_like(extremes), extremes, kind, options)
+    return torch.where(slopes.isnan().any(), torch.nan, torch.ones_like(slopes[:1]))
 
 
 def _row_maximum(slope: Tensor) -> Tensor:
@@ -120,7 +142,7 @@ def fewbit_borders(kind: str, bits: int, method: str) -> tuple[float, ...]:
 def fewbit_levels(kind: str, options: tuple[float, ...], bits: int, method: str) -> tuple[float, ...]:
     """What each code stands for; times its row's scale where f' has no bound."""
     if kind in TWO_VALUED:
-        return (options[0] if kind == "leaky_relu" else 0.0, 1.0)
+        return two_values(kind, options)
     if kind in UNBOUNDED:
         return tuple(float(code) for code in range(2**bits))
     base = TABLE.get(kind, kind)

@@ -13,9 +13,12 @@ INVERTED: dict[str, InvertedFit] = _FITTED | {name: _FITTED[same] for name, same
 
 
 def activation_output_bits(x: Tensor, kind: str) -> Tensor:
-    """Which elements of x lie left of the minimum of f: uint8, 8 elements per byte. `kind` is a row of `INVERTED`."""
+    """Which elements of x lie left of the minimum of f: uint8, 8 elements per byte. `kind` is a row of `INVERTED`.
+
+    inf is marked as if it did, which no output of inf does: f' of inf is NaN, that of an f(x) that overflowed is 1.
+    """
     # the limit is rounded to x's dtype; f' is 0 there to within half a step of x
-    return pack_mask(x < INVERTED[kind].x_min)
+    return pack_mask((x < INVERTED[kind].x_min) | (x == torch.inf))
 
 
 def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
@@ -40,7 +43,9 @@ def inverted_derivative(y: Tensor, left: Tensor, kind: str) -> Tensor:
         right = torch.where(outer, in_outer, in_inner)
         polynomial = polynomial.mul_(z).add_(torch.where(left, in_left, right))
     factor = torch.where(left, y * w, s).mul_(polynomial)
-    return torch.where((s >= fit.end) & ~left, 1.0, factor)
+    factor = torch.where((s >= fit.end) & ~left, 1.0, factor)
+    # an inf on the left is what inf itself is marked as; f' of it is inf * 0 in stock
+    return torch.where(left & (y == torch.inf), torch.nan, factor)
 
 
 def _mapped(coordinate: Tensor, fit: InvertedFit, piece: int) -> Tensor:

@@ -34,6 +34,9 @@ class Generators:
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
+        # what a codec that remembers samples has to know: numbers [B], on the host, that tell the sequences apart with
+        # which the model was called last. Here because a checkpoint's recomputation looks for them in any thread
+        self.samples: Tensor | None = None
         self._of: dict[torch.device, torch.Generator] = {}
 
     def restart(self, seed: int | None) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .bits import pack_mask, unpack_codes
 from .groups import chunk_rows, row_chunks, row_slices, rows_features, work_dtype
+from .not_finite import nothing, spoiled
 
 
 def index_dtype(features: int) -> torch.dtype:
@@ -29,7 +30,8 @@ def topk_pack(x: Tensor, k: int, masked: bool, sigmas: float | None = None) -> t
             tensor from its mean, first come first kept, which takes no sort; what is left of k is filled with others.
 
     Returns:
-        values [R, k] in order of position; mask uint8 [R, ceil(D / 8)] or index [R, k] of `index_dtype(D)`.
+        values [R, k] in order of position, all NaN if x has a NaN or inf; mask uint8 [R, ceil(D / 8)] or index [R, k]
+        of `index_dtype(D)`.
     """
     rows, features = rows_features(x)
     values = x.new_empty(rows, k)
@@ -44,7 +46,7 @@ def topk_pack(x: Tensor, k: int, masked: bool, sigmas: float | None = None) -> t
         else:
             mean, bound = moments
             index = _first_outside(chunk, mean, bound, k)
-            # a NaN or inf anywhere makes the bound one, and so everything that is kept
+            # a NaN or inf anywhere makes the bound one
             values[part] = chunk.gather(1, index) + (bound * 0).to(x.dtype)
         if masked:
             # a row ends with its byte
@@ -52,7 +54,8 @@ def topk_pack(x: Tensor, k: int, masked: bool, sigmas: float | None = None) -> t
             where[part] = pack_mask(mask.scatter_(1, index, True)).view(chunk.size(0), -1)
         else:
             where[part] = index.to(where.dtype)
-    return values, where
+    # NaN and inf are the largest: a row that has one keeps one
+    return spoiled(values), where
 
 
 def _mean_and_bound(x: Tensor, sigmas: float) -> tuple[Tensor, Tensor]:
@@ -76,7 +79,7 @@ def _first_outside(chunk: Tensor, mean: Tensor, bound: Tensor, k: int) -> Tensor
 
 
 def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
-    """The rows [R, D], zero where nothing was kept."""
+    """The rows [R, D], zero where nothing was kept; all NaN if x had a NaN or inf."""
     out = values.new_empty(values.size(0), features)
     for part in row_slices(values.size(0), features, values.device) if features else ():
         out[part] = _dense_rows(values[part], where[part], features, masked)
@@ -102,7 +105,7 @@ def chunked_grad_weight(
 
 
 def _dense_rows(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
-    out = values.new_zeros(values.size(0), features)
+    out = nothing(values, values.size(0), features)
     if masked:
         bits = unpack_codes(where.reshape(-1), 1, where.numel() * 8).view(torch.bool)
         return out.masked_scatter_(bits.view(values.size(0), where.size(1) * 8)[:, :features], values)

@@ -15,11 +15,12 @@ from ..modules.base import PatchedModule
 
 
 class GradientNorms:
-    """A cache of gradient norms for every linear layer of a model whose codec samples tokens.
+    """A cache of gradient norms for every linear layer of a model whose codec samples tokens, by the samples' numbers.
 
-    For several epochs over a data set whose samples are always cut and padded alike: not for one epoch, packed or
-    streamed data. Each process of a distributed run has its own, and knows nothing of what the others saw. The
-    estimate stays unbiased whatever the cache holds. Off unless this is used.
+    The preset "wtacrs" knows samples by what is in them and needs none of this. Numbers also work where the ids of a
+    sample change (masks drawn anew in each epoch). For several epochs over a data set whose samples are always cut and
+    padded alike: not for one epoch, packed or streamed data. Each process of a distributed run has its own cache, and
+    knows nothing of what the others saw. The estimate stays unbiased whatever the cache holds.
 
     Args:
         model: Patched, e.g. with the preset "sampled"; unpatching it forgets the cache.
@@ -27,7 +28,7 @@ class GradientNorms:
         positions: Tokens of its longest sample.
 
     Saves:
-        On the host, 4 bytes per sample, position and layer. With the activations, 8 bytes per sequence and layer.
+        On the host, 4 bytes per sample, position and layer.
 
     Raises:
         NotPatchedError: No layer of the model samples tokens.

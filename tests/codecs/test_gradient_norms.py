@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Trainer, TrainingArguments
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.codecs import CODECS, RowSample
-from hf_actcompress.codecs.gradient_norms import SiteNorms, samples_are
-from hf_actcompress.errors import NotPatchedError
+from hf_actcompress.codecs.gradient_norms import RememberedNorms, SiteNorms, samples_are
+from hf_actcompress.codecs.row_sample import SampledMeta
+from hf_actcompress.errors import NotPatchedError, UnknownOptionError
+from hf_actcompress.models.samples import samples_of_call
+from hf_actcompress.modules.base import settings_of
 from hf_actcompress.ops import linear
 from hf_actcompress.records import clear, frame
 from hf_actcompress.reference import seed_codecs
-from hf_actcompress.training import GradientNorms
+from hf_actcompress.training import ActCompressCallback, GradientNorms
 from tests.families import BY_NAME, Gradients, relative_error, step
 
 B, T, D, OUT = 3, 20, 12, 48
@@ -110,9 +117,12 @@ def test_batches_of_another_shape_are_sampled_without() -> None:
     x, _ = activations()
     codec = RowSample(0.3, norms=SiteNorms(6, T))
     with samples_are(SAMPLES):
-        assert len(codec.pack(x[:, 0])[0]) == len(codec.pack(x)[0]) == 3
-        assert len(codec.pack(torch.cat([x, x], 1))[0]) == len(codec.pack(x.flatten(0, 1)[:-1])[0]) == 2
-    assert len(codec.pack(x)[0]) == 2
+        for known in (x[:, 0], x):
+            meta = codec.pack(known)[1]
+            assert isinstance(meta, SampledMeta) and meta.samples == (4, 0, 2)
+        for unknown in (torch.cat([x, x], 1), x.flatten(0, 1)[:-1]):
+            assert not isinstance(codec.pack(unknown)[1], SampledMeta)
+    assert not isinstance(codec.pack(x)[1], SampledMeta)
     # not part of the format
     assert codec == RowSample(0.3) == CODECS["wtacrs30"] and hash(codec) == hash(RowSample(0.3))
 
@@ -133,8 +143,9 @@ def mean_error(model: Any, batch: dict[str, Tensor], truth: Gradients, norms: Gr
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_model_whose_loss_looks_at_one_token(checkpointing: bool) -> None:
-    """In the second epoch the sample goes where the gradient was."""
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_model_whose_loss_looks_at_one_token(numbered: bool, checkpointing: bool) -> None:
+    """In the second epoch the sample goes where the gradient was, whether somebody numbers the samples or not."""
     family = BY_NAME["bert"]
     batch = family.make_batch("right")
     batch["labels"] = torch.full_like(batch["labels"], -100)
@@ -146,12 +157,86 @@ def test_a_model_whose_loss_looks_at_one_token(checkpointing: bool) -> None:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     without = mean_error(model, batch, truth, None)
-    norms = GradientNorms(model, samples=3, positions=13)
-    assert len(norms.sites) == len([m for m in model.modules() if isinstance(m, torch.nn.Linear)])
+    norms = None
+    if numbered:
+        norms = GradientNorms(model, samples=3, positions=13)
+        assert len(norms.sites) == len([m for m in model.modules() if isinstance(m, torch.nn.Linear)])
+    else:
+        patch_model(model, replace(config, gradient_norms=8))
+        assert {len(cache.seen) for cache in remembered(model)} == {0}
     mean_error(model, batch, truth, norms)
     assert mean_error(model, batch, truth, norms) < 0.7 * without
 
 
+def remembered(model: torch.nn.Module) -> list[RememberedNorms]:
+    codecs = [s.codec for m in model.modules() if (s := settings_of(m)) is not None and isinstance(s.codec, RowSample)]
+    return [codec.norms for codec in codecs if isinstance(codec.norms, RememberedNorms)]
+
+
+def test_what_is_remembered_is_what_a_cache_of_numbered_samples_has() -> None:
+    _, dy = activations()
+    ours, numbered = RememberedNorms(8), SiteNorms(6, T)
+    for gradient in (dy, 3 * dy):
+        # the first three are new to both
+        torch.testing.assert_close(ours.expect(B * T, 10**12 + SAMPLES), numbered.expect(B * T, SAMPLES))
+        for cache, samples in ((ours, 10**12 + SAMPLES), (numbered, SAMPLES)):
+            cache.note(gradient.flatten(0, 1), samples)
+            # of another consumer of the same x
+            cache.note(gradient.flatten(0, 1), samples)
+    mixed = torch.tensor([0, 5, 4])
+    torch.testing.assert_close(ours.expect(B * T, 10**12 + mixed), numbered.expect(B * T, mixed))
+    # a shorter batch, and a longer one than any before
+    assert ours.expect(2 * B, 10**12 + SAMPLES).shape == (2 * B,)
+    longer = ours.expect(B * (T + 4), 10**12 + SAMPLES).view(B, -1)
+    assert bool((longer[:, T:] < longer[:, :T].min()).all()) and bool((longer > 0).all())
+
+
+def test_the_oldest_samples_are_forgotten_and_a_copy_knows_none() -> None:
+    norms = RememberedNorms(3)
+    for number in range(5):
+        norms.note(torch.full((2, 4), float(number + 1)), torch.tensor([number, number + 100]))
+    assert norms.squares.shape == (3, 1) and sorted(norms._row) == [4, 103, 104]
+    assert norms.expect(2, torch.tensor([4, 0]))[0] == pytest.approx(10 + 0.1 * 10)
+    assert copy.deepcopy(norms).squares.numel() == 0 == len(pickle.loads(pickle.dumps(norms)).seen)
+
+
+def test_a_sample_is_known_by_its_ids_wherever_the_batch_ends() -> None:
+    def numbers(*args: Any, **kwargs: Any) -> list[int]:
+        found = samples_of_call(model, model.forward, args, kwargs)
+        assert found is not None
+        return found.tolist()
+
+    model = BY_NAME["bert"].build()
+    ids = torch.tensor([[5, 6, 7, 0], [5, 6, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    long, short = numbers(ids, mask)
+    assert long != short and [short] == numbers(input_ids=ids[1:, :2]) == numbers(
+        ids[1:, :3], attention_mask=mask[1:, :3]
+    )
+    assert numbers(ids) != [long, short]
+    with torch.no_grad():
+        assert samples_of_call(model, model.forward, (ids,), {}) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_feeds_it(tmp_path: Path) -> None:
+    """The samples of the first epoch are met again in the second; nothing is handed over but the preset's name."""
+    family = BY_NAME["bert"]
+    batch = family.make_batch("right")
+    rows = [{key: value[i] for key, value in batch.items()} for i in range(len(batch["input_ids"]))]
+    arguments = TrainingArguments(str(tmp_path), num_train_epochs=2, per_device_train_batch_size=1, report_to=[],
+                                  save_strategy="no", use_cpu=True, disable_tqdm=True)  # fmt: skip
+    model = family.build()
+    Trainer(model, arguments, train_dataset=rows, callbacks=[ActCompressCallback("wtacrs")]).train()
+    caches = remembered(model)
+    assert caches and all(len(cache._numbers) in (0, len(rows)) for cache in caches)
+    assert sum(bool(cache.squares.any()) for cache in caches) >= 6
+
+
 def test_it_says_what_is_missing() -> None:
+    with pytest.raises(UnknownOptionError, match="codec for linear under gradient_norms 'int8'; known: 'wtacrs30'"):
+        CompressionConfig(linear="int8", gradient_norms=10)
+    # of one module
+    assert CompressionConfig.from_preset("wtacrs", overrides=(("a", "linear", "int8"),)).at("a").gradient_norms == 0
     with pytest.raises(NotPatchedError, match="sampled"):
         GradientNorms(patch_model(BY_NAME["bert"].build()), 3, 13)

@@ -43,6 +43,7 @@ EPS = {
 BOUNDS: dict[str, float] = {
     "int8": 0.15, "int4": 1.0, "adaptive": 1.0, "fp8": 0.4, "tempo": 0.2, "inverted": 0.2, "fewbit": 1.0,
     "dropit": 5.0, "blocksparse": 5.0, "pooled": float("inf"), "sampled": float("inf"),
+    "wtacrs": float("inf"),
 }  # fmt: skip
 ABOVE_LAW = "gradient error above the law"
 SCALE = "scale differs: scale"

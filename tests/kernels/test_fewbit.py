@@ -59,17 +59,6 @@ def test_codes_differ_at_borders_only(kind: str, options: tuple[float, ...], bit
     assert bool((distance <= 16 * torch.finfo(torch.float32).eps).all())
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_nan_is_the_references_code(bits: int) -> None:
-    x = torch.tensor([torch.nan, 1.0, torch.inf, -torch.inf], device=DEVICE)
-    for method in ("steps", "values"):
-        ours, stock = (f(x, "silu", (), bits, method)[0] for f in (kernel.fewbit_codes, reference.fewbit_codes))
-        if method == "values":
-            # silu'(inf) is inf * 0 in one formula and 1 in the other; the ends are no concern of a few-bit code
-            ours, stock = (unpack_codes(codes, bits, 2) for codes in (ours, stock))
-        assert torch.equal(ours, stock)
-
-
 def test_a_row_of_zeros_and_a_scalar() -> None:
     for x in (torch.zeros(2, 5, device=DEVICE), torch.tensor(2.0, device=DEVICE), torch.randn(2, 3, 5).transpose(0, 2)):
         args = (x.to(DEVICE), "relu_squared", (), 4, "values")

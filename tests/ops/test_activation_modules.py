@@ -24,6 +24,11 @@ OTHERS = {
     "nn.GELU tanh": nn.GELU("tanh"),
     "nn.LeakyReLU": nn.LeakyReLU(0.3),
     "nn.SiLU": nn.SiLU(),
+    "nn.ELU": nn.ELU(0.7),
+    "nn.SELU": nn.SELU(),
+    "nn.Softplus": nn.Softplus(beta=2.0, threshold=5.0),
+    "nn.Softsign": nn.Softsign(),
+    "nn.Hardsigmoid": nn.Hardsigmoid(),
 }
 
 

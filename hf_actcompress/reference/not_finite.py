@@ -1,0 +1,19 @@
+"""NaN and inf in formats that keep a part of a tensor: what is left out may not be what made stock's gradient NaN."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def spoiled(values: Tensor) -> Tensor:
+    """`values` itself, all NaN if one of them is NaN or inf: so that no such number gets lost. No byte is added."""
+    return values.add_((values * 0).sum())
+
+
+def nothing(values: Tensor, *shape: int) -> Tensor:
+    """What stands where nothing was kept: zeros of that shape, or NaN where `spoiled` has made `values` NaN."""
+    if values.numel() == 0:
+        return values.new_zeros(shape)
+    nan = torch.full_like(values[:1].flatten()[:1], torch.nan)
+    return torch.where(values[:1].flatten()[:1].isnan(), nan, 0).expand(shape).contiguous()
