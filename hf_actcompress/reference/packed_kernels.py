@@ -41,8 +41,8 @@ def forward(
         )
     else:
         out, lse, *_ = aten._efficient_attention_forward(
-            *(x[None] for x in rows), None, bounds, bounds, longest, longest, 0.0, _CAUSAL_FROM_TOP_LEFT, True,
-            scale=scale, window_size=window,
+            *(x.unsqueeze(0) for x in rows), None, bounds, bounds, longest, longest, 0.0, _CAUSAL_FROM_TOP_LEFT, True,
+            scale=scale, **_size(window),
         )  # fmt: skip
     b, h, t, _ = q.shape
     out, width = out.contiguous(), v.size(-1)
@@ -65,11 +65,11 @@ def backward(
             **_sides(window),
         )  # fmt: skip
     else:
-        dy, *inputs, y = (x[None] for x in rows)
+        dy, *inputs, y = (x.unsqueeze(0) for x in rows)
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = aten._efficient_attention_backward(
             dy, *inputs, None, y, bounds, bounds, longest, longest, lse, 0.0, zero, zero, _CAUSAL_FROM_TOP_LEFT, False,
-            scale=scale, window_size=window,
+            scale=scale, **_size(window),
         )[:3]  # fmt: skip
     b, _, t, _ = q.shape
     dq, dk, dv = (dx.reshape(b, t, -1, dx.size(-1)).transpose(1, 2) for dx in grads)
@@ -90,6 +90,10 @@ def _heads(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 def _sides(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _size(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size": window}
 
 
 def packed_kernel(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None) -> str | None:
