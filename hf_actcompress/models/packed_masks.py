@@ -26,8 +26,8 @@ from .copies import GlobalsCopy, global_names
 
 # stock's makers of masks -> whether a window slides
 _MAKERS = {"create_causal_mask": False, "create_sliding_window_causal_mask": True}
-# what they may be given; `cache_position` is of older versions
-_KNOWN = {"config", "inputs_embeds", "input_embeds", "position_ids", "cache_position", "layer_idx"}
+# what they may be given
+_KNOWN = {"config", "inputs_embeds", "position_ids", "layer_idx"}
 
 # the positions of the forward in progress, and the sequences in them
 _packed: ContextVar[tuple[Tensor, Sequences] | None] = ContextVar("packed", default=None)
@@ -102,14 +102,13 @@ def _maker(stock: Callable[..., Any], sliding: bool) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         if packed is None or not _is_plain(given, packed[0]):
             return stock(*args, **kwargs)
-        name = "inputs_embeds" if "inputs_embeds" in given else "input_embeds"
-        embeds, sequences = given[name], packed[1]
+        embeds, sequences = given["inputs_embeds"], packed[1]
         window = given["config"].sliding_window if sliding else None
         if embeds.shape[:2] != (sequences.rows, sequences.tokens) or (sliding and not window):
             return stock(*args, **kwargs)
         # what is asked of the embeddings is their shape, dtype and device
         like = embeds.new_empty(()).expand(embeds.shape)
-        return PackedMask(sequences, window, partial(stock, **{**given, name: like}), embeds.device)
+        return PackedMask(sequences, window, partial(stock, **{**given, "inputs_embeds": like}), embeds.device)
 
     return make
 

@@ -59,13 +59,13 @@ def packed(sequences: list[Tensor], **options: bool) -> Batch:
 def stock_masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens there are in each mask that stock has made."""
     made: list[int] = []
-    own = masking_utils.packed_sequence_compatibility_function
+    own = masking_utils.packed_sequence_mask_function
 
-    def noted(mask_function: Any, position_ids: Tensor, packed_sequence_mask: Tensor) -> Any:
-        made.append(position_ids.shape[-1])
-        return own(mask_function, position_ids, packed_sequence_mask)
+    def noted(packed_sequence_mask: Tensor) -> Any:
+        made.append(packed_sequence_mask.shape[-1])
+        return own(packed_sequence_mask)
 
-    monkeypatch.setattr(masking_utils, "packed_sequence_compatibility_function", noted)
+    monkeypatch.setattr(masking_utils, "packed_sequence_mask_function", noted)
     return made
 
 
