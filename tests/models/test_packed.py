@@ -259,6 +259,21 @@ def test_calls_of_cudas_kernels_fit_their_signatures(kernel: str, dtype: torch.d
         assert [dx.shape for dx in grads] == [x.shape for x in (q, k, v)]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_one_of_its_kernels_runs(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, T, h, 64, device="cuda", dtype=dtype).transpose(1, 2) for h in (4, 2, 2))
+    starts = tuple(sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1))
+    of = sequences.Sequences(1, T, starts)
+    for window in (None, 6):
+        kernel = packed_kernel(q, k, v, of, window)
+        assert kernel == ("flash" if dtype == torch.bfloat16 else "efficient")
+        bounds = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        out, _ = packed_attention_fwd(q, k, v, bounds, of, window, None, kernel)
+        truth = packed_sdpa(q.double(), k.double(), v.double(), of, window, None).transpose(1, 2)
+        torch.testing.assert_close(out.double(), truth, rtol=0.02, atol=0.02)
+
+
 def test_a_kernel_that_does_not_run_is_not_used() -> None:
     q = torch.randn(1, 4, 6, 8)
     of = sequences.Sequences(1, 6, (0, 2, 6))
