@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import MethodType
 from typing import Any
 
@@ -29,15 +29,29 @@ _MAKERS = {"create_causal_mask": False, "create_sliding_window_causal_mask": Tru
 # what they may be given
 _KNOWN = {"config", "inputs_embeds", "position_ids", "layer_idx"}
 
-# the positions of the forward in progress, and the sequences in them
-_packed: ContextVar[tuple[Tensor, Sequences] | None] = ContextVar("packed", default=None)
+
+class _Call:
+    """One forward of a model, and the sequences in its rows: looked for once, if stock would look."""
+
+    def __init__(self, model: Any, positions: Tensor) -> None:
+        self.model, self.positions = model, positions
+
+    @cached_property
+    def sequences(self) -> Sequences | None:
+        """None where each row is one, and where parts of the model are compiled: their graphs take stock's mask."""
+        found = sequences_of(self.positions)
+        return found if found is None or not any(map(_is_compiled, self.model.modules())) else None
+
+
+# the forward in progress
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 def packed_forward(model: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """What runs in place of the stock forward of a model for this call; None where its rows are not packed.
+    """What runs in place of the stock forward of a model for a call whose rows may be packed; None for other calls.
 
-    None also for a call under no_grad, with a mask, of a model that makes its masks in another way or has compiled
-    parts. The positions are looked at once, for which the host waits, as it does in stock.
+    Those are calls without positions, with a mask or under no_grad, and models that make their masks in another way.
+    The host waits for the positions where it does in stock: when a mask is made and there is no cache.
     """
     positions = kwargs.get("position_ids")
     if type(positions) is not Tensor or positions.dim() != 2 or positions.device.type == "meta":
@@ -46,20 +60,17 @@ def packed_forward(model: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | N
         return None
     kind: Any = type(model)
     copy = _copy(kind)
-    if copy is None or not copy.is_of(kind) or _has_compiled_parts(model):
+    if copy is None or not copy.is_of(kind):
         return None
-    sequences = sequences_of(positions)
-    if sequences is None:
-        return None
-    return partial(_run, MethodType(copy.copy, model), (positions, sequences))
+    return partial(_run, MethodType(copy.copy, model), _Call(model, positions))
 
 
-def _run(forward: Callable[..., Any], packed: tuple[Tensor, Sequences], *args: Any, **kwargs: Any) -> Any:
-    token = _packed.set(packed)
+def _run(forward: Callable[..., Any], call: _Call, *args: Any, **kwargs: Any) -> Any:
+    token = _call.set(call)
     try:
         return forward(*args, **kwargs)
     finally:
-        _packed.reset(token)
+        _call.reset(token)
 
 
 @cache
@@ -80,12 +91,9 @@ def _copy(stock_class: Any) -> GlobalsCopy | None:
         return None
 
 
-def _has_compiled_parts(model: Any) -> bool:
-    """Whether a part is compiled: its graph takes stock's mask."""
-    return any(_is_compiled(module) or "_orig_mod" in module._modules for module in model.modules())
-
-
 def _is_compiled(module: Any) -> bool:
+    if "_orig_mod" in module._modules:
+        return True
     call = module.__dict__.get("_compiled_call_impl")
     while isinstance(call, partial):
         # `memory_report` looks at what a call does
@@ -98,11 +106,12 @@ def _maker(stock: Callable[..., Any], sliding: bool) -> Callable[..., Any]:
     signature = inspect.signature(stock)
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        packed = _packed.get()
+        call = _call.get()
         given = signature.bind(*args, **kwargs).arguments
-        if packed is None or not _is_plain(given, packed[0]):
+        sequences = call.sequences if call is not None and _is_plain(given, call.positions) else None
+        if sequences is None:
             return stock(*args, **kwargs)
-        embeds, sequences = given["inputs_embeds"], packed[1]
+        embeds = given["inputs_embeds"]
         window = given["config"].sliding_window if sliding else None
         if embeds.shape[:2] != (sequences.rows, sequences.tokens) or (sliding and not window):
             return stock(*args, **kwargs)
