@@ -80,6 +80,7 @@ JOBS = (
     _largest("bert-large", "12GiB", 45, "--models", "bert-large", "--seq-len", "512"),
     _largest("lora", "12GiB", 45, "--models", "llama-1b", "--lora", "--seq-len", "2048"),
     Job("kernels", ("recipes/benchmark_kernels.py", "--automatic"), 75),
+    Job("packed", ("recipes/packed_batches.py", "--model", "llama-1b", "--dtype", "bfloat16"), 45),
     *(
         Job(f"profile-{name}", ("recipes/profile_step.py", *_SETTINGS[name], "--modes", "stock", "exact", "int8"), 45)
         for name in ("bert-base", "llama-1b")

@@ -21,8 +21,12 @@ from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, renamed
 from ..modules.base import Settings, keeps_for_backward, settings_of
-from ..private_apis import fused_attention_choice
+from ..ops.autocast import autocast_dtype
+from ..private_apis import fused_attention_choice, transforms_active
+from ..records import padding_in
+from ..reference import packed_kernel, packed_sdpa
 from ..reference.device_rules import device_rules
+from ..reference.sequences import Sequences
 from .eager_attention import find_eager
 from .rope import RotaryMixin, calls_rope, why_stock
 from .sites import Declined, Site
@@ -90,6 +94,11 @@ def attention_forward(
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
     settings = settings_of(module) or Settings("attention")
+    if isinstance(attention_mask, ops.PackedMask):
+        out = _packed(settings, query, key, value, attention_mask, dropout, scaling, kwargs)
+        if out is not None:
+            return out, None
+        attention_mask = attention_mask.values()
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
@@ -108,6 +117,40 @@ def attention_forward(
         return ops.tokens_first(out, codec), None
     out = ops.recomputed_attention(stock, query, key, value, attention_mask, bias, is_causal=causal, codec=codec)
     return out, None
+
+
+def _packed(
+    settings: Settings, q: Tensor, k: Tensor, v: Tensor, mask: ops.PackedMask, dropout: float, scale: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor | None:  # fmt: skip
+    """Attention inside of each sequence of packed rows, [B, T, H, D]; None for a call that needs stock's mask."""
+    sequences, window = mask.sequences, mask.window
+    ordinary = not dropout and all(kwargs.get(name) is None for name in ("cache", "softcap", "position_bias"))
+    rows = (sequences.rows, sequences.tokens)
+    if not ordinary or any((x.size(0), x.size(2)) != rows or type(x) is not Tensor for x in (q, k, v)):
+        return None
+    if transforms_active() or torch.compiler.is_compiling() or padding_in(q.transpose(1, 2)) is not None:
+        return None
+    dtype = autocast_dtype(q)
+    if dtype is not None:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    kernel = "pieces" if on_cpu(q) and _fusable(q, k, v, None, True) else packed_kernel(q, k, v, sequences, window)
+    keeps = keeps_for_backward(q, k, v)
+    codec = settings.codec if keeps else IDENTITY
+    if kernel is None or (keeps and settings.keeps == "recomputed"):
+        attend = partial(_in_pieces, sequences=sequences, window=window, scale=scale)
+        if not keeps:
+            return attend(q, k, v)
+        return ops.recomputed_attention(attend, q, k, v, is_causal=True, codec=codec)
+    out = ops.packed_attention(q, k, v, mask.bounds(), sequences, scale, window=window, kernel=kernel, codec=codec)
+    return ops.tokens_first(out, codec)
+
+
+def _in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, mask: None = None, bias: None = None, *, sequences: Sequences, window: int | None,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    return packed_sdpa(q, k, v, sequences, window, scale)
 
 
 def _traced(

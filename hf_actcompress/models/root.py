@@ -24,6 +24,7 @@ from ..config import CompressionConfig
 from ..records import dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .heads import deferred_logits
+from .packed_masks import packed_forward
 from .padding import padding_of_call
 from .samples import samples_of_call
 
@@ -83,7 +84,8 @@ class PatchedForward:
             return self._stock()(*args, **kwargs)
         stock = self._stock()
         with self._outermost(stock, args, kwargs), deferred_logits(self.model, stock, args, kwargs) as finished:
-            return finished(stock(*args, **kwargs))
+            packed = packed_forward(self.model, kwargs) if self.inner is None else None
+            return finished((packed or stock)(*args, **kwargs))
 
     @contextmanager
     def _outermost(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:

@@ -6,12 +6,10 @@ runs a copy of that function over a copy of these globals with that one name exc
 
 from __future__ import annotations
 
-import dis
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, wraps
-from operator import is_not
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from .. import ops
 from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
 from ..reference import rope_fwd
+from .copies import GlobalsCopy
 
 NAME = "apply_rotary_pos_emb"
 _PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
@@ -33,49 +32,6 @@ _DTYPES = (
 )
 
 
-class Rotary:
-    """A stock forward, the function that it finds under the name, and a copy of the forward that finds ours.
-
-    The copy sees the globals of the modeling file as they are when it is called: it is made again when somebody has
-    exchanged one of those that it reads.
-    """
-
-    def __init__(self, stock: Any) -> None:
-        self.stock = stock
-        self.function: Callable[..., Any] = stock.__globals__[NAME]
-        self._ours = _ours(self.function)
-        self._names = tuple(_global_names(stock.__code__))
-        self._made = self._make()
-
-    def is_of(self, stock_class: Any) -> bool:
-        """Whether nobody has exchanged the forward or the function since."""
-        return stock_class.forward is self.stock and self.stock.__globals__.get(NAME) is self.function
-
-    @property
-    def copy(self) -> Callable[..., Any]:
-        """The copy over the globals of now."""
-        seen, copy = self._made
-        if any(map(is_not, seen, self._seen())):
-            self._made = _, copy = self._make()
-        return copy
-
-    def _seen(self) -> Iterator[Any]:
-        return map(self.stock.__globals__.get, self._names)
-
-    def _make(self) -> tuple[tuple[Any, ...], Callable[..., Any]]:
-        stock, seen = self.stock, tuple(self._seen())
-        namespace = {**stock.__globals__, NAME: self._ours}
-        copy = FunctionType(stock.__code__, namespace, stock.__name__, stock.__defaults__, stock.__closure__)
-        copy.__kwdefaults__ = stock.__kwdefaults__
-        return seen, copy
-
-
-def _global_names(code: CodeType) -> set[str]:
-    """The names of globals that a function reads, those of the functions inside of it included."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return names.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
-
-
 class RotaryMixin(AttentionMixin):
     """An attention module whose rotary embeddings are ours where `why_stock` finds nothing against it."""
 
@@ -84,16 +40,21 @@ class RotaryMixin(AttentionMixin):
         # a patched class, made by patching or by unpickling; no other name than forward, which could be a child's
         stock_class = cls.__dict__.get("stock_class")
         if stock_class is not None and calls_rope(stock_class) and why_stock(stock_class) is None:
-            cls.forward = _forward(stock_class, Rotary(stock_class.forward))  # type: ignore[method-assign]
+            cls.forward = _forward(stock_class, rotary_copy(stock_class.forward))  # type: ignore[method-assign]
 
 
-def _forward(stock_class: Any, rotary: Rotary) -> Callable[..., Any]:
+def _forward(stock_class: Any, rotary: GlobalsCopy) -> Callable[..., Any]:
     @wraps(rotary.stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = not torch.compiler.is_compiling() and torch.is_grad_enabled() and rotary.is_of(stock_class)
         return (rotary.copy if ours else stock_class.forward)(self, *args, **kwargs)
 
     return forward
+
+
+def rotary_copy(forward: Any) -> GlobalsCopy:
+    """The copy of a plain forward that finds our rotary embeddings."""
+    return GlobalsCopy(forward, {NAME: _ours(forward.__globals__[NAME])})
 
 
 def calls_rope(stock_class: Any) -> bool:

@@ -28,6 +28,8 @@ from .layer_norm import layer_norm
 from .layer_norm_output import layer_norm_output
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
+from .packed_attention import packed_attention
+from .packed_mask import PackedMask
 from .recomputed import recomputed
 from .returned_logits import returned_logits
 from .rms_norm import rms_norm
@@ -39,6 +41,7 @@ __all__ = [
     "DeferredLogits",
     "LinearSource",
     "Op",
+    "PackedMask",
     "activation",
     "activation_derivative",
     "activation_fewbit",
@@ -55,6 +58,7 @@ __all__ = [
     "layer_norm_output",
     "linear",
     "linear_cross_entropy",
+    "packed_attention",
     "plain",
     "recomputed",
     "recomputed_attention",
@@ -96,6 +100,7 @@ OPS: tuple[Op, ...] = (
     Op("dropout", "rng", dropout, "the generator's state", "mask and output"),
     Op("attention", "fused", fused_attention, "q, k, v, output, logsumexp, the mask once", "repeated k and v"),
     Op("attention", "recomputed", recomputed_attention, "q, k, v, the mask once, RNG state", "probabilities"),
+    Op("attention", "packed", packed_attention, "q, k, v, output, logsumexp", "repeated k and v"),
     Op("rope", "angles", rope, "cos and sin, which all layers share", "nothing"),
     Op("cast", "record", cast, "nothing", "its output"),
     Op(

@@ -19,34 +19,32 @@ _Attend = Callable[..., Tensor]
 
 
 class FusedAttentionFunction(torch.autograd.Function):
-    """Variant "fused": the CPU kernel's forward and backward; keeps what the kernel needs and the mask by reference."""
+    """Variants "fused" and "packed": a kernel's forward and backward; keeps what they need, the mask by reference.
+
+    `name` is that of the kernel's functions, `options` what they take after the mask; of packed sequences the mask is
+    their bounds.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
-        codec: Codec,
-    ) -> Tensor:
-        out, lse = implementation("attention_fwd", q)(q, k, v, mask, is_causal, scale)
-        kept, dropped = keep_heads(q, k, v, mask, is_causal, codec)
+        ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: tuple[Any, ...],
+        is_causal: bool, codec: Codec,
+    ) -> Tensor:  # fmt: skip
+        out, lse = implementation(f"{name}_fwd", q)(q, k, v, mask, *options)
+        kept, dropped = keep_heads(q, k, v, None if is_causal else mask, is_causal, codec)
         # the kernel writes [B, S, H, D], which the next linear reads as [B, S, H * D]: one record for both
         out_record = keep_output_heads(out, codec, dropped)
         # a statistic of a row whose q is gone would not fit; zero does
         save(ctx, *kept, out_record, keep_row_heads(lse, dropped), raw(mask) if mask is not None else None)
-        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.name, ctx.options = name, options
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask = load(ctx, dout.transpose(1, 2))
-        grads = implementation("attention_bwd", dout)(dout, q, k, v, out, lse, mask, ctx.is_causal, ctx.scale)
-        return (*grads, None, None, None, None)
+        grads = implementation(f"{ctx.name}_bwd", dout)(dout, q, k, v, out, lse, mask, *ctx.options)
+        return (None, *grads, None, None, None, None)
 
 
 def fused_attention(
@@ -83,7 +81,8 @@ def fused_attention(
     if dtype is not None:
         # autograd's own cast: the cast tensors are what is kept, the wider ones die
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out: Tensor = applied(FusedAttentionFunction, q, k, v, mask, is_causal, scale, codec)
+    options = is_causal, scale
+    out: Tensor = applied(FusedAttentionFunction, "attention", q, k, v, mask, options, is_causal, codec)
     return out
 
 

@@ -62,6 +62,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._fused_sdp_choice", _T, "which attention kernel torch would take"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", _T, "its forward with the statistics"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _T, "its backward"),
+    *(PrivateAPI(f"torch.ops.aten._{kernel}_attention_{way}", _T, "attention inside of packed sequences on CUDA")
+      for kernel in ("flash", "efficient") for way in ("forward", "backward")),
     PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention", _T, "estimates: what CUDA's kernel makes"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_efficient_attention", _T, "estimates: what CUDA's kernel makes"),
     PrivateAPI("torch.ops.aten._fused_sdp_choice", _T, "estimates: the question above, seen as an op"),

@@ -30,7 +30,11 @@ else:
     _Module = PatchedModule
 
 # what the layer hands on to the attention, and what it looks at itself
-_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position"}
+_KNOWN = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position",
+    # of packed rows, for kernels that this attention is none of
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+}  # fmt: skip
 
 
 class ProgramLayerMixin(_Module):

@@ -23,6 +23,8 @@ from .norm_output import (
     rms_norm_output_bwd,
     rms_norm_output_reasons,
 )
+from .packed_attention import packed_attention_bwd, packed_attention_fwd, packed_sdpa
+from .packed_kernels import packed_kernel
 from .pooled import (
     pooled_grad_weight,
     pooled_image_pack,
@@ -82,6 +84,10 @@ __all__ = [
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "linear_fwd",
+    "packed_attention_bwd",
+    "packed_attention_fwd",
+    "packed_kernel",
+    "packed_sdpa",
     "pooled_grad_weight",
     "pooled_image_pack",
     "pooled_image_unpack",

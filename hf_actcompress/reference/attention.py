@@ -56,7 +56,7 @@ def repeat_heads(x: Tensor, groups: int) -> Tensor:
     if groups == 1:
         return x
     b, h, s, d = x.shape
-    return x[:, :, None].expand(b, h, groups, s, d).reshape(b, h * groups, s, d)
+    return x.unsqueeze(2).expand(b, h, groups, s, d).reshape(b, h * groups, s, d)
 
 
 def sum_groups(dx: Tensor, groups: int) -> Tensor:

@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def stock_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patched models in the way they are without us."""
-    monkeypatch.setattr(rope.Rotary, "is_of", lambda self, stock_class: False)
+    monkeypatch.setattr(rope.GlobalsCopy, "is_of", lambda self, stock_class: False)
 
 
 def same_without(monkeypatch: pytest.MonkeyPatch, model: Any, batch: dict[str, Any], mode: str = "fp32") -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hf_actcompress import ops
+from hf_actcompress.reference.sequences import Sequences
 from tests.ops.contract_case import RNG_STATE, Case, Inputs, rand, rows, seeded, size, statistic
 
 
@@ -44,6 +46,37 @@ def fused_attention_cases() -> list[Case]:
         for mask in ("bool", "additive")
         for kv_heads in (4, 2)
     ]
+
+
+def packed_attention_cases() -> list[Case]:
+    """Sequences of 1, 2, 2 and 1 tokens in each row, beside a call of stock for each of them."""
+    places = (0, 1, 3, 5, 6)
+
+    def sequences(q: Tensor) -> Sequences:
+        starts = [6 * row + place for row in range(q.size(0)) for place in places[:-1]]
+        return Sequences(q.size(0), 6, (*starts, 6 * q.size(0)))
+
+    def inputs(batch: int, dtype: torch.dtype, kv_heads: int) -> Inputs:
+        q, k, v, _ = attention_inputs(batch, dtype, kv_heads, "bool")
+        return [q, k, v, torch.tensor(sequences(q).starts, dtype=torch.int32)]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+        return ops.packed_attention(q, k, v, bounds, sequences(q))
+
+    def separate(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+        heads = zip(*(x.split([end - start for start, end in pairwise(places)], 2) for x in (q, k, v)), strict=True)
+        causal = [torch.ones(end - start, end - start).tril().bool() for start, end in pairwise(places)]
+        out = torch.cat([sdpa(*one, mask) for one, mask in zip(heads, causal, strict=True)], 2)
+        # the same values; like attention it keeps its output, and nobody can write on that
+        return functional.leaky_relu_(out, 1.0)
+
+    return [
+        Case(
+            f"packed_{kv_heads}", ours, separate, partial(inputs, kv_heads=kv_heads), 3,
+            lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0]), compiles=False,
+        )
+        for kv_heads in (4, 2)
+    ]  # fmt: skip
 
 
 def recomputed_attention_cases() -> list[Case]:

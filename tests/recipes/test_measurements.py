@@ -46,6 +46,14 @@ def test_benchmark_finds_the_largest_batch(tmp_path: Path) -> None:
     assert 0 < batch["stock"] < batch["exact"]
 
 
+def test_packed_batches(tmp_path: Path) -> None:
+    assert importlib.import_module("packed_batches").main(["--quick", "--out", str(tmp_path)]) == 0
+    rows = {row["mode"]: row for row in json.loads((tmp_path / "packed.json").read_text())["rows"]}
+    stock, ours, separate = (rows[mode]["kept_bytes"] for mode in ("stock", "patched", "stock, separate rows"))
+    assert ours < separate < stock
+    assert "| patched |" in (tmp_path / "packed.md").read_text()
+
+
 def test_evaluate_presets(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     recipe = importlib.import_module("evaluate_presets")

@@ -1,0 +1,72 @@
+"""Copies of stock functions that find ours under some of the names they look up: no file of transformers is touched."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_not
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+
+class GlobalsCopy:
+    """A stock function, and a copy of it over a copy of its file's globals, in which some names are other objects.
+
+    The copy sees the globals as they are when it is called: it is made again when somebody has exchanged one of those
+    that it reads. Around a decorated function its decorators' wrappers are copied, too.
+
+    Args:
+        stock: The function, with its decorators.
+        ours: The name of a global -> what the copy finds under it.
+
+    Raises:
+        ValueError: A decorator does not hold the function where a copy of it could be put.
+    """
+
+    def __init__(self, stock: Any, ours: Mapping[str, Any]) -> None:
+        self.stock, self._ours = stock, dict(ours)
+        self._inner = inspect.unwrap(stock)
+        self._replaced = {name: self._inner.__globals__[name] for name in ours}
+        self._names = tuple(global_names(self._inner.__code__))
+        self._made = self._make()
+
+    def is_of(self, stock_class: Any) -> bool:
+        """Whether nobody has exchanged the class's forward or one of the replaced globals since."""
+        found = self._inner.__globals__
+        return stock_class.forward is self.stock and all(found.get(n) is x for n, x in self._replaced.items())
+
+    @property
+    def copy(self) -> Callable[..., Any]:
+        """The copy over the globals of now."""
+        seen, copy = self._made
+        if any(map(is_not, seen, self._seen())):
+            self._made = _, copy = self._make()
+        return copy
+
+    def _seen(self) -> Iterator[Any]:
+        return map(self._inner.__globals__.get, self._names)
+
+    def _make(self) -> tuple[tuple[Any, ...], Callable[..., Any]]:
+        seen = tuple(self._seen())
+        return seen, _copied(self.stock, {**self._inner.__globals__, **self._ours})
+
+
+def global_names(code: CodeType) -> set[str]:
+    """The names of globals that a function reads, those of the functions inside of it included."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def _copied(function: Any, namespace: dict[str, Any]) -> FunctionType:
+    """A copy of the function under its decorators over other globals, and of the decorators' wrappers around it."""
+    inner, cells = getattr(function, "__wrapped__", None), getattr(function, "__closure__", None) or ()
+    if inner is not None:
+        copied = _copied(inner, namespace)
+        if not any(cell.cell_contents is inner for cell in cells):
+            raise ValueError(f"a decorator of {function.__qualname__} does not hold the function in its closure")
+        cells = tuple(CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
+        namespace = function.__globals__
+    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, cells or None)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

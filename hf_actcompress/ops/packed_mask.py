@@ -1,0 +1,70 @@
+"""`PackedMask`: stock's mask of packed rows, which is made only where something asks for its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..private_apis import without_torch_function
+from ..reference.sequences import Sequences
+
+
+class PackedMask(Tensor):
+    """A mask [B, 1, T, T], bool, without memory: it says where the sequences of packed rows are.
+
+    Attention that knows it needs no mask. All other code gets stock's, made once, by the first op that reads it.
+
+    Args:
+        sequences: Where they are.
+        window: How many keys a query sees, itself included; None: all before it in its sequence.
+        make: Makes stock's mask.
+        device: Where the mask is.
+    """
+
+    sequences: Sequences
+    window: int | None
+    make: Callable[[], Tensor]
+    made: Tensor | None
+    starts: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, sequences: Sequences, window: int | None, make: Callable[[], Tensor], device: torch.device
+    ) -> PackedMask:
+        shape = sequences.rows, 1, sequences.tokens, sequences.tokens
+        x: PackedMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        x.sequences, x.window, x.make = sequences, window, make
+        x.made = x.starts = None
+        return x
+
+    def values(self) -> Tensor:
+        """Stock's mask."""
+        if self.made is None:
+            self.made = self.make()
+        return self.made
+
+    def bounds(self) -> Tensor:
+        """Where each sequence starts in the tokens of all rows, and their end, [N + 1] int32."""
+        if self.starts is None:
+            self.starts = torch.tensor(self.sequences.starts, dtype=torch.int32, device=self.device)
+        return self.starts
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PackedMask({len(self.sequences.starts) - 1} sequences, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # sizes and dtype are there without values; ops come to the dispatch below
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(PackedMask, PackedMask.values, (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -1,0 +1,99 @@
+"""Causal attention inside of each sequence of packed rows, in which nothing of all tokens by all tokens is made.
+
+Three kernels: "pieces" runs the CPU's fused kernel for each group of neighbouring sequences of one length; "flash" and
+"efficient" are CUDA's (see packed_kernels.py) and take the bounds of all sequences at once. For all other devices
+`packed_sdpa` computes the same through torch's public attention, differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import packed_kernels
+from .attention import attention_bwd, attention_fwd, repeat_heads
+from .sequences import Group, Sequences, chunks
+
+# begin and end of the queries in each sequence of the group, their first key, and the mask [queries, keys] of a window
+_Piece = tuple[Group, int, int, int, Tensor | None]
+
+
+def packed_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, sequences: Sequences, window: int | None, scale: float | None,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] inside of each sequence, causal.
+
+    Args:
+        bounds: ``sequences.starts`` on the device, [N + 1] int32.
+        window: How many keys a query sees, itself included; None: all before it.
+
+    Returns:
+        out [B, H, T, Dv] with the memory order of [B, T, H, Dv], and the statistics that backward needs.
+    """
+    if kernel != "pieces":
+        return packed_kernels.forward(kernel, q, k, v, bounds, sequences.longest, window, scale)
+    b, h, t, _ = q.shape
+    # strided and not transposed: a Function must not return a view
+    width = v.size(-1)
+    out = q.new_empty_strided((b, h, t, width), (t * h * width, width, h * width, 1))
+    lse = q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
+    for group, begin, end, first, mask in _pieces(sequences, window, q):
+        keys, values = (group.part(x, first, end) for x in (k, v))
+        o, statistics = attention_fwd(group.part(q, begin, end), keys, values, mask, mask is None, scale)
+        group.part(out, begin, end).copy_(o)
+        group.part(lse, begin, end).copy_(statistics)
+    return out, lse
+
+
+def packed_attention_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor, sequences: Sequences,
+    window: int | None, scale: float | None, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, shaped like q, k, v."""
+    if kernel != "pieces":
+        return packed_kernels.backward(kernel, dout, q, k, v, out, lse, bounds, sequences.longest, window, scale)
+    # several chunks of queries see the same keys
+    wide = torch.promote_types(q.dtype, torch.float32) if window is not None and window < sequences.longest else None
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    for group, begin, end, first, mask in _pieces(sequences, window, q):
+        dy, queries, y, statistics = (group.part(x, begin, end) for x in (dout, q, out, lse))
+        keys, values = (group.part(x, first, end) for x in (k, v))
+        found = attention_bwd(dy, queries, keys, values, y, statistics, mask, mask is None, scale)
+        group.part(dq, begin, end).copy_(found[0])
+        group.part(dk, first, end).add_(found[1])
+        group.part(dv, first, end).add_(found[2])
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def packed_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None, scale: float | None
+) -> Tensor:
+    """out [B, T, H, Dv] of `packed_attention_fwd` through `scaled_dot_product_attention`, a call for each piece."""
+    groups = q.size(1) // k.size(1)
+    parts: dict[Group, list[Tensor]] = {}
+    for group, begin, end, first, mask in _pieces(sequences, window, q):
+        keys, values = (repeat_heads(group.part(x, first, end), groups) for x in (k, v))
+        queries = group.part(q, begin, end)
+        y = functional.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None, scale=scale)
+        parts.setdefault(group, []).append(y)
+    # [count, H, length, Dv] of each group, its tokens one after the other
+    tokens = [torch.cat(found, 2).transpose(1, 2).flatten(0, 1) for found in parts.values()]
+    return torch.cat(tokens).view(sequences.rows, sequences.tokens, q.size(1), v.size(-1))
+
+
+def _pieces(sequences: Sequences, window: int | None, q: Tensor) -> Iterator[_Piece]:
+    masks: dict[tuple[int, int], Tensor] = {}
+    for group in sequences.groups:
+        for begin, end, first in chunks(group.length, window):
+            if begin == 0 or window is None:
+                yield group, begin, end, first, None
+                continue
+            size = end - begin, end - first
+            if size not in masks:
+                masks[size] = torch.ones(size, dtype=torch.bool, device=q.device).triu_().tril_(window - 1)
+            yield group, begin, end, first, masks[size]

@@ -1,0 +1,83 @@
+"""Where the sequences of packed rows are, and the pieces in which attention goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+
+from torch import Tensor
+
+# queries that share one call of attention where a sliding window moves over a sequence
+WINDOW_STEP = 256
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring sequences of one length in one row."""
+
+    row: int
+    start: int
+    count: int
+    length: int
+
+    def part(self, x: Tensor, begin: int, end: int) -> Tensor:
+        """The tokens [begin, end) of each sequence, [count, H, end - begin, ...]: a view of x [B, H, T, ...]."""
+        stop = self.start + self.count * self.length
+        sequences: Tensor = x[self.row, :, self.start : stop].unflatten(1, (self.count, self.length))  # type: ignore[no-untyped-call]
+        return sequences[:, :, begin:end].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of packed rows [B, T]. It holds no tensor.
+
+    Attributes:
+        rows, tokens: B and T.
+        starts: Where each sequence starts in the B * T tokens of all rows, and B * T at the end. No sequence goes on
+            in the next row.
+    """
+
+    rows: int
+    tokens: int
+    starts: tuple[int, ...]
+
+    @cached_property
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence."""
+        return max((end - start for start, end in pairwise(self.starts)), default=0)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """All sequences in order."""
+        found = []
+        kinds = ((start // self.tokens, end - start, start % self.tokens) for start, end in pairwise(self.starts))
+        for (row, length), same in groupby(kinds, lambda kind: kind[:2]):
+            places: Sequence[int] = [place for _, _, place in same]
+            found.append(Group(row, places[0], len(places), length))
+        return tuple(found)
+
+
+def sequences_of(position_ids: Tensor) -> Sequences | None:
+    """The sequences of rows with these positions [B, T]; None if each row is one sequence. Waits for the device.
+
+    A sequence ends where the next position is not one more, as in transformers' `find_packed_sequence_indices`.
+    """
+    rows, tokens = position_ids.shape
+    breaks = (position_ids.diff(dim=1) != 1).nonzero().tolist()
+    if not breaks:
+        return None
+    inside = [row * tokens + place + 1 for row, place in breaks]
+    return Sequences(rows, tokens, (*sorted({*range(0, rows * tokens, tokens), *inside}), rows * tokens))
+
+
+def chunks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
+    """Which queries [begin, end) of a sequence go together, and the first key that they see.
+
+    The first chunk sees all keys before each query. In the others every query sees `window` keys, itself included.
+    """
+    first = length if window is None else min(window, length)
+    yield 0, first, 0
+    for begin in range(first, length, WINDOW_STEP):
+        yield begin, min(begin + WINDOW_STEP, length), begin - first + 1
