@@ -61,6 +61,13 @@ class Codec(Protocol):
         """The same format, equal to this one, which draws from a model's generators; itself if it draws nothing."""
         return self
 
+    def keeping_sign(self) -> Codec:
+        """The same format, whose decoded values are above zero where x is; itself if it promises nothing of that kind.
+
+        For what is kept of a ReLU: there the sign decides whether a gradient goes through.
+        """
+        return self
+
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         """Bytes of the tensors that `pack` returns for an x of that shape and dtype."""
         ...

@@ -37,6 +37,8 @@ class IntGroup(Codec):
         group_size: Features that share a scale and a zero point; the last group of a row may be shorter.
         rounding: "nearest" or "stochastic".
         outliers: How many channels, those with the largest magnitude, are kept apart as they are.
+        keep_sign: Move a code by one where rounding has crossed zero, so that what is decoded is above zero where x is.
+            The format is the same.
         generators: From which stochastic rounding draws; no part of the format. None: those of the process.
 
     Raises:
@@ -48,6 +50,7 @@ class IntGroup(Codec):
     group_size: int = 64
     rounding: str = "nearest"
     outliers: int = 0
+    keep_sign: bool = False
     generators: Generators | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,7 +73,8 @@ class IntGroup(Codec):
             skip = torch.zeros(meta.features, dtype=torch.bool, device=x.device).index_fill_(0, channels, True)
             kept = (rows.index_select(1, channels), channels.to(torch.int32))
         pack, stochastic = implementation("int_group_pack", x), self.rounding == "stochastic"
-        return (*drawn_from(self.generators, pack, x, self.bits, self.group_size, stochastic, skip), *kept), meta
+        made = drawn_from(self.generators, pack, x, self.bits, self.group_size, stochastic, skip, self.keep_sign)
+        return (*made, *kept), meta
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
         known = meta_of(meta)
@@ -93,6 +97,9 @@ class IntGroup(Codec):
         grad, rows = implementation("int_group_grad_weight", dy), dy.reshape(-1, dy.size(-1))
         out: Tensor = grad(rows, codes, scale, zero, known.features, self.bits, self.group_size, *outliers)
         return out
+
+    def keeping_sign(self) -> Codec:
+        return replace(self, keep_sign=True)
 
     def drawing_from(self, generators: Generators) -> Codec:
         return replace(self, generators=generators) if self.rounding == "stochastic" else self

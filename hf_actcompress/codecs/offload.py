@@ -69,6 +69,9 @@ class Offload(Codec):
         assert isinstance(meta, OffloadedMeta)
         return self.inner.unpack(_to_device(tensors, meta), meta.inner)
 
+    def keeping_sign(self) -> Codec:
+        return replace(self, inner=self.inner.keeping_sign())
+
     def has_grad_weight(self, dy: Tensor) -> bool:
         return self.inner.has_grad_weight(dy)
 

@@ -18,6 +18,9 @@ from ..private_apis import inductor_decompositions, tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask
 from .policy import CODEC, attributed, hint, made_by, numel
 
+aten = torch.ops.aten
+# what reads its mask off the sign of its input, or of its result
+_RELUS = {aten.relu.default, aten.leaky_relu.default, aten.hardtanh.default}
 # elements of a mask that is worth the trouble
 _MASK = 1024
 
@@ -78,7 +81,10 @@ def _codec_of(x: Any) -> Codec | _Bits | None:
         # the caller holds on to its own masks
         return _BITS if made_by(x).op != "placeholder" and numel(value) >= _MASK else None
     name = x.meta.get(CODEC) or made_by(x).meta.get(CODEC)
-    return CODECS[name] if name and value.is_floating_point() else None
+    if not name or not value.is_floating_point():
+        return None
+    relu = any(_RELUS & {node.target for node in (y, *y.users)} for y in (x, made_by(x)))
+    return CODECS[name].keeping_sign() if relu else CODECS[name]
 
 
 def _bases(saved: Sequence[Node]) -> dict[Node, Node]:

@@ -57,7 +57,7 @@ def _range(x, counts):
 
 
 @triton.jit
-def _codes(x, zero, scale, seed_ptr, counter, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr,
+def _codes(x, zero, scale, seed_ptr, counter, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr, SIGN: tl.constexpr,
            G: tl.constexpr, C: tl.constexpr):  # fmt: skip
     value = tl.math.div_rn(x - zero[:, None], scale[:, None])
     if STOCHASTIC:
@@ -65,6 +65,10 @@ def _codes(x, zero, scale, seed_ptr, counter, LEVELS: tl.constexpr, STOCHASTIC: 
         value = tl.minimum(tl.maximum(value, 0.0), LEVELS)
     else:
         value = nearest_integer(tl.minimum(tl.maximum(value, 0.0), LEVELS))
+    if SIGN:
+        decoded = value * scale[:, None] + zero[:, None]
+        value += tl.where(x > 0, 1.0, 0.0) - tl.where(decoded > 0, 1.0, 0.0)
+        value = tl.minimum(tl.maximum(value, 0.0), LEVELS)
     return as_code(value)
 
 
@@ -83,7 +87,7 @@ def _pack_kernel(
     x_ptr, skip_ptr, seed_ptr, codes_ptr, scale_ptr, zero_ptr,
     total, per_row, features, group, row_size, group_bytes, size1, size2, stride0, stride1, stride2,
     BITS: tl.constexpr, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr, SKIP: tl.constexpr, DENSE: tl.constexpr,
-    WHOLE: tl.constexpr, INDEX: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+    WHOLE: tl.constexpr, SIGN: tl.constexpr, INDEX: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """G of `total` groups. DENSE: rows of whole groups follow one another. WHOLE: a tile holds whole groups."""
     per_byte: tl.constexpr = 8 // BITS
@@ -120,7 +124,7 @@ def _pack_kernel(
         inside = known[:, None] & (col[None, :] < length[:, None])
         if not WHOLE:
             x = tl.load(x_ptr + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        codes = _codes(x, zero, scale, seed_ptr, counter + piece * (C // 8), LEVELS, STOCHASTIC, G, C)
+        codes = _codes(x, zero, scale, seed_ptr, counter + piece * (C // 8), LEVELS, STOCHASTIC, SIGN, G, C)
         packed = join_bits(tl.where(inside, codes, 0), BITS, G, C)
         place = piece * (C // per_byte) + quarters
         written = known[:, None] & (place[None, :] < bytes[:, None])
@@ -155,7 +159,7 @@ def _kernel_bits(features: int, bits: int, group_size: int) -> int:
 
 
 def _fake_pack(
-    x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None
+    x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, features = rows_features(x)
     scale = x.new_empty(rows, group_count(features, group_size), dtype=torch.bfloat16)
@@ -164,9 +168,9 @@ def _fake_pack(
 
 @traced(_fake_pack)
 def _int_group_pack(
-    x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None
+    x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale, zero = _fake_pack(x, bits, group_size, seed, skip)
+    codes, scale, zero = _fake_pack(x, bits, group_size, seed, skip, keep_sign)
     if x.numel() == 0:
         return codes, scale, zero
     features = rows_features(x)[1]
@@ -181,7 +185,8 @@ def _int_group_pack(
             *rows.sizes, *rows.strides,
             BITS=width, LEVELS=2.0**bits - 1, STOCHASTIC=seed is not None, SKIP=skip is not None,
             DENSE=rows.dense and features % group == 0 and group * width % 8 == 0, WHOLE=tile.whole,
-            INDEX=index_dtype(scale.numel()), G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
+            SIGN=keep_sign, INDEX=index_dtype(scale.numel()),
+            G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     if width != bits:
         codes = pack_codes(target, bits).view(codes.shape)
@@ -189,11 +194,11 @@ def _int_group_pack(
 
 
 def int_group_pack(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None
+    x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None, keep_sign: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """codes uint8 [R, ceil(D bits / 8)], scale and zero bf16 [R, n], from x [..., D]; `skip` is bool [D]."""
     packed: tuple[Tensor, Tensor, Tensor] = _int_group_pack(
-        x, bits, group_size, kernel_seed(x.device) if stochastic else None, skip
+        x, bits, group_size, kernel_seed(x.device) if stochastic else None, skip, keep_sign
     )
     return packed
 
@@ -242,6 +247,7 @@ def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int
     for bits in (8, 4, 2):
         for group_size, skipped in ((64, None), (5, None), (max(width, 1), skip)):
             yield x, bits, group_size, False, skipped
+            yield x, bits, group_size, False, skipped, True
         # integers that are codes already: no draw changes them
         grid = torch.randint(2**bits, (rows, width), device=device)
         grid[:, ::64], grid[:, 1::64] = 0, 2**bits - 1

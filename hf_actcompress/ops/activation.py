@@ -10,9 +10,15 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Stored, applied, declare, load, raw, record_of, save
+from ..records import Derived, Stored, applied, declare, is_lossless, load, raw, record_of, save
+from ..reference.bits import pack_mask, unpack_mask
 from .autocast import SameAutocast
 from .first_order import once_differentiable
+
+# those whose derivative is one of two values, by the sign of the input: a codec must not round it across zero
+SIGN_DECIDES = ("relu", "relu6", "leaky_relu")
+# of them those of which the sign says everything
+_BY_MASK = ("relu", "leaky_relu")
 
 
 class _Rebuild:
@@ -37,21 +43,26 @@ class ActivationFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], codec: Codec
     ) -> Tensor:
         y = stock(x)
-        record = record_of(x, codec)
+        record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
         rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):
             # f' can be read off the output too, which a layer that is not ours keeps anyhow
             record, rebuild = raw(y.detach()), _itself
-        save(ctx, record)
+        # derived from what a codec has rounded (a BatchNorm's input), x has the wrong sign somewhere
+        rounded = kind in _BY_MASK and isinstance(record, Derived) and not is_lossless(record)
+        save(ctx, raw(pack_mask(x > 0)) if rounded else record)
         if not torch.compiler.is_compiling():
             declare(y, rebuild, record)
-        ctx.kind, ctx.options = kind, options
+        ctx.kind, ctx.options, ctx.by_mask = kind, options, rounded
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,) = load(ctx, dy)
+        if ctx.by_mask:
+            # any number with x's sign
+            x = unpack_mask(x, dy.shape).to(dy.dtype).sub_(0.5)
         bwd = implementation("activation_bwd", dy, ctx.kind)
         return bwd(dy, x, ctx.kind, ctx.options), None, None, None, None
 
@@ -82,7 +93,8 @@ def activation(
 
     Saves:
         x by its record; compositions such as ``gelu_new`` keep four tensors in stock, this keeps one. A relu whose x
-        nobody derives keeps its output instead, as stock does.
+        nobody derives keeps its output instead, as stock does. Where x is derived from what a lossy codec stored
+        (behind a BatchNorm) a relu and a leaky_relu keep one bit per element more, because rounding loses the sign.
 
     Gradient:
         Exact. Bit-equal to stock where torch has one kernel for it (gelu, silu, relu, mish, ...); for compositions the

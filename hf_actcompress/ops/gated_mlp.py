@@ -11,6 +11,7 @@ from torch import Tensor
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..records import applied, declare, load, record_of, save
+from .activation import SIGN_DECIDES
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 
@@ -39,7 +40,8 @@ class GatedProductFunction(torch.autograd.Function):
         ctx: Any, gate: Tensor, up: Tensor, stock: _Stock, kind: str, options: tuple[float, ...], codec: Codec
     ) -> Tensor:  # gate, up [..., F]
         h = stock(gate) * up
-        gate_record, up_record = record_of(gate, codec), record_of(up, codec)
+        of_gate = codec.keeping_sign() if kind in SIGN_DECIDES else codec
+        gate_record, up_record = record_of(gate, of_gate), record_of(up, codec)
         save(ctx, gate_record, up_record)
         if not torch.compiler.is_compiling():
             ctx.stock = SameAutocast(stock, gate)

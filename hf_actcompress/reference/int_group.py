@@ -29,7 +29,7 @@ def row_bytes(features: int, bits: int) -> int:
 
 
 def int_group_pack(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None
+    x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None, keep_sign: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise x [..., D], R rows, in groups of `group_size` neighbouring features (the last may be shorter).
 
@@ -39,6 +39,7 @@ def int_group_pack(
         group_size: Features that share a scale and a zero point.
         stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
         skip: bool [D], features that do not count for the ranges, or None.
+        keep_sign: Whether what is decoded has to be above zero where x is; a code is then up to one step further off.
 
     Returns:
         codes uint8 [R, ceil(D bits / 8)], scale bf16 [R, n], zero bf16 [R, n].
@@ -54,12 +55,15 @@ def int_group_pack(
             at = slice(start // group_size, group_count(stop, group_size))
             skipped = skip[start:stop].view(-1, size) if skip is not None else None
             values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype), copy=True), size)
-            codes[:, start:stop], scale[part, at], zero[part, at] = _quantise(values, bits, stochastic, skipped)
+            made = _quantise(values, bits, stochastic, skipped, keep_sign)
+            codes[:, start:stop], scale[part, at], zero[part, at] = made
         packed[part] = codes if bits == 8 else pack_codes(codes, bits).view(codes.size(0), -1)
     return packed, scale, zero
 
 
-def _quantise(values: Tensor, bits: int, stochastic: bool, skipped: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _quantise(
+    values: Tensor, bits: int, stochastic: bool, skipped: Tensor | None, keep_sign: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [r, n size] in the dtype of values [r, n, size], which are overwritten; scale and zero bf16 [r, n].
 
     The range is rounded outwards to bf16 and the codes are made for the rounded one, so that no value is clipped and
@@ -75,9 +79,15 @@ def _quantise(values: Tensor, bits: int, stochastic: bool, skipped: Tensor | Non
     zero = bf16_below(low)
     # a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is another
     scale = bf16_above((high - zero) / torch.full_like(high, levels)).clamp_min(_TINY)
+    positive = values > 0 if keep_sign else None
     values.sub_(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
     values = values.add_(uniform(values.shape, values.dtype, values.device)).floor_() if stochastic else values.round_()
-    return values.clamp_(0, levels).flatten(1), scale, zero
+    values.clamp_(0, levels)
+    if positive is not None:
+        # the range is rounded outwards, so there is a code on the right side of zero; of skipped values nobody reads it
+        decoded = values * scale.unsqueeze(-1) + zero.unsqueeze(-1)
+        values.add_(positive.to(values.dtype) - (decoded > 0).to(values.dtype)).clamp_(0, levels)
+    return values.flatten(1), scale, zero
 
 
 def int_group_unpack(
