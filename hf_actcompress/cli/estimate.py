@@ -88,35 +88,32 @@ def estimate(
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank)}
     options["quantization"] = quantization_of(quantization, qlora)
     with exit_codes(), busy(f"estimating {model}"), frozen_imports():
-        from ..memory.estimate import Estimates
-
-        several = Estimates(model, **options)
-        found = list(rows(several, chosen(preset or []), room, batch_size, seq_len, max_context))
-        table = _Table(
-            model,
-            found,
-            room,
-            gpu,
-            max_context,
-            several.evaluation_bytes(batch_size, seq_len),
-            _assumed(several, options, f"{batch_size} x {seq_len}"),
-        )
-        fits = room is None or any(row.fits(room) for row in found if not preset or row.strategy.config in preset)
-        instead = [] if fits or room is None else list(remedies(model, room, batch_size, seq_len, **options))
+        table = _table(model, batch_size, seq_len, room, gpu, max_context, preset or [], options)
         if html is not None:
             _write_page(html, table)
     if as_json:
-        echo_json(_as_data(table, instead))
+        echo_json(_as_data(table))
     else:
-        echo_table(table.columns, [_cells(row, table) for row in found], _RIGHT)
-        _explain(table, instead)
-    if not fits:
+        echo_table(table.columns, [_cells(row, table) for row in table.found], _RIGHT)
+        _explain(table)
+    if not table.fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The rows, and what they are about: the model's name, the card in bytes and as it was given."""
+    """The rows, and what they are about.
+
+    Args:
+        model: Its name.
+        found: The rows.
+        room, gpu: The card in bytes, and as it was given.
+        max_context: Whether the longest sequences were looked for.
+        evaluation_bytes: What evaluating such a batch needs.
+        assumed: All that the figures depend on.
+        fits: Whether one of the rows that were asked for fits.
+        instead: What would fit, where none does.
+    """
 
     model: str
     found: list[Row]
@@ -125,12 +122,35 @@ class _Table:
     max_context: bool
     evaluation_bytes: int
     assumed: str
+    fits: bool
+    instead: list[Remedy]
 
     @property
     def columns(self) -> tuple[str, ...]:
         left_out: tuple[str, ...] = () if self.max_context else ("longest",)
         left_out += ("fits", "largest batch") if self.room is None else ()
         return tuple(column for column in _COLUMNS if column not in left_out)
+
+
+def _table(
+    model: str,
+    batch_size: int,
+    seq_len: int,
+    room: int | None,
+    gpu: str | None,
+    max_context: bool,
+    presets: list[str],
+    options: dict[str, Any],
+) -> _Table:
+    from ..memory.estimate import Estimates
+
+    several = Estimates(model, **options)
+    found = list(rows(several, chosen(presets), room, batch_size, seq_len, max_context))
+    fits = room is None or any(row.fits(room) for row in found if not presets or row.strategy.config in presets)
+    instead = [] if fits or room is None else list(remedies(model, room, batch_size, seq_len, **options))
+    evaluation = several.evaluation_bytes(batch_size, seq_len)
+    assumed = _assumed(several, options, f"{batch_size} x {seq_len}")
+    return _Table(model, found, room, gpu, max_context, evaluation, assumed, fits, instead)
 
 
 def _assumed(several: Estimates, options: dict[str, Any], batch: str) -> str:
@@ -180,7 +200,7 @@ def _at_least(largest: int | None) -> str:
     return "-" if largest is None else f"{largest}+" if largest >= MOST else str(largest)
 
 
-def _explain(table: _Table, instead: list[Remedy]) -> None:
+def _explain(table: _Table) -> None:
     from ..memory.headroom import ADVICE
     from ..memory.report import readable_size
 
@@ -201,12 +221,12 @@ def _explain(table: _Table, instead: list[Remedy]) -> None:
         typer.echo(ADVICE)
     fitting = [row.strategy.name for row in found if row.fits(room)]
     typer.echo(f"fits into {table.gpu}: {', '.join(fitting) if fitting else 'none of these'}")
-    for remedy in instead:
+    for remedy in table.instead:
         fits = "would fit" if remedy.fits else "would not"
         typer.echo(f"  {remedy.name}, {STRATEGY}: {readable_size(remedy.nbytes)}, {fits}")
 
 
-def _as_data(table: _Table, instead: list[Remedy]) -> dict[str, Any]:
+def _as_data(table: _Table) -> dict[str, Any]:
     room = table.room
 
     def data(row: Row) -> dict[str, Any]:
@@ -233,7 +253,7 @@ def _as_data(table: _Table, instead: list[Remedy]) -> dict[str, Any]:
         "assumed": table.assumed,
         "evaluation_bytes": table.evaluation_bytes,
         "rows": [data(row) for row in table.found],
-        "remedies": [asdict(remedy) for remedy in instead],
+        "remedies": [asdict(remedy) for remedy in table.instead],
     }
 
 

@@ -79,22 +79,20 @@ def plan(
     room = card_option(gpu)
     writable("--out", out)
     writable("--html", html)
+    options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
+    options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
+    # what was not said is the function's own default
+    options |= {"allow": tuple(allow)} if allow else {}
+    options |= {"headroom": headroom} if headroom is not None else {}
     with exit_codes():
         with busy(f"planning {model}"):
-            options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
-            options |= {"lora": lora_of(lora or qlora, lora_rank), **({"allow": tuple(allow)} if allow else {})}
-            options["quantization"] = quantization_of(quantization, qlora)
-            options |= {"headroom": headroom} if headroom is not None else {}
             sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
             found = _planned(model, objective=objective, **sizes, **options)
         if out is not None:
             out.write_text(found.to_json())
         if html is not None:
             _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
-        if as_json:
-            typer.echo(found.to_json())
-        else:
-            found.print()
+        typer.echo(found.to_json()) if as_json else found.print()
 
 
 def _planned(model: str, **options: Any) -> Plan:

@@ -37,6 +37,7 @@ CODECS: dict[str, Codec] = {
     # any role
     "int8": IntGroup(8),
     "int4": IntGroup(4),
+    "int3": IntGroup(3, group_size=32),
     "int2": IntGroup(2, group_size=32),
     "int8_stochastic": IntGroup(8, rounding="stochastic"),
     "int4_stochastic": IntGroup(4, rounding="stochastic"),
@@ -46,6 +47,7 @@ CODECS: dict[str, Codec] = {
     "int4_outliers": IntGroup(4, outliers=4),
     # without its outliers the residual stream has one range, and larger groups cost little
     "int4_128_outliers": IntGroup(4, group_size=128, outliers=4),
+    "int3_outliers": IntGroup(3, group_size=32, outliers=4),
     "int2_outliers": IntGroup(2, group_size=32, outliers=4),
     "fp8_e4m3": Float8("e4m3"),
     "fp8_e5m2": Float8("e5m2"),

@@ -83,8 +83,18 @@ def _codec_of(x: Any) -> Codec | _Bits | None:
     name = x.meta.get(CODEC) or made_by(x).meta.get(CODEC)
     if not name or not value.is_floating_point():
         return None
-    relu = any(_RELUS & {node.target for node in (y, *y.users)} for y in (x, made_by(x)))
-    return CODECS[name].keeping_sign() if relu else CODECS[name]
+    return CODECS[name].keeping_sign() if _is_of_a_relu(made_by(x)) else CODECS[name]
+
+
+def _is_of_a_relu(x: Node) -> bool:
+    """Whether x is what a ReLU returned, or a ReLU reads it or a view of it."""
+    readers = [x, *x.users]
+    for node in readers:
+        if node.target in _RELUS:
+            return True
+        if node is not x and made_by(node) is x:
+            readers.extend(node.users)
+    return False
 
 
 def _bases(saved: Sequence[Node]) -> dict[Node, Node]:

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.bits import pack_codes, unpack_codes
+from ..reference.bits import pack_rows, row_bytes, unpack_rows
 from ..reference.groups import group_count, rows_features
-from ..reference.int_group import row_bytes
 from ..reference.rng import kernel_seed
 from .common import STRICT, cast, on, traced
 from .groups import (
@@ -154,8 +153,8 @@ def _unpack_kernel(
 
 
 def _kernel_bits(features: int, bits: int, group_size: int) -> int:
-    """8 where groups do not end with a byte: the kernel then makes, or takes, a byte per code."""
-    return bits if group_size * bits % 8 == 0 or group_size >= features else 8
+    """8 where groups do not end with a byte, or codes with a field: the kernel makes, or takes, a byte per code."""
+    return bits if bits != 3 and (group_size * bits % 8 == 0 or group_size >= features) else 8
 
 
 def _fake_pack(
@@ -176,7 +175,7 @@ def _int_group_pack(
     features = rows_features(x)[1]
     group = min(group_size, features)
     width = _kernel_bits(features, bits, group)
-    target = codes if width == bits else codes.new_zeros(codes.size(0), codes.size(1) * (8 // bits))
+    target = codes if width == bits else codes.new_zeros(codes.size(0), codes.size(1) * 8 // bits)
     rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features)
     with on(x):
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
@@ -189,7 +188,7 @@ def _int_group_pack(
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     if width != bits:
-        codes = pack_codes(target, bits).view(codes.shape)
+        codes = pack_rows(target, bits)
     return codes, scale, zero
 
 
@@ -220,7 +219,7 @@ def _int_group_unpack(
     width = _kernel_bits(features, bits, group)
     packed, scale, zero = packed.contiguous(), scale.contiguous(), zero.contiguous()
     if width != bits:
-        packed = unpack_codes(packed.view(-1), bits, packed.numel() * (8 // bits)).view(packed.size(0), -1)
+        packed = unpack_rows(packed, bits)
     tile = group_tile(group, features)
     with on(out):
         _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
@@ -244,7 +243,7 @@ def int_group_unpack(
 def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
     x = (torch.randn(rows, width, device=device) * 3 + 1).to(dtype)
     skip = torch.rand(width, device=device) < 0.1
-    for bits in (8, 4, 2):
+    for bits in (8, 4, 3, 2):
         for group_size, skipped in ((64, None), (5, None), (max(width, 1), skip)):
             yield x, bits, group_size, False, skipped
             yield x, bits, group_size, False, skipped, True
@@ -255,7 +254,7 @@ def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int
 
 
 def _sample_unpack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    for bits in (8, 4, 2):
+    for bits in (8, 4, 3, 2):
         for group_size in (64, 5, max(width, 1)):
             codes = torch.randint(256, (rows, row_bytes(width, bits)), device=device, dtype=torch.uint8)
             scale = torch.rand(rows, group_count(width, group_size), device=device).to(torch.bfloat16)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.bits import row_bytes
 from ..reference.groups import group_count
-from ..reference.int_group import row_bytes
 from .common import INTERPRETED, STRICT, as_rows, cast, on, traced
 from .float8 import decode
 from .groups import split_bits, within_range

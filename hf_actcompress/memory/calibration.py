@@ -81,13 +81,13 @@ def calibrate(
     """Bit widths per layer and role for this model and batch, measured once.
 
     One forward and backward per group (a role in a layer) with that group alone in 4 bits, against the exact gradient;
-    the bits of 2, 4, 8 are then given where they remove most error. The model is afterwards as it was.
+    the bits of 2, 3, 4, 8 are then given where they remove most error. The model is afterwards as it was.
 
     Args:
         model: Stock or patched, on the device where it trains; gradient checkpointing off.
         batch: Keyword arguments of the forward, with labels; a typical one, it may be smaller than in training.
         average_bits: Of the codes of norm inputs, MLP pre-activations and stored linear inputs, 2 to 8. Scales come
-            on top (0.5 bits per element at 4 and 8 bits, 1 at 2).
+            on top (0.5 bits per element at 4 and 8 bits, 1 at 2 and 3).
         config: What holds besides: attention's codec, the variants.
 
     Returns:

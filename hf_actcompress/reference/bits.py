@@ -35,6 +35,37 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes
 
 
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """uint8 [R, `row_bytes(n, bits)`] from codes uint8 [R, n], n a multiple of 8 / bits, of 8 where that is none.
+
+    Each row is packed by itself: rows can be chosen or cut off.
+    """
+    if bits == 8:
+        return codes
+    parts = [_pack_field(((codes >> s) & (2**width - 1)).reshape(-1), width) for s, width in _fields(bits)]
+    return torch.cat([part.view(codes.size(0), part.numel() // max(codes.size(0), 1)) for part in parts], 1)
+
+
+def unpack_rows(packed: Tensor, bits: int) -> Tensor:
+    """The codes [R, m 8 / bits] of what `pack_rows` returned [R, m]."""
+    if bits == 8:
+        return packed
+    rows, count = packed.size(0), packed.size(1) * 8 // bits
+    codes, start = None, 0
+    for shift, width in _fields(bits):
+        size = count * width // 8
+        field = _unpack_field(packed[:, start : start + size].reshape(-1), width).view(rows, count)
+        codes = field if codes is None else codes | (field << shift)
+        start += size
+    assert codes is not None
+    return codes
+
+
+def row_bytes(features: int, bits: int) -> int:
+    """Bytes of one row of codes: every row begins with a new byte, and with one for each field."""
+    return bits * -(-features // 8) if bits == 3 else -(-features * bits // 8)
+
+
 def packed_bytes(count: int, bits: int) -> int:
     """How many bytes `count` codes of that many bits take."""
     return count if bits == 8 else sum(-(-count * width // 8) for _, width in _fields(bits))

@@ -1,11 +1,11 @@
-"""Integers of 8, 4 or 2 bits with a scale and a zero point per group of features."""
+"""Integers of 8, 4, 3 or 2 bits with a scale and a zero point per group of features."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .bits import pack_codes, unpack_codes
+from .bits import pack_rows, row_bytes, unpack_rows
 from .groups import (
     bf16_above,
     bf16_below,
@@ -23,11 +23,6 @@ from .rng import uniform
 _TINY = torch.finfo(torch.bfloat16).tiny
 
 
-def row_bytes(features: int, bits: int) -> int:
-    """Bytes of one row of codes: every row begins with a new byte."""
-    return -(-features * bits // 8)
-
-
 def int_group_pack(
     x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None, keep_sign: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,14 +30,14 @@ def int_group_pack(
 
     Args:
         x: bf16, fp16, fp32 or fp64.
-        bits: 8, 4 or 2.
+        bits: 8, 4, 3 or 2.
         group_size: Features that share a scale and a zero point.
         stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
         skip: bool [D], features that do not count for the ranges, or None.
         keep_sign: Whether what is decoded has to be above zero where x is; a code is then up to one step further off.
 
     Returns:
-        codes uint8 [R, ceil(D bits / 8)], scale bf16 [R, n], zero bf16 [R, n].
+        codes uint8 [R, ceil(D bits / 8)] (with 3 bits [R, 3 ceil(D / 8)]), scale bf16 [R, n], zero bf16 [R, n].
     """
     rows, features = rows_features(x)
     packed = x.new_empty(rows, row_bytes(features, bits), dtype=torch.uint8)
@@ -50,14 +45,14 @@ def int_group_pack(
     zero = torch.empty_like(scale)
     for part, chunk in row_chunks(x):
         # a row ends with its byte
-        codes = chunk.new_zeros(chunk.size(0), packed.size(1) * (8 // bits), dtype=torch.uint8)
+        codes = chunk.new_zeros(chunk.size(0), packed.size(1) * 8 // bits, dtype=torch.uint8)
         for start, stop, size in spans(features, group_size):
             at = slice(start // group_size, group_count(stop, group_size))
             skipped = skip[start:stop].view(-1, size) if skip is not None else None
             values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype), copy=True), size)
             made = _quantise(values, bits, stochastic, skipped, keep_sign)
             codes[:, start:stop], scale[part, at], zero[part, at] = made
-        packed[part] = codes if bits == 8 else pack_codes(codes, bits).view(codes.size(0), -1)
+        packed[part] = pack_rows(codes, bits)
     return packed, scale, zero
 
 
@@ -96,10 +91,7 @@ def int_group_unpack(
     """The rows [R, D] in `dtype` of what `int_group_pack` returned."""
     out = packed.new_empty(packed.size(0), features, dtype=dtype)
     for part in row_slices(out.size(0), features, out.device) if features else ():
-        block = packed[part]
-        if bits < 8:
-            count = block.numel() * (8 // bits)
-            block = unpack_codes(block.reshape(-1), bits, count).view(block.size(0), -1)
+        block = unpack_rows(packed[part], bits)
         for start, stop, size in spans(features, group_size):
             at = slice(start // group_size, group_count(stop, group_size))
             step = scale[part, at].unsqueeze(-1)

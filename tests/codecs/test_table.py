@@ -21,6 +21,7 @@ every_row = pytest.mark.parametrize("name", sorted(CODECS))
 FORMATS = (
     "int8",
     "int2_outliers",
+    "int3",
     "fp8_e4m3",
     "topk10",
     "topk10_global",
@@ -131,6 +132,7 @@ def hidden_states() -> list[Tensor]:
 ERRORS = {
     "int8": 2 * 4.7 / 255 / 12**0.5,
     "int4": 2 * 4.7 / 15 / 12**0.5,
+    "int3": 2 * 4.1 / 7 / 12**0.5,
     "int2": 2 * 4.1 / 3 / 12**0.5,
     # half a step of 2^-3 of the number, uniform, at worst
     "fp8_e4m3": 2**-3 / 12**0.5,
