@@ -90,14 +90,30 @@ def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice
 
 def bf16_above(x: Tensor) -> Tensor:
     """The smallest bf16 that is not below x. NaN stays NaN, what is too large becomes inf."""
-    near = x.to(torch.bfloat16)
-    return torch.where(near < x, torch.nextafter(near, torch.full_like(near, torch.inf)), near)
+    return _bf16_towards(x, torch.inf)
 
 
 def bf16_below(x: Tensor) -> Tensor:
     """The largest bf16 that is not above x."""
-    near = x.to(torch.bfloat16)
-    return torch.where(near > x, torch.nextafter(near, torch.full_like(near, -torch.inf)), near)
+    return _bf16_towards(x, -torch.inf)
+
+
+def _bf16_towards(x: Tensor, end: float) -> Tensor:
+    """x in bf16, rounded towards that end of the numbers.
+
+    By the bits of fp32, because a compiler may leave out a cast to bf16 and back, and what is made for the rounded
+    number would be made for another one.
+    """
+    if x.dtype != torch.float32:
+        near = x.to(torch.bfloat16)
+        wrong = near < x if end > 0 else near > x
+        return torch.where(wrong, torch.nextafter(near, torch.full_like(near, end)), near)
+    bits = x.view(torch.int32)
+    # bf16 is the upper half of fp32: without the lower half a number comes nearer to zero
+    upper = bits & -0x10000
+    away = (upper != bits) & ((x > 0) if end > 0 else (x < 0))
+    rounded = torch.where(away, upper + 0x10000, upper).view(torch.float32)
+    return torch.where(x == x, rounded, x).to(torch.bfloat16)
 
 
 def within_range(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
