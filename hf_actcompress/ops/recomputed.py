@@ -22,7 +22,8 @@ class RecomputedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, *weights: Tensor) -> Tensor:
         y = stock(x)
-        record = record_of(x, codec)
+        # the function may have a ReLU in it: experts, a PReLU, a model's own activation
+        record = record_of(x, codec.keeping_sign())
         # the weights for torch's check that nobody has written on them
         save(ctx, record, *map(raw, weights))
         ctx.stock = SameAutocast(stock, x)

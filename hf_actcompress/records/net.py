@@ -131,8 +131,8 @@ class Net:
         """Through the codec, if x is an activation. Nothing else is, of what is not known by a rule."""
         if self.codec is None or not is_activation(x):
             return None
-        # a ReLU saves its result and reads there where the gradient goes through
-        relu = type(x.grad_fn).__name__ == "ReluBackward0"
+        # a ReLU, or a leaky one in place, saves its result and reads there where the gradient goes through
+        relu = type(x.grad_fn).__name__ in ("ReluBackward0", "LeakyReluBackward1")
         return self._by_record(whole_record_of(x, self.codec.keeping_sign() if relu else self.codec))
 
     def _by_record(self, record: Record) -> Kept:

@@ -30,6 +30,10 @@ TEXT: dict[str, Callable[[], Any]] = {
         hf.GPT2Config(vocab_size=500, activation_function="relu", use_cache=False, **_GPT2)
     ),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES, intermediate_size=352, hidden_act="relu")),
+    # the gates of experts lie beside the values that they gate
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**_SIZES, intermediate_size=96, num_local_experts=4, num_key_value_heads=2, hidden_act="relu")
+    ),
 }
 
 
@@ -72,7 +76,7 @@ def test_int8(name: str) -> None:
     model = trained(TEXT[name](), batch)
     found = error(model, batch, "int8")
     print(f"{name}: {found:.3%}")
-    # 1.7% to 2.3% where rounding crosses zero
+    # 0.9% to 2.3% where rounding crosses zero
     assert 0 < found <= 0.008
 
 
