@@ -36,8 +36,8 @@ def test_unknown_preset_lists_the_known() -> None:
 
 
 def test_unknown_codec_lists_the_known() -> None:
-    with pytest.raises(UnknownOptionError, match="codec for mlp 'int3'; known: .*'identity'"):
-        CompressionConfig(mlp="int3")
+    with pytest.raises(UnknownOptionError, match="codec for mlp 'int5'; known: .*'identity'"):
+        CompressionConfig(mlp="int5")
 
 
 def test_unknown_option() -> None:

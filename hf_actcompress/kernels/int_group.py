@@ -157,6 +157,11 @@ def _kernel_bits(features: int, bits: int, group_size: int) -> int:
     return bits if bits != 3 and (group_size * bits % 8 == 0 or group_size >= features) else 8
 
 
+def _is_dense(features: int, group: int, width: int, codes: Tensor) -> bool:
+    """Whether groups follow one another without a gap: no byte at the end of a row stands for nothing."""
+    return features % group == 0 and group * width % 8 == 0 and codes.size(1) * 8 == features * width
+
+
 def _fake_pack(
     x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,7 +188,7 @@ def _int_group_pack(
             scale.numel(), scale.size(1), features, group, target.size(1), triton.cdiv(group * width, 8),
             *rows.sizes, *rows.strides,
             BITS=width, LEVELS=2.0**bits - 1, STOCHASTIC=seed is not None, SKIP=skip is not None,
-            DENSE=rows.dense and features % group == 0 and group * width % 8 == 0, WHOLE=tile.whole,
+            DENSE=rows.dense and _is_dense(features, group, width, target), WHOLE=tile.whole,
             SIGN=keep_sign, INDEX=index_dtype(scale.numel()),
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
@@ -225,7 +230,7 @@ def _int_group_unpack(
         _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
             packed, scale, zero, out,
             scale.numel(), scale.size(1), features, group, packed.size(1), triton.cdiv(group * width, 8),
-            BITS=width, DENSE=features % group == 0 and group * width % 8 == 0, INDEX=index_dtype(scale.numel()),
+            BITS=width, DENSE=_is_dense(features, group, width, packed), INDEX=index_dtype(scale.numel()),
             WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
