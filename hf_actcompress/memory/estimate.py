@@ -13,6 +13,7 @@ from torch import nn
 from ..config import CompressionConfig, Configured, resolve
 from ..errors import ModelConfigError, UnknownOptionError
 from ..models.root import root_module
+from ..records import storage_sizes
 from .compiled import compiled_modules, uncompiled
 from .estimating.extrapolation import Extrapolated, whole_step
 from .estimating.layers import LayerRun, find_runs
@@ -249,7 +250,7 @@ def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tupl
     """Bytes of weights and buffers, gradients and optimizer states."""
     trained = [p for p in whole.parameters() if p.requires_grad]
     return (
-        sum(setting.rounded(x.untyped_storage().nbytes()) for x in _once(whole)),
+        sum(map(setting.rounded, storage_sizes(chain(whole.parameters(), whole.buffers())).values())),
         sum(setting.rounded(p.nbytes) for p in trained),
         sum(setting.rounded(size) for p in trained for size in rule.states(p)),
     )
@@ -258,12 +259,6 @@ def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tupl
 def context_bytes(setting: Setting) -> int:
     """The allowance for what a device takes beside tensors."""
     return CONTEXT_BYTES if setting.cuda else 0
-
-
-def _once(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, one for each storage."""
-    by_storage = {x.untyped_storage()._cdata: x for x in chain(model.parameters(), model.buffers())}
-    return list(by_storage.values())
 
 
 def _complete(step: FakeStep) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..records import storage_sizes
 from .states import draws_restored
 
 _Undo = Callable[[], None]
@@ -59,9 +60,7 @@ def resident_bytes(model: nn.Module, optimizer: Any = None, others: Iterable[Any
     )
     found = chain(parameters, model.buffers(), (p.grad for p in parameters), states, others)
     device = parameters[0].device
-    tensors = (x for x in found if isinstance(x, Tensor) and x.device == device)
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    return sum(storages.values())
+    return sum(storage_sizes(x for x in found if isinstance(x, Tensor) and x.device == device).values())
 
 
 def _content(x: Tensor) -> _Undo:

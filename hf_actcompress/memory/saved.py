@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..ops import DeferredLogits
-from ..records import hooks_outside
+from ..records import hooks_outside, storage_sizes, storages_of
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
 # where hooks of our own are, which stand between an op and these
@@ -145,12 +145,12 @@ class _Collector:
             packed = reference()
             if packed is None:
                 continue
-            storage = packed.tensor.untyped_storage()
-            if storage._cdata in not_counted or self.size_of(storage) == 0:
-                continue
-            not_counted.add(storage._cdata)
-            x, size = packed.tensor, self.size_of(storage)
-            self.seen.tensors.append(SavedTensor(packed.module, tuple(x.shape), x.dtype, size, packed.call))
+            x = packed.tensor
+            for storage in storages_of(x):
+                size = 0 if storage._cdata in not_counted else self.size_of(storage)
+                if size > 0:
+                    not_counted.add(storage._cdata)
+                    self.seen.tensors.append(SavedTensor(packed.module, tuple(x.shape), x.dtype, size, packed.call))
         return self.seen
 
 
@@ -189,8 +189,8 @@ def _noted_calls(collector: _Collector) -> Iterator[None]:
 
 
 def storages(tensors: Iterable[Any]) -> set[int]:
-    """Which storages these tensors have: by the storage itself, because fake tensors have no address."""
-    return {x.untyped_storage()._cdata for x in tensors if isinstance(x, Tensor) and x.layout is torch.strided}
+    """Which storages these tensors have."""
+    return set(storage_sizes(tensors))
 
 
 def _unknown(x: Tensor) -> None:

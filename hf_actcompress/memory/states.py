@@ -75,5 +75,6 @@ def training_forward(model: nn.Module) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for buffer, before in buffers:
-                if not torch.equal(buffer, before):
+                # sparse tensors have no `equal`
+                if buffer.layout is not torch.strided or not torch.equal(buffer, before):
                     buffer.copy_(before)

@@ -19,6 +19,7 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings
 from ..modules.recomputed import BatchNormMixin, RecomputedMixin
+from ..records import storage_sizes
 from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Site
 
@@ -107,7 +108,7 @@ def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
 
     def pack(saved: Tensor) -> Tensor:
         if not isinstance(saved, nn.Parameter):
-            sizes[saved.untyped_storage()._cdata] = saved.untyped_storage().nbytes()
+            sizes.update(storage_sizes([saved]))
         return saved.detach()
 
     probe = _probe(module)

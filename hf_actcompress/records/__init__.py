@@ -31,6 +31,7 @@ from .registry import (
 )
 from .saving import Packed, load, load_packed, save, saved_next
 from .selective import Forward, run_selectively
+from .storages import storage_sizes, storages_of
 
 __all__ = [
     "Derived",
@@ -72,5 +73,7 @@ __all__ = [
     "saved_next",
     "shared_copy",
     "shared_derivation",
+    "storage_sizes",
+    "storages_of",
     "whole_record_of",
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from .nested import replaced, tensors_in
 from .outside import Hooks
 from .registry import known_record
 from .replay import Done, Replay
+from .storages import storage_sizes
 
 # elements; smaller tensors are kept
 _SMALL = 256
@@ -106,13 +107,13 @@ class Call:
             y = compute()
         finally:
             current.call = self
-        self._read |= _sizes([x]).keys()
+        self._read |= storage_sizes([x]).keys()
         self._linear.append(_Seen(y))
         return y
 
     def pack(self, x: Tensor) -> Again | None:
-        """What is held in place of x. Weights and small tensors are counted, and kept."""
-        if x.numel() < _SMALL or isinstance(x, Parameter):
+        """What is held in place of x. Weights, small tensors and sparse ones are counted, and kept."""
+        if x.numel() < _SMALL or isinstance(x, Parameter) or x.layout is not torch.strided:
             self._saved.append(None)
             return None
         again = Again(self, len(self._saved), x)
@@ -139,11 +140,11 @@ class Call:
     def _may_run_again(self, saved: Sequence[Again]) -> bool:
         if any(seen.is_written() for seen in self._inputs) or any(map(_is_written, saved)):
             return False
-        known = _sizes(seen.x for seen in self._linear if seen is not None)
-        instead = _sizes(seen.x for seen in self._inputs).keys() | known.keys() | self._read
-        dropped = _sizes(a.x for a in saved if a.x is not None)
+        known = storage_sizes(seen.x for seen in self._linear if seen is not None)
+        instead = storage_sizes(seen.x for seen in self._inputs).keys() | known.keys() | self._read
+        dropped = storage_sizes(a.x for a in saved if a.x is not None)
         # inputs without a gradient (masks, angles) are the same tensors in all layers
-        kept = known | _sizes(seen.x for seen in self._inputs if seen.needed and known_record(seen.x) is None)
+        kept = known | storage_sizes(seen.x for seen in self._inputs if seen.needed and known_record(seen.x) is None)
         less = sum(size for storage, size in dropped.items() if storage not in instead)
         more = sum(size for storage, size in kept.items() if storage not in dropped)
         return less - more > _WORTH * sum(kept.values())
@@ -274,11 +275,6 @@ class _Seen:
     def forget(self) -> None:
         """The net holds it now."""
         del self.x
-
-
-def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by storage."""
-    return {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
 
 
 def _same_bits(a: Tensor | None, b: Tensor) -> bool:

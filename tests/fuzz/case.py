@@ -101,7 +101,7 @@ class Case:
             changes["labels"] = "some"
         if self.special in ("nan-input", "inf-input", "nan-padding") and family.task != "image":
             changes["embeds"] = True
-        if self.special == "nan-padding" and self.padding in ("none", "holes"):
+        if self.special == "nan-padding" and changes.get("padding", self.padding) in ("none", "holes"):
             changes["special"] = "nan-input"
         if self.labels == "both" or self.preset != "exact":
             # without logits there is nothing to make the second loss of

@@ -59,7 +59,8 @@ def skeleton(
             are; of a config, what it says.
 
     Raises:
-        ModelConfigError: No config can be had under that name, or transformers has no model with a loss for it.
+        ModelConfigError: No config can be had under that name, transformers has no model with a loss for it, or a
+            module has sparse parameters or buffers.
     """
     if isinstance(source, nn.Module):
         model = _on_meta(uncompiled(source), dtype)
@@ -79,7 +80,12 @@ def skeleton(
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     memo: dict[int, Any] = {}
-    for x in chain(module.parameters(), module.buffers()):
+    for name, x in chain(module.named_parameters(), module.named_buffers()):
+        if x.layout is not torch.strided:
+            raise ModelConfigError(
+                f"{name} is a sparse tensor ({x.layout}), whose size depends on its values, and an estimate has none; "
+                "memory_report(model, batch) measures the model as it is"
+            )
         wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
         memo[id(x)] = _empty_like(x, wanted, "meta")
     return copy.deepcopy(module, memo)

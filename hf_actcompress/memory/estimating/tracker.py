@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...private_apis import ENGINE_CALLS, FakeTensor
+from ...records import storages_of
 from .workspaces import CPU_WORKSPACES, Workspace
 
 aten = torch.ops.aten
@@ -113,11 +114,13 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def count(self, x: Tensor, nbytes: int | None = None) -> None:
         """Add x's storage if it is not known yet, with its own size or another."""
-        storage = x.untyped_storage()
+        for storage in storages_of(x):
+            if storage._cdata not in self._sizes:
+                self._count(storage, storage.nbytes() if nbytes is None else nbytes)
+
+    def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         key = storage._cdata
-        if key in self._sizes:
-            return
-        size = 0 if self._elsewhere else self.rounded(storage.nbytes() if nbytes is None else nbytes)
+        size = 0 if self._elsewhere else self.rounded(nbytes)
         self._sizes[key] = size
         self._references[key] = weakref.ref(storage, lambda _: self._drop(key))
         self.live_bytes += size
