@@ -71,6 +71,12 @@ class CompressionConfig:
             `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
         selective: Run code of a model's own making again in backward (eager attention with its probabilities, a
             state-space scan) and keep what its linear layers return, which do not run again. Needs `net`.
+        tiled_mlp: Rows (tokens) of a tile in which MLPs are computed, forward and backward, so that the working memory
+            of an MLP is that of a tile; "auto" is half of the hidden size, 256 at least; 0 is off. An MLP then keeps
+            its input alone, which costs nothing where it is a norm's output, and is computed twice; in a checkpointed
+            layer (but with ``use_reentrant=True``) not once more. Exact, with the weights' gradients summed over tiles
+            in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants have no effect
+            inside. Whole are: MLPs with hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts.
         programs: Run layers as programs: half a layer in one autograd Function, with the same bytes, values and
             gradients, for less of the host's time. So far exact pre-norm layers with a gated MLP (Llama, Mistral, Qwen,
             Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not ordinary ones
@@ -80,7 +86,8 @@ class CompressionConfig:
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
-            `gradient_norms` with one that samples no tokens, or a variant that is not in ``VARIANTS``.
+            `gradient_norms` with one that samples no tokens, a variant that is not in ``VARIANTS``, or rows of a tile
+            that are no number.
     """
 
     linear: str = "identity"
@@ -101,6 +108,7 @@ class CompressionConfig:
     gradient_norms: int = 0
     net: bool = True
     selective: bool = True
+    tiled_mlp: int | str = 0
     programs: bool = False
 
     def __post_init__(self) -> None:
@@ -112,6 +120,8 @@ class CompressionConfig:
             _check_codec(role, codec)
         if self.gradient_norms and self.linear not in _sampling():
             raise UnknownOptionError("codec for linear under gradient_norms", self.linear, _sampling())
+        if self.tiled_mlp != "auto" and not (type(self.tiled_mlp) is int and self.tiled_mlp >= 0):
+            raise UnknownOptionError("tiled_mlp", self.tiled_mlp, ["a number of rows", "auto"])
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)

@@ -15,6 +15,7 @@ from ..modules.base import HOOKS, Settings, patch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
 from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site
+from .tiled_mlps import tiled_settings
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
         if not set(row.children) <= names:
             continue
         settings = Settings("gated_mlp", "", row.children, CODECS[config.mlp])
+        settings = tiled_settings(settings, module, config)
         if _same_with_stand_ins(module, row, settings):
             return Site(row.mixin, settings)
         return Declined("gated_mlp", f"has {', '.join(row.children)} but its forward does something else with them")

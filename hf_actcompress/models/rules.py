@@ -16,10 +16,19 @@ from .leaves import find_leaf
 from .recomputed import find_recomputed
 from .rms_norms import find_rms_norm
 from .sites import Declined, Site
+from .tiled_mlps import find_tiled_mlp
 
 Rule = Callable[[nn.Module, CompressionConfig], Site | Declined | None]
 
-RULES: tuple[Rule, ...] = (find_leaf, find_rms_norm, find_gated_mlp, find_experts, find_attention, find_adapter)
+RULES: tuple[Rule, ...] = (
+    find_leaf,
+    find_rms_norm,
+    find_gated_mlp,
+    find_tiled_mlp,
+    find_experts,
+    find_attention,
+    find_adapter,
+)
 
 
 def find_site(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:

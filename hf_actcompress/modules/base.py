@@ -18,6 +18,7 @@ from .. import compilation
 from ..codecs import CODECS, IDENTITY, Codec
 from ..errors import UnsupportedModelError
 from ..private_apis import FakeTensor, transforms_active
+from ..records import current
 
 _NAMES = {codec: name for name, codec in CODECS.items()}
 
@@ -35,6 +36,8 @@ class Settings:
     codec: Codec = IDENTITY
     keeps: str = "input"
     note: str = ""
+    # rows that a module which works row by row computes at a time; 0: all
+    tile: int = 0
     config: Any = field(default=None, compare=False, repr=False)
     # for a compiler, which would guard every field of every codec of the table
     codec_name: str = field(init=False, compare=False, repr=False)
@@ -132,9 +135,10 @@ PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 def recording(*tensors: Tensor | None) -> bool:
     """Whether autograd is on, in reverse mode alone, and these are plain tensors. Elsewhere the stock code runs.
 
-    Under transforms of torch.func and under forward-mode differentiation it does, too.
+    Under transforms of torch.func and forward-mode differentiation it does, too, and inside of a tile, of which nothing
+    is kept.
     """
-    if not torch.is_grad_enabled() or transforms_active():
+    if not torch.is_grad_enabled() or current.stock_only or transforms_active():
         return False
     return all(x is None or type(x) in PLAIN_TENSORS for x in tensors)
 

@@ -3,23 +3,24 @@ of their weights."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import compilation, ops
-from .base import PatchedModule, Settings, has_hooks, keeps_for_backward, only_tensor, settings_of
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
+from .base import Settings, has_hooks, keeps_for_backward, only_tensor, settings_of
+from .tiled import TiledMixin
 
 
-class _GatedMLPMixin(_Module):
+class _GatedMLPMixin(TiledMixin):
+    # of the last projection among the options
+    last_index: int
+
+    def last(self) -> nn.Module | None:
+        assert self.actcompress is not None
+        return self._modules[self.actcompress.options[self.last_index]]
+
     def _product(self, gate: Tensor, up: Tensor, act: Any) -> Tensor:
         """act(gate) * up; through our op if the activation is a patched one that nobody hooks."""
         activation, settings = settings_of(act), self.actcompress
@@ -40,10 +41,12 @@ class _GatedMLPMixin(_Module):
 class SplitGatedMLPMixin(_GatedMLPMixin):
     """down(act(gate(x)) * up(x)); options: the names of gate, up, down and act."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    last_index = 2
+
+    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None:
-            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+            return self.stock_forward()(*args, **kwargs)  # type: ignore[no-any-return]
         gate, up, down, act = self._parts(settings)
         return down(self._product(gate(x), up(x), act))  # type: ignore[no-any-return]
 
@@ -51,10 +54,12 @@ class SplitGatedMLPMixin(_GatedMLPMixin):
 class FusedGatedMLPMixin(_GatedMLPMixin):
     """down(act(gate) * up) with gate and up the halves of one projection; options: the names of it, down and act."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    last_index = 1
+
+    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None:
-            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+            return self.stock_forward()(*args, **kwargs)  # type: ignore[no-any-return]
         both, down, act, *rest = self._parts(settings)
         gate, up = both(x).chunk(2, dim=-1)
         h = self._product(gate, up, act)
@@ -66,10 +71,12 @@ class FusedGatedMLPMixin(_GatedMLPMixin):
 class T5GatedMLPMixin(_GatedMLPMixin):
     """T5's wo(dropout(act(wi_0(x)) * wi_1(x))), with its cast to wo's dtype."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    last_index = 2
+
+    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None:
-            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+            return self.stock_forward()(*args, **kwargs)  # type: ignore[no-any-return]
         gate, up, down, act, dropout = self._parts(settings)
         h = dropout(self._product(gate(x), up(x), act))
         weight = getattr(down, "weight", None)

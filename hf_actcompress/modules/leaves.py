@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import compilation, ops
 from ..codecs import IDENTITY, Codec
+from ..records import current
 from ..reference import draws_like_any, linear_fwd
 from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor, recording
 from .selective import recalled
@@ -30,6 +31,9 @@ class LinearMixin(_Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or not recording(x):
+            if current.unread is self and x is not None and settings is not None and torch.is_grad_enabled():
+                transposed = settings.variant == "transposed"
+                return ops.linear(x, self.weight, self.bias, transposed=transposed, unread=True)
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         # read once: a parametrisation computes the weight each time that it is read
         weight, bias = self.weight, self.bias

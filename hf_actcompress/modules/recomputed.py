@@ -28,12 +28,12 @@ class RecomputedMixin(_Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, settings = only_tensor(args, kwargs), self.actcompress
-        weights = [p for p in self._parameters.values() if p is not None]
         if x is None or settings is None or torch.compiler.is_compiling() or is_sharded(self):
             return super().forward(*args, **kwargs)
-        if not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *weights):
+        own = ops.OwnWeights(self)
+        if not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *own.tensors):
             return super().forward(*args, **kwargs)
-        return ops.recomputed(x, self.stock_forward(), *weights, codec=settings.codec)
+        return ops.recomputed(x, self.stock_forward(), own, codec=settings.codec)
 
 
 class BatchNormMixin(_Module):

@@ -28,6 +28,7 @@ from .layer_norm import layer_norm
 from .layer_norm_output import layer_norm_output
 from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy
+from .own_weights import OwnWeights
 from .packed_attention import packed_attention
 from .packed_mask import PackedMask
 from .recomputed import recomputed
@@ -35,12 +36,14 @@ from .returned_logits import returned_logits
 from .rms_norm import rms_norm
 from .rms_norm_output import rms_norm_output
 from .rope import rope
+from .tiled import tiled
 
 __all__ = [
     "OPS",
     "DeferredLogits",
     "LinearSource",
     "Op",
+    "OwnWeights",
     "PackedMask",
     "activation",
     "activation_derivative",
@@ -66,6 +69,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_output",
     "rope",
+    "tiled",
     "tokens_first",
 ]
 
@@ -95,6 +99,7 @@ OPS: tuple[Op, ...] = (
         "its input's record, routing weights and order",
         "nothing: the output is not needed",
     ),
+    Op("tiled_mlp", "input", tiled, "its input's record", "all inside of an MLP, a tile of rows at a time"),
     Op("layer_norm", "input", layer_norm, "its input, mean, rstd", "its output"),
     Op("rms_norm", "input", rms_norm, "its input, rstd", "its output, the fp32 copies"),
     Op("dropout", "rng", dropout, "the generator's state", "mask and output"),

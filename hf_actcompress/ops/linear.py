@@ -25,14 +25,9 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
-        autocast = autocast_dtype(x)
-        dtype = autocast or x.dtype
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        record = input_record(x, dtype, codec, derive) if needs_weight else None
-        save(ctx, record, parameter(weight) if needs_x else None)
-        ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        dtype = _keep(ctx, x, weight, bias, codec, derive)
         ctx.transposed = transposed
-        if autocast is not None:
+        if autocast_dtype(x) is not None:
             # nothing else is cast: mixed dtypes are an error, as in stock
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
         return no_view(implementation("linear_fwd", x)(x, weight, bias, transposed))
@@ -56,6 +51,28 @@ class LinearFunction(torch.autograd.Function):
             None,
             None,
         )
+
+
+class UnreadLinearFunction(LinearFunction):
+    """The same where nobody reads the output: it is not computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
+    ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
+        dtype = _keep(ctx, x, weight, bias, codec, derive)
+        ctx.transposed = transposed
+        return x.new_zeros((*x.shape[:-1], weight.shape[1 if transposed else 0]), dtype=dtype)
+
+
+def _keep(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, codec: Codec, derive: bool) -> torch.dtype:
+    """Keep what backward needs; the dtype of the product."""
+    dtype = autocast_dtype(x) or x.dtype
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    record = input_record(x, dtype, codec, derive) if needs_weight else None
+    save(ctx, record, parameter(weight) if needs_x else None)
+    ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
+    return dtype
 
 
 def _packed_dweight(dy: Tensor, x: Packed, transposed: bool) -> Tensor | None:
@@ -90,6 +107,7 @@ def linear(
     transposed: bool = False,
     codec: Codec = IDENTITY,
     derive: bool = True,
+    unread: bool = False,
 ) -> Tensor:
     """Linear layer that keeps its input by record.
 
@@ -100,6 +118,7 @@ def linear(
         transposed: The layout of the weight.
         codec: How x is stored if it has to be.
         derive: False: store x through the codec even if it could be rebuilt.
+        unread: Nobody reads the values of the output, only its gradient matters: it is zero, and costs no product.
 
     Returns:
         ``[..., O]`` in the autocast dtype or x's, equal to the stock module's.
@@ -111,5 +130,6 @@ def linear(
     Gradient:
         Exact, bit-equal to stock (identity codec).
     """
-    y: Tensor = applied(LinearFunction, x, weight, bias, transposed, codec, derive)
+    function = UnreadLinearFunction if unread else LinearFunction
+    y: Tensor = applied(function, x, weight, bias, transposed, codec, derive)
     return y

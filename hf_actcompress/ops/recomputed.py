@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..codecs import IDENTITY, Codec
 from ..records import applied, declare, load, raw, record_of, save
 from .autocast import SameAutocast
 from .first_order import once_differentiable
+from .own_weights import OwnWeights, alias
 
 _Stock = Callable[[Tensor], Tensor]
 
@@ -20,13 +22,13 @@ class RecomputedFunction(torch.autograd.Function):
     """Variant "input": keeps x, and nothing of what the function keeps itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, own: OwnWeights | None, *weights: Tensor) -> Tensor:
         y = stock(x)
         # the function may have a ReLU in it: experts, a PReLU, a model's own activation
         record = record_of(x, codec.keeping_sign())
         # the weights for torch's check that nobody has written on them
         save(ctx, record, *map(raw, weights))
-        ctx.stock = SameAutocast(stock, x)
+        ctx.stock, ctx.own = SameAutocast(stock, x), own
         declare(y, ctx.stock, record)
         return y
 
@@ -34,25 +36,23 @@ class RecomputedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = load(ctx, dy)
-        with torch.enable_grad():
-            x = x.detach().requires_grad_(ctx.needs_input_grad[0])
-            wanted = [t for t, needed in zip((x, *weights), _of_tensors(ctx), strict=True) if needed]
-            found = iter(torch.autograd.grad(ctx.stock(x), wanted, dy, allow_unused=True))
-        dx, *dweights = (next(found) if needed else None for needed in _of_tensors(ctx))
-        return dx, None, None, *dweights
+        needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
+        aliases = [alias(t, wanted) for t, wanted in zip((x, *weights), needed, strict=True)]
+        with torch.enable_grad(), ctx.own.read_as(aliases[1:]) if ctx.own is not None else nullcontext():
+            y = ctx.stock(aliases[0])
+        wanted = [t for t in aliases if t.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, dy, allow_unused=True))
+        dx, *dweights = (next(found) if wanted else None for wanted in needed)
+        return dx, None, None, None, *dweights
 
 
-def _of_tensors(ctx: Any) -> tuple[bool, ...]:
-    return (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
-
-
-def recomputed(x: Tensor, stock: _Stock, *weights: Tensor, codec: Codec = IDENTITY) -> Tensor:
+def recomputed(x: Tensor, stock: _Stock, own: OwnWeights | None = None, *, codec: Codec = IDENTITY) -> Tensor:
     """``stock(x)`` for a cheap function of x that draws no random numbers.
 
     Args:
         x: Any shape, floating point.
         stock: Stock's code. Its result is no view of x.
-        weights: The leaves that the function reads beside x.
+        own: The weights that the function reads beside x.
         codec: How x is stored.
 
     Returns:
@@ -65,5 +65,5 @@ def recomputed(x: Tensor, stock: _Stock, *weights: Tensor, codec: Codec = IDENTI
     Gradient:
         Exact, bit-equal to stock with ``codec="identity"``: stock's own ops run again. Of the first order.
     """
-    y: Tensor = applied(RecomputedFunction, x, stock, codec, *weights)
+    y: Tensor = applied(RecomputedFunction, x, stock, codec, own, *(own.tensors if own is not None else ()))
     return y

@@ -32,6 +32,8 @@ def find_program(
         return None
     if config.drop_padding:
         return _leaf_by_leaf("programs keep padding rows, which drop_padding=True does not want")
+    if config.tiled_mlp:
+        return _leaf_by_leaf("programs compute all rows at once, which tiled_mlp does not want")
     parts = find_parts(layer)
     if not isinstance(parts, GatedLayer):
         return _leaf_by_leaf(parts or "no program knows its structure")

@@ -7,7 +7,7 @@ of its own. This package is the only code that touches storage on `ctx`.
 
 from __future__ import annotations
 
-from .current import current
+from .current import current, stock_only
 from .hooks import kept_through
 from .net import applied, netted
 from .outside import hooks_outside
@@ -29,7 +29,7 @@ from .registry import (
     shared_derivation,
     whole_record_of,
 )
-from .saving import Packed, load, load_packed, save, saved_next
+from .saving import Packed, load, load_one, load_packed, save, saved_next
 from .selective import Forward, run_selectively
 from .storages import storage_sizes, storages_of
 
@@ -60,6 +60,7 @@ __all__ = [
     "known_record",
     "live_entries",
     "load",
+    "load_one",
     "load_packed",
     "netted",
     "padding_in",
@@ -73,6 +74,7 @@ __all__ = [
     "saved_next",
     "shared_copy",
     "shared_derivation",
+    "stock_only",
     "storage_sizes",
     "storages_of",
     "whole_record_of",

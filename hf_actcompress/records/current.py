@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -40,6 +41,26 @@ class _Current(threading.local):
     def __init__(self) -> None:
         self.net: Netting | None = None
         self.call: Calling | None = None
+        # what runs now ends before anything else does: patched modules run their stock code
+        self.stock_only = False
+        # the module of those whose output nobody reads: only its gradient matters
+        self.unread: object = None
 
 
 current = _Current()
+
+
+@contextmanager
+def stock_only(unread: object = None) -> Iterator[None]:
+    """Let patched modules run their stock code: what they save is gone when the block ends.
+
+    Args:
+        unread: A linear layer after which there are only linear functions, in a forward of which the gradients matter
+            and not the values: it need not compute its output.
+    """
+    before = current.stock_only, current.unread
+    current.stock_only, current.unread = True, unread
+    try:
+        yield
+    finally:
+        current.stock_only, current.unread = before

@@ -15,6 +15,7 @@ from .. import compilation
 from ..codecs import IDENTITY, Codec
 from .padding import RealRows
 from .record import Pending, Recipe, Record, Stored
+from .storages import storage_sizes
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,19 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
     of = None if rows is None else slots[rows]
     _check_padding(ctx, saved, dy, of.value(saved) if of is not None else None)
     return tuple(None if slot is None else slot.value(saved) for slot in slots)
+
+
+def load_one(ctx: Any, dy: Tensor) -> tuple[Tensor, bool]:
+    """As `load`, of the one record that `save` kept, and whether the value is the caller's to write on.
+
+    It is if it was rebuilt for this call alone.
+    """
+    saved = ctx.saved_tensors
+    _check_padding(ctx, saved, (dy,))
+    (slot,) = ctx.slots
+    x: Tensor = slot.value(saved)
+    alone = isinstance(slot, _DerivedSlot) and slot.recipe.uses == 1 and x.is_contiguous()
+    return x, alone and not storage_sizes([x]).keys() & storage_sizes(saved).keys()
 
 
 def _check_padding(

@@ -13,19 +13,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .tiles import in_tiles
+
 RMS_NORM_VARIANTS = ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32")
 
 
 def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, variant: str) -> tuple[Tensor, Tensor]:
     """y like x (dtype as the variant has it), and rstd [..., 1] in fp32; eps None is torch's default."""
-    x32 = _fp32(x)
-    eps = torch.finfo(x32.dtype).eps if eps is None else eps
-    rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-    return rms_norm_rebuild(x, rstd, weight, variant), rstd
+
+    def of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        x32 = _fp32(x)
+        added = torch.finfo(x32.dtype).eps if eps is None else eps
+        rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + added)
+        return _rebuilt(x, rstd, weight, variant), rstd
+
+    y, rstd = in_tiles(of_rows, x)
+    return y, rstd
 
 
 def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
     """y from x and rstd, bit-equal to `rms_norm_fwd`."""
+    (y,) = in_tiles(lambda x, rstd: (_rebuilt(x, rstd, weight, variant),), x, rstd)
+    return y
+
+
+def _rebuilt(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
     normed = _fp32(x) * rstd
     if weight is None:
         return _in(normed, x.dtype)
@@ -40,28 +52,31 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like x and dweight [C], from dy [..., C]; those not `needed` are None."""
-    x32 = _fp32(x)
-    normed = x32 * rstd
     in_fp32 = weight is None or variant in ("one_plus_weight", "weight_in_fp32")
-    dnormed = dweight = None
-    if in_fp32:
-        dy, gain = _fp32(dy), _gain(weight, variant)
-    else:
-        assert weight is not None
-        normed_cast, gain = normed.to(_normed_dtype(x, weight, variant)), weight
+    cast = x.dtype if weight is None else _normed_dtype(x, weight, variant)
+    gain = _gain(weight, variant) if in_fp32 else weight
+
+    def product(dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor]:
+        normed = _fp32(x) * rstd
+        return (_fp32(dy) * normed if in_fp32 else dy * normed.to(cast),)
+
+    def dx(dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor]:
+        dy = _fp32(dy) if in_fp32 else dy
+        dnormed = dy if gain is None else dy * gain
+        # where the gain is wider than what it is applied to, autograd rounds here
+        direct, through_rstd = _dx(_fp32(dnormed if in_fp32 else dnormed.to(cast)), _fp32(x), rstd)
+        if variant == "cast_to_weight":
+            # T5 multiplies x itself, not its fp32 copy: autograd rounds each term, then adds
+            return (direct.to(x.dtype) + through_rstd.to(x.dtype),)
+        return ((direct + through_rstd).to(x.dtype),)
+
+    dweight = None
     if needed[1] and weight is not None:
-        product = dy * (normed if in_fp32 else normed_cast)
-        dweight = product.reshape(-1, product.size(-1)).sum(0).to(weight.dtype)
-    if not needed[0]:
-        return None, dweight
-    dnormed = dy if gain is None else dy * gain
-    # where the gain is wider than what it is applied to, autograd rounds here
-    dnormed = _fp32(dnormed if in_fp32 else dnormed.to(normed_cast.dtype))
-    direct, through_rstd = _dx(dnormed, x32, rstd)
-    if variant == "cast_to_weight":
-        # T5 multiplies x itself, not its fp32 copy: autograd rounds each term, then adds
-        return direct.to(x.dtype) + through_rstd.to(x.dtype), dweight
-    return (direct + through_rstd).to(x.dtype), dweight
+        # one sum over all rows, as autograd has it
+        (products,) = in_tiles(product, dy, x, rstd)
+        dweight = products.reshape(-1, products.size(-1)).sum(0).to(weight.dtype)
+        del products
+    return in_tiles(dx, dy, x, rstd)[0] if needed[0] else None, dweight
 
 
 def _dx(dnormed: Tensor, x32: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,97 @@
+"""Which modules compute each row by itself, and how many rows a tile of them has."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..codecs import CODECS
+from ..config import CompressionConfig
+from ..modules.base import HOOKS, Settings, settings_of, stock_type
+from ..modules.tiled import TiledMixin
+from .probe import REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .sites import Site
+
+_LINEAR = (nn.Linear, Conv1D)
+# rows: a smaller tile does not fill a device
+_SMALLEST = 256
+
+
+def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
+    """The site of an MLP of linear layers, activations and dropout, if tiles were asked for."""
+    if not config.tiled_mlp or settings_of(module) is not None or "forward" in module.__dict__:
+        return None
+    linear = [child for child in module.children() if isinstance(_base_layer(child), _LINEAR)]
+    others = [child for child in module.children() if child not in linear]
+    if len(linear) < 2 or len(linear) + len(others) < 3 or any(map(_has_weights, others)):
+        return None
+    if module._parameters or not takes_one_tensor(module):
+        return None
+    last = _last_by_rows(module)
+    if last is None:
+        return None
+    settings = Settings("tiled_mlp", options=(last,) if last else (), codec=CODECS[config.mlp])
+    return Site(TiledMixin, tiled_settings(settings, module, config))
+
+
+def tiled_settings(settings: Settings, module: nn.Module, config: CompressionConfig) -> Settings:
+    """The settings of an MLP, with the rows of a tile if tiles were asked for."""
+    if not config.tiled_mlp:
+        return settings
+    width = next((p.shape[-1] for p in module.parameters() if p.dim() == 2), 0)
+    tile = config.tiled_mlp if isinstance(config.tiled_mlp, int) else max(_SMALLEST, width // 2)
+    return replace(settings, tile=tile, keeps="its input")
+
+
+def _base_layer(module: Any) -> nn.Module:
+    """The layer inside of PEFT's adapters."""
+    base: nn.Module = module.__dict__.get("_modules", {}).get("base_layer", module)
+    return base
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+class _Row(nn.Module):
+    """In place of a linear layer: a function of the single element, another one for each layer."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.returned = index, torch.empty(0)
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.returned = x * (1.25 + 0.5 * self.index) + 0.125 * self.index
+        return self.returned
+
+
+def _last_by_rows(module: nn.Module) -> str | None:
+    """The linear layer that makes the output, "" if something else does; None if rows depend on each other.
+
+    The module runs on all rows and on each alone, with stand-ins for its linear layers: no weight is read.
+    """
+    probe: Any = copy.copy(module)
+    probe._modules = dict(module._modules)
+    probe.__dict__.update({hooks: {} for hooks in HOOKS})
+    for index, (name, child) in enumerate(module._modules.items()):
+        if child is not None and isinstance(_base_layer(child), _LINEAR):
+            probe._modules[name] = _Row(index)
+        elif isinstance(child, nn.Dropout):
+            probe._modules[name] = nn.Identity()
+    x = probe_rows(24)
+    forward = stock_type(probe).forward
+    try:
+        with undisturbed():
+            whole = forward(probe, x)
+            last = [name for name, part in probe._modules.items() if getattr(part, "returned", None) is whole]
+            parts = [forward(probe, x[:, i : i + 1]) for i in range(x.shape[1])]
+    except REFUSALS:
+        return None
+    by_rows = whole.shape == x.shape and same_bits(whole, torch.cat(parts, dim=1))
+    return "".join(last[:1]) if by_rows else None

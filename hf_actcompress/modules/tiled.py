@@ -1,0 +1,61 @@
+"""Patched MLPs that compute a tile of rows at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..records import current
+from .base import PatchedModule, has_hooks, is_sharded, keeps_for_backward, only_tensor
+
+if TYPE_CHECKING:
+
+    class _Module(PatchedModule, nn.Module):
+        pass
+else:
+    _Module = PatchedModule
+
+_LORA = "peft.tuners.lora.layer"
+
+
+class TiledMixin(_Module):
+    """A module that computes each row of its input by itself, in tiles if it was told to."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        settings = self.actcompress
+        if settings is None or not settings.tile:
+            return self.whole(*args, **kwargs)
+        x = only_tensor(args, kwargs)
+        if x is None or x.dim() < 2 or not x.numel() or not x.is_floating_point() or not self._may_be_tiled():
+            return self.whole(*args, **kwargs)
+        own = ops.OwnWeights(self)
+        if not keeps_for_backward(x, *own.tensors):
+            return self.whole(*args, **kwargs)
+        return ops.tiled(x, self.stock_forward(), settings.tile, own, unread=self._unread(), codec=settings.codec)
+
+    def whole(self, *args: Any, **kwargs: Any) -> Any:
+        """All rows at once."""
+        return self.stock_forward()(*args, **kwargs)
+
+    def last(self) -> nn.Module | None:
+        """The linear layer that makes the output; None if that is not known."""
+        assert self.actcompress is not None
+        options = self.actcompress.options
+        return self._modules[options[0]] if options else None
+
+    def _unread(self) -> nn.Module | None:
+        """The layer whose product no gradient reads: the last one, also inside of plain LoRA, which adds to it."""
+        last: Any = self.last()
+        if isinstance(last, PatchedModule) and last.stock_class.__module__ == _LORA:
+            # other forms of LoRA scale by what the base layer returns
+            return last.base_layer if not last.lora_variant else None  # type: ignore[attr-defined, no-any-return]
+        return last  # type: ignore[no-any-return]
+
+    def _may_be_tiled(self) -> bool:
+        """Not in a graph or a module that runs again, nor where hooks would see tiles, or weights come and go."""
+        if torch.compiler.is_compiling() or current.call is not None:
+            return False
+        return not any(is_sharded(part) or (part is not self and has_hooks(part)) for part in self.modules())

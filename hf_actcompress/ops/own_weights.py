@@ -1,0 +1,54 @@
+"""The weights that a module's own code reads, where that code runs again in backward.
+
+The second run reads aliases of them. Gradients are asked for the aliases, so that hooks on the weights see one
+gradient, the one that the op returns, and not those of each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+
+class OwnWeights:
+    """The parameters of a module and of all inside of it, each once, by the places from which code reads them."""
+
+    __slots__ = ("_places", "_versions", "tensors")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
+        self.tensors: list[Tensor] = []
+        known: dict[int, int] = {}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    index = known.setdefault(id(parameter), len(known))
+                    self._places.append((part._parameters, name, index))
+                    if index == len(self.tensors):
+                        self.tensors.append(parameter)
+        self._versions = [x._version for x in self.tensors]
+
+    def are_the_same(self) -> bool:
+        """Whether these parameters are still there, and nobody has written on them."""
+        return [x._version for x in self.tensors] == self._versions and all(
+            place.get(name) is self.tensors[index] for place, name, index in self._places
+        )
+
+    @contextmanager
+    def read_as(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """Let the module read other tensors in place of `tensors`, in that order."""
+        before = [place[name] for place, name, _ in self._places]
+        for place, name, index in self._places:
+            place[name] = others[index]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for (place, name, _), parameter in zip(self._places, before, strict=True):
+                place[name] = parameter
+
+
+def alias(x: Tensor, needed: bool) -> Tensor:
+    """A leaf with x's data."""
+    return x.detach().requires_grad_(needed)

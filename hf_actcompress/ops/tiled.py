@@ -1,0 +1,187 @@
+"""A function of rows, computed and differentiated a tile of rows at a time: its working memory is that of one tile.
+
+The same idea as Arctic's TiledMLP (arXiv 2506.13996) and StreamBP (arXiv 2506.03077), with the forward computed twice
+in all: a checkpointed layer that is computed again ends before the function, because its output is not needed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs import IDENTITY, Codec
+from ..records import applied, load_one, record_of, save, stock_only
+from ..reference.dropout import StateBefore, replayed_rng
+from ..reference.tiles import tiles
+from .autocast import SameAutocast
+from .first_order import once_differentiable
+from .own_weights import OwnWeights, alias
+
+_Rows = Callable[[Tensor], Tensor]
+_CHANGED = (
+    "a weight of a tiled MLP was written on or exchanged between forward and backward, which computes the MLP again; "
+    "patch the model with CompressionConfig(tiled_mlp=0)"
+)
+
+
+class KeptFunction(torch.autograd.Function):
+    """x as it is, and its record kept.
+
+    A node of its own, before the one that computes: a checkpointed layer that is computed again stops at the last
+    tensor that it saves, and that is this one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codec: Codec) -> Tensor:
+        save(ctx, record_of(x, codec))
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx, None
+
+
+class TiledFunction(torch.autograd.Function):
+    """The function itself. It saves nothing if x comes from `KeptFunction`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        stock: _Rows,
+        tile: int,
+        codec: Codec,
+        unread: object,
+        own: OwnWeights,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.source = x.grad_fn
+        if x.grad_fn is None:
+            # an input that needs no gradient has no node that could keep it
+            save(ctx, record_of(x, codec))
+        ctx.stock, ctx.tile, ctx.own, ctx.unread = SameAutocast(stock, x), tile, own, unread
+        before = StateBefore(x.device)
+        y = _forward(ctx.stock, x, tile)
+        ctx.drawn = before if before.has_changed() else None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.own.are_the_same():
+            raise RuntimeError(_CHANGED)
+        x, is_ours = load_one(ctx if ctx.source is None else ctx.source, dy)
+        needed = ctx.needs_input_grad[6:]
+        sums = _Sums(ctx.own.tensors, needed, one_tile=_in_rows(x).shape[-2] <= ctx.tile)
+        drawn = replayed_rng(ctx.drawn.state, ctx.drawn.device) if ctx.drawn is not None else nullcontext()
+        with ctx.own.read_as(sums.aliases), stock_only(ctx.unread), drawn:
+            dx = _backward(ctx, x, dy, sums, x if is_ours else None)
+        return dx, None, None, None, None, None, *sums.gradients()
+
+
+class _Sums:
+    """Gradients of weights, summed over tiles in fp32 where the weights have fewer digits.
+
+    The tiles read aliases of the weights. Each gradient is added, and given up, as soon as it is there.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], needed: Sequence[bool], one_tile: bool) -> None:
+        # weights that are not trained stay what they are: quantised ones, for instance
+        self.aliases = [alias(w, True) if wanted else w for w, wanted in zip(weights, needed, strict=True)]
+        self._sums: list[Tensor | None] = [None] * len(weights)
+        self._one_tile = one_tile
+        for index, x in enumerate(self.aliases):
+            if x.requires_grad:
+                x.register_post_accumulate_grad_hook(partial(self._add, index))  # type: ignore[no-untyped-call]
+
+    def _add(self, index: int, x: Tensor) -> None:
+        gradient, x.grad, known = x.grad, None, self._sums[index]
+        assert gradient is not None
+        if known is None:
+            self._sums[index] = gradient if self._one_tile else _wide(gradient)
+        else:
+            known.add_(gradient)
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        """In the weights' dtypes; each sum is given up when it is asked for."""
+        for index, x in enumerate(self.aliases):
+            total, self._sums[index] = self._sums[index], None
+            yield None if total is None else total.to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """[..., H] as [N, H], or [1, N, H] where x has more than two dimensions, for code that counts them."""
+    return x if x.dim() == 2 else x.reshape(1, -1, x.shape[-1])
+
+
+def _forward(stock: _Rows, x: Tensor, tile: int) -> Tensor:
+    rows = _in_rows(x)
+    y: Tensor | None = None
+    for part in tiles(rows.shape[-2], tile):
+        found = stock(rows[..., part, :])
+        if y is None:
+            y = found.new_empty((*rows.shape[:-1], found.shape[-1]))
+        y[..., part, :] = found
+    assert y is not None
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _backward(ctx: Any, x: Tensor, dy: Tensor, sums: _Sums, ours: Tensor | None) -> Tensor | None:
+    """dx, written over x if x is ours: a tile of it is not read again."""
+    rows, grads = _in_rows(x), _in_rows(dy)
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = rows if ours is not None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+    for part in tiles(rows.shape[-2], ctx.tile):
+        given = alias(rows[..., part, :], dx is not None)
+        with torch.enable_grad():
+            y = ctx.stock(given)
+        wanted = [t for t in (given, *sums.aliases) if t.requires_grad]
+        torch.autograd.backward(y, grads[..., part, :], inputs=wanted)
+        if dx is not None:
+            dx[..., part, :] = given.grad if given.grad is not None else 0.0
+    return None if dx is None else dx.view(x.shape)
+
+
+def tiled(
+    x: Tensor, stock: _Rows, tile: int, own: OwnWeights, *, unread: object = None, codec: Codec = IDENTITY
+) -> Tensor:
+    """``stock(x)`` for a function that computes each row of x by itself, `tile` rows at a time.
+
+    Args:
+        x: ``[..., H]``, floating point, of two dimensions or more.
+        stock: Stock's code. Gets ``[n, H]`` or ``[1, n, H]`` with n <= tile and returns as many rows. What it draws is
+            drawn again in backward.
+        tile: Rows of a tile, 1 or more.
+        own: The weights that the function reads.
+        unread: A patched linear layer in the function with nothing but linear functions behind: its product is left out
+            when the function runs for its gradients.
+        codec: How x is stored if it has to be.
+
+    Returns:
+        What stock returns.
+
+    Saves:
+        The record of x (nothing if x is derived), the generator's state if the function draws (stock: everything
+        inside of it, for all rows).
+
+    Gradient:
+        Exact, of the first order: stock's own ops run again on each tile. Weight gradients in 16 bits are summed over
+        tiles in fp32, a sum in another order than stock's. With a mask of its own for each tile where it draws.
+
+    Raises:
+        RuntimeError: In backward, if a weight has been written on since.
+    """
+    kept: Tensor = applied(KeptFunction, x, codec) if x.requires_grad else x
+    y: Tensor = applied(TiledFunction, kept, stock, tile, codec, unread, own, *own.tensors)
+    return y

@@ -1,0 +1,38 @@
+"""Functions of rows, computed a tile of rows at a time, so that what they make on the way has the size of a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+# elements of a tile: larger ones fill a device no better, and smaller tensors are computed whole
+TILE = 2**20
+
+
+def tiles(rows: int, tile: int) -> Iterator[slice]:
+    """The rows 0 to `rows`, `tile` at a time."""
+    return (slice(start, min(start + tile, rows)) for start in range(0, rows, tile))
+
+
+def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
+    """``function(*tensors)`` for a function that computes each row by itself, with the same bits.
+
+    Args:
+        function: Takes tensors [n, ...] and returns tensors [n, ...].
+        tensors: [..., C], with the same dimensions but for the last. Non-contiguous ones are handed over whole, as
+            their results have a layout of their own.
+    """
+    x = tensors[0]
+    plain = x.numel() > TILE and not torch.compiler.is_compiling() and all(t.is_contiguous() for t in tensors)
+    if not plain:
+        return function(*tensors)
+    rows = [t.view(-1, t.shape[-1]) for t in tensors]
+    found: list[Tensor] = []
+    for part in tiles(len(rows[0]), max(1, TILE // x.shape[-1])):
+        results = function(*(t[part] for t in rows))
+        found = found or [y.new_empty((len(rows[0]), y.shape[-1])) for y in results]
+        for y, result in zip(found, results, strict=True):
+            y[part] = result
+    return [y.view(*x.shape[:-1], y.shape[-1]) for y in found]
