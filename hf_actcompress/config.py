@@ -173,6 +173,8 @@ def _check_codec(role: str, codec: str) -> None:
 
 PRESETS: dict[str, CompressionConfig] = {
     "exact": CompressionConfig(),
+    # exact, too, for long contexts: MLPs keep their input alone and are computed again in tiles, logits in chunks
+    "long": CompressionConfig(tiled_mlp="auto", logits=False),
     # storage: every role through a codec; q, k and v never below 8 bits. a few channels of the residual stream are
     # far larger than the rest: kept apart, they cost under 1% of the bytes and most of the error goes. few linear
     # inputs are stored at all (heads, poolers), and those matter

@@ -14,7 +14,7 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings, settings_of, stock_type
 from ..modules.tiled import TiledMixin
-from .probe import REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .probe import REFUSALS, probe_rows, takes_one_tensor, undisturbed
 from .sites import Site
 
 _LINEAR = (nn.Linear, Conv1D)
@@ -93,5 +93,6 @@ def _last_by_rows(module: nn.Module) -> str | None:
             parts = [forward(probe, x[:, i : i + 1]) for i in range(x.shape[1])]
     except REFUSALS:
         return None
-    by_rows = whole.shape == x.shape and same_bits(whole, torch.cat(parts, dim=1))
+    # not bit by bit: a CPU computes the last elements of a tensor with other instructions
+    by_rows = whole.shape == x.shape and torch.allclose(whole, torch.cat(parts, dim=1), rtol=1e-4, equal_nan=True)
     return "".join(last[:1]) if by_rows else None

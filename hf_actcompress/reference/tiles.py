@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # elements of a tile: larger ones fill a device no better, and smaller tensors are computed whole
-TILE = 2**20
+TILE = 2**18
 
 
 def tiles(rows: int, tile: int) -> Iterator[slice]:

@@ -123,6 +123,19 @@ def test_weights_that_were_written_on_are_stocks_error() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("name", ["own norm", "deberta norm"])
+def test_a_hook_on_a_weight_sees_one_gradient(name: str) -> None:
+    """A second run inside of the backward calls no hooks: what they change would be changed twice."""
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = Model(RUN_AGAIN[name]())
+        for p in model.parameters():
+            p.register_hook(lambda grad: 2 * grad)
+        results.append(gradients(patch_model(model) if ours else model, torch.randn(2, 24, WIDTH), False))
+    assert_equal_bits(results[1], results[0])
+
+
 def test_only_some_gradients_are_wanted() -> None:
     for wanted in ("scale", "gate", None):
         results = []

@@ -18,6 +18,7 @@ from hf_actcompress.config import CompressionConfig
 from hf_actcompress.models import Declined, Site, find_site
 from hf_actcompress.modules.base import patch_instance
 from hf_actcompress.records import frame
+from hf_actcompress.reference import tiles
 from tests.oracle import assert_equal_bits, assert_within_law, gradients, kept_bytes, nbytes
 
 WIDTH = 24
@@ -32,6 +33,8 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 # transformers' are compositions whose graph ours repeats; torch's own has a backward of its own
 COMPOSED = ("llama", "gemma", "olmo2", "t5", "qwen3")
+# of tiles: 2 rows
+TILE = 2 * WIDTH
 SHAPES = {"hidden": (2, 5, WIDTH), "heads": (2, 3, 5, WIDTH), "row": (WIDTH,)}
 
 
@@ -72,6 +75,22 @@ def test_values_are_stock_and_gradients_within_law(name, shape, dtype):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * gain
 
     assert_within_law(mine, theirs, gradients(oracle, wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_tiles_of_rows_change_no_bit(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are computed so; the incoming gradient has any layout."""
+    ours, _ = pair(name, dtype)
+    x, dy = torch.randn(3, 5, WIDTH).to(dtype).requires_grad_(), torch.randn(5, 3, WIDTH).to(dtype)
+    found = []
+    for size in (tiles.TILE, TILE):
+        monkeypatch.setattr(tiles, "TILE", size)
+        inputs = [x, ours.weight.detach().requires_grad_()]
+        for grad in (dy.view(3, 5, WIDTH), dy.transpose(0, 1)):
+            found.append(gradients(with_weight(ours), inputs, grad))
+    assert_equal_bits(found[2], found[0])
+    assert_equal_bits(found[3], found[1])
 
 
 @pytest.mark.parametrize("name", NORMS)

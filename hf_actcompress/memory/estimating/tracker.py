@@ -97,7 +97,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for position in self.in_fp32.get(func, ()):
             self.count(result[position], 4 * result[position].numel())
         for x in tree_leaves(result):
-            if isinstance(x, FakeTensor):
+            # logits that are not computed are on the meta device, where there is no memory
+            if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
                 self.count(x)
         workspace = self.workspaces.get(func)
         if workspace is not None and not self._elsewhere:
