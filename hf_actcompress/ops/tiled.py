@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..private_apis import FakeTensor
 from ..records import applied, load_one, record_of, save, stock_only
 from ..reference.dropout import StateBefore, replayed_rng
 from ..reference.tiles import tiles
@@ -24,8 +22,6 @@ from .autocast import SameAutocast
 from .first_order import once_differentiable
 from .own_weights import OwnWeights, alias
 
-# the sums of the weights' gradients are all there in the second
-_FAKE_TILES = 2
 _Rows = Callable[[Tensor], Tensor]
 _CHANGED = (
     "a weight of a tiled MLP was written on or exchanged between forward and backward, which computes the MLP again; "
@@ -128,16 +124,10 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(1, -1, x.shape[-1])
 
 
-def _parts(rows: Tensor, tile: int) -> Iterator[slice]:
-    """The tiles; of a tensor without data the first ones alone, because all take the same memory."""
-    parts = tiles(rows.shape[-2], tile)
-    return islice(parts, _FAKE_TILES) if isinstance(rows, FakeTensor) else parts
-
-
 def _forward(stock: _Rows, x: Tensor, tile: int) -> Tensor:
     rows = _in_rows(x)
     y: Tensor | None = None
-    for part in _parts(rows, tile):
+    for part in tiles(rows, tile):
         found = stock(rows[..., part, :])
         if y is None:
             y = found.new_empty((*rows.shape[:-1], found.shape[-1]))
@@ -152,7 +142,7 @@ def _backward(ctx: Any, x: Tensor, dy: Tensor, sums: _Sums, ours: Tensor | None)
     dx = None
     if ctx.needs_input_grad[0]:
         dx = rows if ours is not None else torch.empty_like(rows, memory_format=torch.contiguous_format)
-    for part in _parts(rows, ctx.tile):
+    for part in tiles(rows, ctx.tile):
         given = alias(rows[..., part, :], dx is not None)
         with torch.enable_grad():
             y = ctx.stock(given)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
+
+from ..private_apis import FakeTensor
 
 # elements of a tile: larger ones fill a device no better, and smaller tensors are computed whole
 TILE = 2**18
 
 
-def tiles(rows: int, tile: int) -> Iterator[slice]:
-    """The rows 0 to `rows`, `tile` at a time."""
-    return (slice(start, min(start + tile, rows)) for start in range(0, rows, tile))
+# of a tensor without data: all tiles take the same memory, and sums over tiles are there in the second
+_FAKE_TILES = 2
+
+
+def tiles(x: Tensor, tile: int) -> Iterator[slice]:
+    """The rows of x [..., N, C], `tile` at a time; the first of them alone if x has no data."""
+    rows = x.shape[-2]
+    parts = (slice(start, min(start + tile, rows)) for start in range(0, rows, tile))
+    return islice(parts, _FAKE_TILES) if isinstance(x, FakeTensor) else parts
 
 
 def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
@@ -30,7 +39,7 @@ def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Seq
         return function(*tensors)
     rows = [t.view(-1, t.shape[-1]) for t in tensors]
     found: list[Tensor] = []
-    for part in tiles(len(rows[0]), max(1, TILE // x.shape[-1])):
+    for part in tiles(rows[0], max(1, TILE // x.shape[-1])):
         results = function(*(t[part] for t in rows))
         found = found or [y.new_empty((len(rows[0]), y.shape[-1])) for y in results]
         for y, result in zip(found, results, strict=True):

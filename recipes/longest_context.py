@@ -1,0 +1,173 @@
+"""The longest context that a card can fine-tune an 8B model at, by `estimate`. Needs no GPU and downloads nothing.
+
+    python recipes/longest_context.py --out recipes/results/longest_context
+
+QLoRA of a model with the shape of Llama-3.1-8B, batch size 1: for each way to train the bytes that a card has to have
+are estimated at a few lengths; between them they grow in proportion to the length (the file says by how much a length
+in between differs from that). Writes longest_context.json, .md and, with matplotlib, .png. Another model:
+``--config FOLDER_OR_HUB_NAME``; full fine-tuning: ``--full``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common.files import replace_text
+from transformers import LlamaConfig
+
+from hf_actcompress import CompressionConfig
+from hf_actcompress.memory.estimate import Estimates
+from hf_actcompress.memory.headroom import HEADROOM, usable
+
+GIB = 2**30
+# what is estimated; the last is the longest that a card may be said to hold
+LENGTHS = (2_048, 16_384, 65_536, 262_144)
+CARDS = (12, 16, 24, 40, 48, 80)
+# answers are multiples of this
+STEP = 64
+# of Llama-3.1-8B, for as many positions as are asked about
+SHAPE = {
+    "vocab_size": 128_256, "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": LENGTHS[-1], "use_cache": False,
+}  # fmt: skip
+
+_LONG = CompressionConfig.from_preset("long")
+# all with gradient checkpointing: what the model is patched with, and whether its gradients are exact
+WAYS: dict[str, tuple[CompressionConfig | None, bool]] = {
+    "stock": (None, True),
+    "exact": (CompressionConfig(), True),
+    "exact, no logits": (CompressionConfig(logits=False), True),
+    "long": (_LONG, True),
+    "long, inputs in 8 bits": (CompressionConfig.from_preset("long", checkpoint_input="int8_outliers"), False),
+    "long, inputs on the host": (CompressionConfig.from_preset("long", checkpoint_input="offload"), True),
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Args:
+        name: As in WAYS.
+        exact: Whether its gradients are stock's.
+        device_bytes: By length: what a card has to have.
+        kept_bytes: By length: what is kept between forward and backward, on the card.
+        between: Between the last two lengths: the estimate over what those two say.
+    """
+
+    name: str
+    exact: bool
+    device_bytes: dict[int, int]
+    kept_bytes: dict[int, int]
+    between: float
+
+    def longest(self, room: float) -> int:
+        """The longest sequence within `room` bytes, a multiple of STEP; 0 if the shortest of LENGTHS does not fit."""
+        lengths = list(self.device_bytes)
+        if self.device_bytes[lengths[0]] > room:
+            return 0
+        if self.device_bytes[lengths[-1]] <= room:
+            return lengths[-1]
+        at = bisect_right([self.device_bytes[n] for n in lengths], room) - 1
+        low, high = lengths[at], lengths[at + 1]
+        slope = (self.device_bytes[high] - self.device_bytes[low]) / (high - low)
+        return int(low + (room - self.device_bytes[low]) / slope) // STEP * STEP
+
+
+def measure(several: Estimates, name: str, lengths: Sequence[int]) -> Way:
+    config, exact = WAYS[name]
+    found = {n: several.estimate(1, n, config, True) for n in lengths}
+    sizes = {n: e.device_bytes for n, e in found.items()}
+    low, high = lengths[-2:]
+    middle = several.estimate(1, (low + high) // 2, config, True).device_bytes
+    between = 2 * middle / (sizes[low] + sizes[high])
+    return Way(name, exact, sizes, {n: e.kept_bytes for n, e in found.items()}, between)
+
+
+def markdown(ways: Sequence[Way], cards: Sequence[int], headroom: float) -> str:
+    short = next(iter(ways[0].kept_bytes))
+    lines = [
+        f"| tokens on a card of | {' | '.join(f'{card} GiB' for card in cards)} | gradients | kept at {short:,} |",
+        "|---" * (len(cards) + 3) + "|",
+    ]
+    for way in ways:
+        found = " | ".join(f"{way.longest(usable(card * GIB, headroom)):,}" for card in cards)
+        kept = f"{way.kept_bytes[short] / GIB:.2f} GiB"
+        lines.append(f"| {way.name} | {found} | {'exact' if way.exact else 'lossy'} | {kept} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(ways: Sequence[Way], path: Path) -> None:
+    """Bytes against length, with the cards as lines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for way in ways:
+        axes.plot(list(way.device_bytes), [size / GIB for size in way.device_bytes.values()], "o-", label=way.name)
+    for card in CARDS:
+        axes.axhline(card, color="0.8", linewidth=0.8, zorder=0)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of one sequence", ylabel="GiB that a card has to have")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def make(args: argparse.Namespace) -> Estimates:
+    source: Any = args.config or LlamaConfig(**SHAPE)
+    if args.full:
+        return Estimates(source, dtype="bfloat16", optimizer=args.optim)
+    return Estimates(source, dtype="bfloat16", optimizer=args.optim, lora=args.lora_r, quantization="nf4")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--config", help="a folder with a config.json, or a model of the hub, of which that is read")
+    parser.add_argument("--full", action="store_true", help="train all weights in bf16, in place of QLoRA")
+    parser.add_argument("--lora-r", type=int, default=32)
+    parser.add_argument("--optim", default="adamw_8bit")
+    parser.add_argument("--cards", type=int, nargs="+", default=CARDS, metavar="GIB")
+    parser.add_argument("--headroom", type=float, default=HEADROOM, help="share of a card that is left free")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="two or more that are estimated")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    several = make(args)
+    ways: list[Way] = []
+    for name in args.ways:
+        ways.append(measure(several, name, args.lengths))
+        print(f"{name}: done", file=sys.stderr)
+        table = markdown(ways, args.cards, args.headroom)
+        found = {
+            "command": f"python recipes/longest_context.py {' '.join(sys.argv[1:] if argv is None else argv)}",
+            "torch": torch.__version__,
+            "headroom": args.headroom,
+            "ways": [
+                {**vars(way), "longest": {card: way.longest(usable(card * GIB, args.headroom)) for card in args.cards}}
+                for way in ways
+            ],
+        }
+        replace_text(args.out / "longest_context.json", json.dumps(found, indent=2) + "\n")
+        replace_text(args.out / "longest_context.md", table)
+    try:
+        draw(ways, args.out / "longest_context.png")
+    except ImportError:
+        print("no picture: matplotlib is not installed", file=sys.stderr)
+    print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
