@@ -14,6 +14,7 @@ TIME_CLASSES = {
     "none": "as stock",
     "low": "rebuilds what is cheap to rebuild, in backward",
     "medium": "rebuilds what is cheap, and packs and unpacks what is kept",
+    "mlp": "one more forward of the MLPs: a fifth more arithmetic",
     "transfer": "as fast as the link to host memory lets it be",
     "forward": "one more forward: a third more arithmetic",
 }
@@ -63,6 +64,8 @@ class Strategy:
         config = self.resolved
         if config is None:
             return "none"
+        if config.tiled_mlp:
+            return "mlp"
         codecs = _codecs(config)
         if any(name.startswith("offload") for name in codecs):
             return "transfer"
@@ -84,6 +87,8 @@ DEFAULT = (
     Strategy("exact", "exact"),
     Strategy("exact + checkpointing", "exact", checkpointing=True),
     Strategy("exact + compressed checkpoint", "exact", checkpointing=True, checkpoint_input="int8_outliers"),
+    Strategy("long", "long"),
+    Strategy("long + checkpointing", "long", checkpointing=True),
     Strategy("int8", "int8"),
     Strategy("int4", "int4"),
     Strategy("offload", "offload"),

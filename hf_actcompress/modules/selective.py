@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..ops.autocast import SameAutocast, autocast_dtype
 from ..records import Forward, current, run_selectively
-from .base import PatchedModule, has_hooks, recording
+from .base import PatchedModule, Settings, has_hooks, recording, settings_of
 
 if TYPE_CHECKING:
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 else:
     _Module = PatchedModule
 
+# patched modules, the one that runs again the first: module, its class, its settings
+_Parts = list[tuple[Any, type, Settings | None]]
 _DIFFERS = "a second run of its forward did not give what the first gave: it keeps what stock keeps"
 
 
@@ -44,9 +46,9 @@ class SelectiveMixin(_Module):
         stock = self.stock_forward()
         proved: dict[Any, bool] = self.__dict__.setdefault("actcompress_proved", {})
         kind = (x.dtype, autocast_dtype(x), self.training, *_kinds(args), *kwargs, *_kinds(tuple(kwargs.values())))
-        out = run_selectively(
-            Forward(stock, SameAutocast(partial(self.run_again, stock), x), again, proved, kind), args, kwargs
-        )
+        parts = [(part, type(part), part.actcompress) for part in self.modules() if isinstance(part, PatchedModule)]
+        run_again = partial(_as_patched, parts, partial(self.run_again, stock))
+        out = run_selectively(Forward(stock, SameAutocast(run_again, x), again, proved, kind), args, kwargs)
         if not settings.note and not all(proved.values()):
             self.__dict__["actcompress"] = replace(settings, note=_DIFFERS)
         return out
@@ -59,6 +61,29 @@ class SelectiveMixin(_Module):
     def run_again(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The second run: the stock forward with what `kwargs_again` has given."""
         return stock(*args, **kwargs)
+
+
+def _as_patched(parts: _Parts, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``run(*args, **kwargs)`` with the patches of the first run, which somebody may have taken off before backward.
+
+    Unpatched linear layers would compute, and save, what the first run did not.
+    """
+    if settings_of(parts[0][0]) is parts[0][2]:
+        return run(*args, **kwargs)
+    before = [(module, type(module), module.__dict__.get("actcompress")) for module, _, _ in parts]
+    _set(parts)
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _set(before)
+
+
+def _set(parts: _Parts) -> None:
+    for module, cls, settings in parts:
+        module.__class__ = cls
+        module.__dict__.pop("actcompress", None)
+        if settings is not None:
+            module.__dict__["actcompress"] = settings
 
 
 def _kinds(values: tuple[Any, ...]) -> list[str]:

@@ -20,6 +20,7 @@ from ..reference.dropout import StateBefore, replayed_rng
 from ..reference.tiles import tiles
 from .autocast import SameAutocast
 from .first_order import once_differentiable
+from .linear import no_view
 from .own_weights import OwnWeights, alias
 
 _Rows = Callable[[Tensor], Tensor]
@@ -67,7 +68,7 @@ class TiledFunction(torch.autograd.Function):
             save(ctx, record_of(x, codec))
         ctx.stock, ctx.tile, ctx.own, ctx.unread = SameAutocast(stock, x), tile, own, unread
         before = StateBefore(x.device)
-        y = _forward(ctx.stock, x, tile)
+        y = no_view(_forward(ctx.stock, x, tile))
         ctx.drawn = before if before.has_changed() else None
         return y
 

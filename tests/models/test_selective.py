@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report
+from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report, unpatch_model
 from tests.oracle import assert_equal_bits
 
 pytestmark = pytest.mark.daily(2)
@@ -146,6 +146,27 @@ def test_adapters(dropout: float) -> None:
     assert_equal_bits(results[2], results[1])
     assert kept["on"] < 0.8 * kept["off"] < 0.8 * kept["stock"]
     assert "BertSelfAttention" in selected(model)
+
+
+@pytest.mark.parametrize("then", ["unpatched", "patched otherwise"])
+def test_a_model_may_be_unpatched_before_the_backward(then: str) -> None:
+    """The second run is that of the patched module, whatever has become of it, and leaves it so."""
+    results = []
+    for ours in (False, True):
+        model = falcon()
+        ids = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(0))
+        if ours:
+            patch_model(model)
+        loss = model(input_ids=ids, labels=ids).loss
+        if ours and then == "unpatched":
+            unpatch_model(model)
+        elif ours:
+            patch_model(model, CompressionConfig(selective=False, derive_linear=False))
+        classes = [type(module) for module in model.modules()]
+        loss.backward()
+        assert classes == [type(module) for module in model.modules()]
+        results.append([p.grad for p in model.parameters()])
+    assert_equal_bits(results[1], results[0])
 
 
 def test_checkpointed_layers() -> None:

@@ -54,6 +54,21 @@ def test_packed_batches(tmp_path: Path) -> None:
     assert "| patched |" in (tmp_path / "packed.md").read_text()
 
 
+def test_longest_context(tmp_path: Path) -> None:
+    """A length that is said to fit fits, and 64 tokens more do not."""
+    pytest.importorskip("matplotlib")
+    shape = {"hidden_size": 64, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 1}
+    LlamaConfig(vocab_size=512, num_hidden_layers=2, max_position_embeddings=8192, **shape).save_pretrained(tmp_path)
+    options = ["--config", str(tmp_path), "--full", "--lengths", "512", "2048", "8192", "--out", str(tmp_path)]
+    assert importlib.import_module("longest_context").main([*options, "--cards", "1", "--ways", "stock", "long"]) == 0
+    found = {way["name"]: way for way in json.loads((tmp_path / "longest_context.json").read_text())["ways"]}
+    assert all(abs(way["between"] - 1) < 0.01 for way in found.values())
+    way = importlib.import_module("longest_context").Way("long", True, {512: 100, 2048: 1636}, {}, 1.0)
+    assert [way.longest(room) for room in (99, 100, 611, 675, 10_000)] == [0, 512, 960, 1024, 2048]
+    for name in found:
+        assert f"| {name} | {found[name]['longest']['1']:,} |" in (tmp_path / "longest_context.md").read_text()
+
+
 def test_evaluate_presets(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     recipe = importlib.import_module("evaluate_presets")
