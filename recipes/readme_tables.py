@@ -4,7 +4,8 @@
     python recipes/readme_tables.py --check   # fails where a README and the results differ
 
 `<!-- table: recipes/results/cpu/evaluation.md minilm -->` ... `<!-- end of table -->` is the table of a file. If the
-file has several, the heading under which the table stands follows the file's name.
+file has several, the heading under which the table stands follows the file's name. Names of columns may follow, each
+after a semicolon: then only these are taken.
 `<!-- text: recipes/results/readme/block.txt -->` ... `<!-- end of text -->` is a whole file as it is.
 """
 
@@ -15,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TABLE = re.compile(r"(<!-- table: (\S+?)(?: (\S+?))? -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(
+    r"(<!-- table: ([^\s;]+)(?: ([^\s;]+))?((?:; [^;\n]+?)*) -->\n).*?(<!-- end of table -->)", re.DOTALL
+)
 TEXT = re.compile(r"(<!-- text: (\S+?) -->\n).*?(<!-- end of text -->)", re.DOTALL)
 
 
@@ -25,19 +28,25 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", *(path for folder in folders for path in sorted(folder.rglob("README.md")))]
 
 
-def table(text: str, heading: str | None) -> str:
-    """The first table of a markdown text, or the first below a heading."""
+def table(text: str, heading: str | None, columns: Sequence[str] = ()) -> str:
+    """The first table of a markdown text, or the first below a heading; of all columns or of some."""
     lines = text.splitlines()
     if heading is not None:
         lines = lines[lines.index(f"## {heading}") :]
     start = next(i for i, line in enumerate(lines) if line.startswith("|"))
     end = next((i for i, line in enumerate(lines) if i > start and not line.startswith("|")), len(lines))
-    return "\n".join(lines[start:end])
+    if not columns:
+        return "\n".join(lines[start:end])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]]
+    chosen = [rows[0].index(name) for name in columns]
+    return "\n".join(f"| {' | '.join(row[i] for i in chosen)} |" for row in rows)
 
 
 def filled(readme: str) -> str:
     """The text of a README with every table and text as its results file has it."""
-    readme = TABLE.sub(lambda m: f"{m[1]}{table((ROOT / m[2]).read_text(), m[3])}\n{m[4]}", readme)
+    readme = TABLE.sub(
+        lambda m: f"{m[1]}{table((ROOT / m[2]).read_text(), m[3], m[4].split('; ')[1:])}\n{m[5]}", readme
+    )
     return TEXT.sub(lambda m: f"{m[1]}```text\n{(ROOT / m[2]).read_text()}```\n{m[3]}", readme)
 
 

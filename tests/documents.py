@@ -20,6 +20,7 @@ DOCUMENTS = [
 ]
 # programs whose command lines are not parsed here; `git` and such are known to every reader
 FOREIGN = {"unzip"}
+WITH_ARGUMENTS = re.compile(r"(\w+=\S+ )?(python|pytest|hf-actcompress|pip|accelerate) ")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -41,7 +42,7 @@ def spans(text: str) -> list[str]:
 def commands(text: str) -> Iterator[list[str]]:
     """Every command: of the bash blocks, and those in the prose that have arguments."""
     lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    lines += [span for span in spans(text) if re.match(r"(python|hf-actcompress|pip|accelerate|\w+=\S+ python) ", span)]
+    lines += [span for span in spans(text) if WITH_ARGUMENTS.match(span)]
     for line in lines:
         words: list[str] = []
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")

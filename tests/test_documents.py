@@ -17,11 +17,13 @@ import yaml
 
 from hf_actcompress import PRESETS
 from hf_actcompress.ops import OPS
+from tests.cli.invoke import run
 from tests.documents import DOCUMENTS, PACKAGE, ROOT, blocks, check, commands, exists, places, prose
 from tests.import_graph import filled
 
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in DOCUMENTS}
 COMMANDS = list(dict.fromkeys(tuple(words) for text in TEXTS.values() for words in commands(text)))
+RESULTS = "recipes/results/readme"
 every_document = pytest.mark.parametrize("name", TEXTS)
 
 
@@ -132,6 +134,17 @@ def test_the_peft_matrix_has_these_counts() -> None:
     assert said in TEXTS["README.md"]
     assert f"{len(set(column['method']))} methods, {len(set(column['subject']))} models" in TEXTS["README.md"]
     assert {row[0].split()[0] for row in table["rows"] if row[5] == "refused"} == {"glora"}
+
+
+@pytest.mark.daily(5)
+def test_the_estimate_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first command only the rows of stock and exact: all of them take a minute."""
+    monkeypatch.chdir(ROOT)
+    (words,) = (words for words in commands(TEXTS["README.md"]) if "estimate" in words)
+    printed = run(*words[1:], "--preset", "exact").stdout.splitlines()
+    rows = {line.split("  ")[0]: line.split() for line in printed}
+    said = {line.split("  ")[0]: line.split() for line in (ROOT / RESULTS / "estimate.txt").read_text().splitlines()}
+    assert {name: rows[name] for name in ("stock", "exact")} == {name: said[name] for name in ("stock", "exact")}
 
 
 def test_one_version() -> None:

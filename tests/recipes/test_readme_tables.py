@@ -47,3 +47,10 @@ def test_a_table_below_its_heading(recipe) -> None:
     assert recipe.table(text, None) == "| x |\n|---|\n| 1 |"
     with pytest.raises(ValueError):
         recipe.table(text, "c")
+
+
+def test_some_columns_of_a_table(recipe) -> None:
+    text = "| x | y, z | w |\n|---|---|---|\n| 1 | 2 | |"
+    assert recipe.table(text, None, ["y, z", "w"]) == "| y, z | w |\n| --- | --- |\n| 2 |  |"
+    with pytest.raises(ValueError):
+        recipe.table(text, None, ["y"])
