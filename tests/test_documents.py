@@ -87,8 +87,10 @@ def test_places_exist(name: str) -> None:
 
 @every_document
 def test_lines_are_short(name: str) -> None:
-    long = [line for line in prose(TEXTS[name]).splitlines() if len(line) > 120 and line[0] != "|"]
-    assert not long
+    # but for the rows of tables and comments, which cannot be broken
+    assert not [
+        line for line in prose(TEXTS[name]).splitlines() if len(line) > 120 and not line.startswith(("|", "<!--"))
+    ]
 
 
 def test_the_readme_is_short() -> None:
