@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +104,21 @@ def test_libraries_are_confined(library):
             if name.split(".")[0] == library and part not in CONFINED[library]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_dependencies_are_those_that_are_imported():
+    """Each declared one is imported, each imported one declared; the base install has what the extras need not have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = {part: set(map(_import_name, texts)) for part, texts in project["optional-dependencies"].items()}
+    base = set(map(_import_name, project["dependencies"]))
+    used = {name.split(".")[0] for path, _, tree in modules() for _, name in imported(path, tree)}
+    used -= {NAME, *sys.stdlib_module_names}
+    assert base <= used
+    assert used - base <= known["recipes"] | known["plot"] | known["gpu"]
+
+
+def _import_name(requirement: str) -> str:
+    return re.match(r"[\w-]+", requirement)[0].replace("-", "_")
 
 
 # what works on the kernels themselves, which are not public

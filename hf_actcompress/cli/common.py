@@ -14,7 +14,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 
@@ -103,7 +102,7 @@ def exit_codes() -> Iterator[None]:
     except ActCompressError as error:
         code = Exit.NO_MODEL if isinstance(error, of_model) else Exit.USAGE
         fail(str(error), codes.get(type(error), code))
-    except (typer.Exit, click.ClickException):
+    except (typer.Exit, typer.BadParameter):
         raise
     except Exception as error:
         if os.environ.get("ACTCOMPRESS_TRACEBACK"):

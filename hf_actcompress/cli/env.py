@@ -1,10 +1,12 @@
-"""`hf-actcompress env`: what is installed, what will run, and what is known not to go together."""
+"""`hf-actcompress env`: what a bug report needs: versions, machine, settings, what will run, and known conflicts."""
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -14,16 +16,21 @@ from .common import Json, echo_json, exit_codes
 _NAME = "hf-actcompress"
 _PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "datasets", "trl", "triton", "liger-kernel", "deepspeed",
-    "bitsandbytes", "matplotlib",
+    "bitsandbytes", "torchao", "flash-attn", "matplotlib",
 )  # fmt: skip
 # package -> what is known of it
 _KNOWN = {
     "liger-kernel": "rebinds the forward of the modules that it patches: patch_model leaves those alone and says so",
 }
+# environment variables that change what runs, or how much memory it takes
+_VARIABLES = (
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS",
+    "TRITON_INTERPRET", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "HF_HUB_OFFLINE",
+)  # fmt: skip
 
 
 def env(as_json: Json = False) -> None:
-    """Versions, GPU, which kernels are usable, and known conflicts."""
+    """What a bug report needs: versions, the machine, settings, which kernels are usable, and known conflicts."""
     with exit_codes():
         found = _environment()
     if as_json:
@@ -32,6 +39,7 @@ def env(as_json: Json = False) -> None:
     lines = {
         **{name: value for name, value in found.items() if isinstance(value, str)},
         **{name: version or "not installed" for name, version in found["packages"].items()},
+        **found["variables"],
         **{f"kernel {name}": status for name, status in _folded(found["kernels"]).items()},
         **{f"conflict {number}": text for number, text in enumerate(found["conflicts"], 1)},
     }
@@ -47,20 +55,24 @@ def _environment() -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     return {
-        _NAME: metadata.version(_NAME),
+        _NAME: _version(_NAME) or "not installed, runs from its source",
+        "location": str(Path(__file__).resolve().parents[1]),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "gpu": _gpu() if cuda else "none",
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+        "gpu": "; ".join(map(_gpu, range(torch.cuda.device_count()))) if cuda else "none",
+        "cuda of torch": torch.version.cuda or "none",
         "packages": {name: _version(name) for name in _PACKAGES},
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "kernels": kernel_status("cuda" if cuda else "cpu"),
         "conflicts": [*_too_old_or_new(), *_known()],
     }
 
 
-def _gpu() -> str:
+def _gpu(index: int) -> str:
     import torch
 
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(index)
     gib = properties.total_memory / 2**30
     return f"{properties.name}, {gib:.1f} GiB, compute capability {properties.major}.{properties.minor}"
 
@@ -77,7 +89,7 @@ def _too_old_or_new() -> Iterator[str]:
     from packaging.requirements import Requirement
 
     ranges = {}
-    for text in metadata.requires(_NAME) or ():
+    for text in (metadata.requires(_NAME) or ()) if _version(_NAME) else ():
         requirement = Requirement(text)
         if requirement.name != _NAME and requirement.specifier:
             ranges[f"{requirement.name}{requirement.specifier}"] = requirement

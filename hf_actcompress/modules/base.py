@@ -116,7 +116,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether somebody wants to see the module called."""
+    """Whether the module has hooks, which run only when the module itself is called."""
     return any(module.__dict__.get(hooks) for hooks in HOOKS)
 
 
@@ -144,7 +144,7 @@ def recording(*tensors: Tensor | None) -> bool:
 
 
 def keeps_for_backward(*tensors: Tensor | None) -> bool:
-    """Whether a call on these tensors keeps anything for backward that ours could keep better."""
+    """Whether a call on these tensors keeps anything for backward, so that our op is worth running."""
     return recording(*tensors) and any(x.requires_grad for x in tensors if x is not None)
 
 

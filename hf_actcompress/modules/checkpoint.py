@@ -18,7 +18,7 @@ CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 
 
 class CheckpointInputMixin(PatchedModule):
-    """transformers' GradientCheckpointingLayer. What checkpoints it stays whatever the model was told to use.
+    """transformers' GradientCheckpointingLayer. It goes on to use the checkpoint function that the model was given.
 
     Options: that function again, where a compiler finds it.
     """

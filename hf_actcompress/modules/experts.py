@@ -60,7 +60,7 @@ class ExpertsMixin(_Module):
         return "gate_up_proj" if self.has_gate else "up_proj"
 
     def _is_ordinary(self) -> bool:
-        """Whether stock would run its grouped products here, with nothing more."""
+        """Whether stock would run its grouped products here, and nothing else."""
         grouped = getattr(self.config, "_experts_implementation", None) == GROUPED
         special = self._is_expert_parallel or self.has_post_expert_norm or torch.compiler.is_compiling()
         return grouped and not special and not has_hooks(getattr(self, "act_fn", nn.Identity()))
@@ -115,7 +115,7 @@ def _gather(hidden: Tensor, tokens: Tensor) -> Tensor:
 def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of those tokens [S, H], declared as made of the rows of all."""
     x = hidden[tokens]
-    # whole: rows of padding are routed, too
+    # the whole record: padding rows are routed to experts, too
     declare(x, _gather, whole_record_of(hidden), raw(tokens))
     if x.dtype == dtype:
         return x

@@ -69,7 +69,7 @@ class Conv2dMixin(_Module):
             return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
         if torch.compiler.is_compiling() and settings.keeps == "input":
             return self._conv_forward(compilation.offer(x, settings.codec_name), weight, bias)  # type: ignore[operator, no-any-return]
-        # pixels, which need no gradient, are held by the batch as they are
+        # pixels need no gradient: the batch holds them anyway, so keeping them as they are costs nothing
         codec = settings.codec if x.requires_grad else IDENTITY
         derive = settings.keeps == "input"
         return recalled(x, partial(ops.conv2d, x, weight, bias, settings.options, codec=codec, derive=derive))  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def _fewbit(method: str, bits: int) -> Callable[..., Tensor]:
     return keep
 
 
-# by what a pointwise activation keeps
+# variants of a pointwise activation, by the tensor that each keeps
 ACTIVATION_OPS: dict[str, Callable[..., Tensor]] = {
     "input": _input,
     "output": _output,

@@ -1,7 +1,7 @@
 """WHICH tensors an op keeps: one autograd.Function per (op, variant).
 
-`OPS` is the one table: a new op or variant is a file here and a row there; the contract tests, the README table and
-the benchmark iterate the rows.
+`OPS` is the one table: a new op or variant is a file here and a row there; the contract tests, the table in this
+folder's README.md and the benchmark iterate the rows.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Op:
-    """One row of the table: what an op keeps between forward and backward, in words for the README."""
+    """One row of the table: what an op keeps between forward and backward, in words for README.md."""
 
     name: str
     variant: str

@@ -17,7 +17,7 @@ from .first_order import once_differentiable
 
 # those whose derivative is one of two values, by the sign of the input: a codec must not round it across zero
 SIGN_DECIDES = ("relu", "relu6", "leaky_relu")
-# of them those of which the sign says everything
+# those of them whose derivative needs nothing but the sign
 _BY_MASK = ("relu", "leaky_relu")
 
 
@@ -46,7 +46,7 @@ class ActivationFunction(torch.autograd.Function):
         record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
         rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):
-            # f' can be read off the output too, which a layer that is not ours keeps anyhow
+            # f' follows from the output, too; a stock layer behind this one keeps that anyway
             record, rebuild = raw(y.detach()), _itself
         # derived from what a codec has rounded (a BatchNorm's input), x has the wrong sign somewhere
         rounded = kind in _BY_MASK and isinstance(record, Derived) and not is_lossless(record)

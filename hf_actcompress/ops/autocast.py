@@ -12,7 +12,7 @@ from torch import Tensor
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast casts the inputs of a matmul on x's device; None where it does not."""
     device = x.device.type
-    # torch 2.11 cannot trace the question, and what is compiled for has autocast
+    # torch 2.11 cannot trace this check, and every device that we compile for has autocast
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
     if not available or not torch.is_autocast_enabled(device):
         return None

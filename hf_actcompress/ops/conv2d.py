@@ -26,7 +26,7 @@ class Conv2dFunction(torch.autograd.Function):
         autocast = autocast_dtype(x)
         dtype = autocast or x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # channels are no rows of a batch, whatever their number
+        # even if the sizes agree, channels are not the rows of a batch
         with dropping(None):
             record = input_record(x, dtype, codec, derive) if needs_weight else None
         if record is not None and is_dropped(record):
@@ -34,7 +34,7 @@ class Conv2dFunction(torch.autograd.Function):
         save(ctx, record, parameter(weight) if needs_x else None)
         ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry
-        # what comes back from a codec is contiguous; the kernel is chosen by this
+        # a codec returns a contiguous tensor, and the memory format decides which kernel runs
         ctx.channels_last = x.is_contiguous(memory_format=torch.channels_last)
         if autocast is not None:
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None

@@ -1,4 +1,4 @@
-"""A linear layer whose output is not computed before someone needs its values.
+"""A linear layer whose output is computed only when its values are needed.
 
 A cross entropy on it goes to `linear_cross_entropy`, in the forward of the model that called it.
 """

@@ -136,7 +136,7 @@ def _deferred_in(value: Any) -> Iterable[DeferredLogits]:
 def _on_memory(func: Any, args: Any, kwargs: Any) -> Any:
     """A function of the memory, on that of the values."""
     if func is Tensor.untyped_storage and not args[0].chain.root().made:
-        # whoever looks for shared memory finds none
+        # code that compares memory addresses finds no shared memory
         with without_torch_function():
             return func(*args)
     for x in _deferred_in((args, kwargs)):

@@ -59,7 +59,7 @@ class LogitsSource:
         return None
 
     def lend(self) -> None:
-        """Somebody gets the memory of the values, or writes: compute what was derived from them so far."""
+        """Compute what was derived from the values so far, before somebody gets or writes their memory."""
         self.lent = True
         for chain in list(self.chains):
             if chain.owner() is not None:
@@ -93,7 +93,7 @@ class Values:
             if self.parent is None or self.step is None:
                 values, wanted = self.source.logits(), True
             else:
-                # where the tensor is gone nobody else can ask again
+                # if the tensor is gone, nobody can ask for the values again
                 values, wanted = self._stepped(self.parent), self.owner() is not None
         if wanted:
             self._made, self._version = values, values._version
@@ -109,7 +109,7 @@ class Values:
         return self.step.written_over(before)
 
     def _nobody_else_sees(self, before: Tensor) -> bool:
-        """Whether the values before this step are of no use to anybody but those that are derived from it."""
+        """Whether nothing needs the values before this step, except what is derived from this step."""
         source, earlier = self.source, list(self.parent.line()) if self.parent is not None else []
         if source.lent or source.exposed or not before.is_floating_point():
             return False

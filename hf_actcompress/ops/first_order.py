@@ -1,4 +1,4 @@
-"""Backward functions that are differentiated once: what happens to who asks for a second derivative."""
+"""Backward functions that can be differentiated once; asking for a second derivative raises an error."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class Total(Part):
         self.dtype = parts[0].dtype
 
     def add_to(self, out: Tensor, first: int, chunk: Chunk) -> bool:
-        # all of them, not only up to the first that has something
+        # add all of them: `any` on a generator would stop at the first that is true
         return any([part.add_to(out, first, chunk) for part in self.parts])
 
 

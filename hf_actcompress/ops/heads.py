@@ -79,7 +79,7 @@ def _swap(rows: Tensor) -> Tensor:
 
 
 class _Keys:
-    """`_swap` for the keys, which asks whether they were needed."""
+    """`_swap` for the keys. It also checks that no real token has attended to padding."""
 
     __slots__ = ("guard",)
 

@@ -73,9 +73,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def exact_record(h: Tensor, dtype: torch.dtype) -> Record:
-    """The record of ``h.to(dtype)`` from which the logits come out as they were."""
+    """The record of ``h.to(dtype)``, exact, so that backward computes the same logits as forward."""
     record = record_of(h) if h.dtype == dtype else cast_record(h, dtype)
-    # logits of a lossy h would not fit the statistics; one exact tensor per model is cheap
+    # logits from a lossy h would not fit the kept statistics; one exact tensor per model is cheap
     return record if is_lossless(record) else raw(h.detach().to(dtype))
 
 

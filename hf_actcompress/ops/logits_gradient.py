@@ -175,7 +175,7 @@ def _joined(func: Any, tensors: Any, dim: int = 0) -> LogitsGradient | None:
     sizes = [x.numel() // x.size(-1) for x in tensors]
     numbers = torch.split(torch.arange(sum(sizes)), sizes)
     pieces = [own.view(*x.shape[:-1], 1) for own, x in zip(numbers, tensors, strict=True)]
-    # where the rows, numbered piece by piece, end up
+    # the new position of each row; the rows are numbered piece by piece
     places = torch.split(func(pieces, dim).reshape(-1).argsort(), sizes)
     placed = [(x, at if x.at is None else at[x.at]) for x, at in zip(tensors, places, strict=True)]
     return _gathered(placed, like)

@@ -58,7 +58,7 @@ class PackedMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # sizes and dtype are there without values; ops come to the dispatch below
+        # sizes and dtype need no values; ops on values arrive in `__torch_dispatch__` below
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 

@@ -53,7 +53,7 @@ class RopeFunction(torch.autograd.Function):
 
 
 def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Say that y is x rotated, where x can be had from what is kept anyway: behind a norm of queries and keys."""
+    """Declare y as x rotated, if x can be rebuilt from what is kept anyway (behind a norm of queries and keys)."""
     record = None if torch.compiler.is_compiling() else known_record(x)
     if not isinstance(record, Derived) or not is_lossless(record) or is_dropped(record):
         return
@@ -63,7 +63,7 @@ def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _large_sources(record: Record, count: int) -> int:
-    """Bytes of the kept tensors of that many elements: a wider one would cost more than what is made of it."""
+    """Bytes of the sources that have at least `count` elements: fp32 sources may cost more than y itself."""
     if isinstance(record, Stored):
         return sum(t.nbytes for t in record.tensors if t.numel() >= count)
     return sum(_large_sources(source, count) for source in record.sources) if isinstance(record, Derived) else 0

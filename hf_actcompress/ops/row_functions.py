@@ -72,7 +72,7 @@ class _Place:
         self.count = x.numel() // x.size(-1)
 
     def gradient(self, index: Tensor | None, make: Callable[[RowSet], Part]) -> LogitsGradient:
-        """What `make` makes of the rows, as the gradient of those logits."""
+        """`make(rows)`, as the gradient of those logits."""
         rows = torch.arange(self.count) if index is None else index.flatten()
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return LogitsGradient(make(RowSet(rows)), self.origin, like, rows)

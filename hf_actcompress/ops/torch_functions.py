@@ -85,7 +85,7 @@ def _nll_loss(asked: LossArguments) -> Any:
     if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
     counts = target != ignore_index
-    if not target.is_cuda:  # a GPU stops at such an index by itself
+    if not target.is_cuda:  # on a GPU the kernel itself stops at such an index
         _check_target(target[counts], input.size(-1))
     picked = _gather(input, -1, torch.where(counts, target, 0)[:, None])
     # torch's own sum, in the order of the whole [N, V]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 # elements that an activation has at least, for a codec to be worth it, and in each row
 _LARGE, _ROW = 512, 16
-# results whose errors grow: of a loss, of sums and powers over many steps
+# results of losses and of sums and powers over many steps: an error in them grows
 _EXACT = {"CumsumBackward0", "CumprodBackward0", "ExpBackward0", "LogSoftmaxBackward0", "LogcumsumexpBackward0"}
 # what changes weights before they are used: views, casts, norms, sums with adapters
 _OF_WEIGHTS = {
@@ -25,7 +25,7 @@ _STEPS = 24
 def is_activation(x: Tensor) -> bool:
     """Whether x is a large floating result that depends on more than weights: what a lossy codec may store.
 
-    A class of tensors with the attribute `deferred` computes its values when somebody asks for them. A codec would ask.
+    A tensor class with the attribute `deferred` computes its values when they are read, and a codec would read them.
     """
     if getattr(type(x), "deferred", False):
         return False

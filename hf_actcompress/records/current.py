@@ -33,7 +33,7 @@ class Calling(Protocol):
         ...
 
     def pack(self, x: Tensor) -> Held | None:
-        """What is held in place of x, which the module's code saves; None: nothing that this knows."""
+        """What is held in place of x, which the module's code saves. None: this call does not know x."""
         ...
 
 

@@ -91,19 +91,19 @@ Held = Kept | Made | Mask | Again
 
 
 def counted(held: Held) -> Held:
-    """Note one more who will ask for the value, so that it is dropped after the last of them."""
+    """Count one more consumer of the value. It is dropped when the last consumer has read it."""
     if isinstance(held, Made):
         held.recipe.uses += 1
     return held
 
 
 def value_of(held: Held, outside: Hooks | None) -> Tensor:
-    """The tensor in whose place it is held. Raises RuntimeError if a kept tensor has been written on."""
+    """The saved tensor, computed or read. Raises RuntimeError if somebody has written into a kept tensor."""
     if isinstance(held, Made):
         return held.recipe.value(lambda: [value_of(source, outside) for source in held.sources])
     if isinstance(held, Again):
         if held.x is not None:
-            # a backward inside of the module's forward
+            # somebody runs a backward inside of the module's forward
             check_versions((held.x,), (held.version,))
             return held.x
         return held.call.value(held.index, outside) if held.held is None else value_of(held.held, outside)

@@ -64,7 +64,7 @@ class Net:
         self.hooks = self.pack, self.unpack
         # what each node saved, in order, by its number
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
-        # and its output, if it saved that
+        # the output of each node that saved its own output, by its number
         self._outputs: dict[int, weakref.ref[Held]] = {}
         # what is computed again, by the id of the tensor object, as long as that lives
         self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Held]]] = {}
@@ -117,7 +117,7 @@ class Net:
         return Kept(tuple(outside[0](x) for x in parts), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
-        """By the registry, which knows what our ops made."""
+        """Made again through the registry, which knows what our ops made."""
         record = known_record(x)
         if record is None or is_dropped(record):
             # padding rows are dropped only where somebody looks at the gradient there
@@ -128,7 +128,7 @@ class Net:
         return self._by_record(record)
 
     def _packed(self, x: Tensor) -> Held | None:
-        """Through the codec, if x is an activation. Nothing else is, of what is not known by a rule."""
+        """Packed by the codec, if x is an activation. Other tensors that no rule knows are kept as they are."""
         if self.codec is None or not is_activation(x):
             return None
         # a ReLU, or a leaky one in place, saves its result and reads there where the gradient goes through
@@ -141,7 +141,7 @@ class Net:
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor) -> Made | None:
-        """By the node that made x, or the tensor of which x is a view."""
+        """Made again by the autograd node that made x, or the tensor of which x is a view."""
         base = x._base if x._base is not None else x
         if base.numel() != x.numel():
             return None
@@ -181,14 +181,14 @@ class Net:
         return computation(row, node), sources
 
     def _copied(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """By the output [B, H, S, D] of torch's attention, if x is that as [B, S, H, D] in memory of its own."""
+        """Made again from the output [B, H, S, D] of torch's attention, if x is its copy as [B, S, H, D]."""
         attention = copied_attention(x)
         reference = None if attention is None else self._outputs.get(attention._sequence_nr())
         held = None if reference is None else reference()
         return None if held is None else (tokens_first, [held])
 
     def _sources(self, row: Pointwise, node: Any) -> list[Held] | None:
-        """What a node holds, if that is all of its inputs."""
+        """What a node holds, if it holds all of its inputs; else None."""
         saved = [reference() for reference in self._by_node.get(node._sequence_nr(), ())]
         found = [held for held in saved if held is not None]
         if len(found) == 1 and isinstance(found[0], Mask) and found[0].dropped is not None:
@@ -196,7 +196,7 @@ class Net:
         return found if len(found) == row.tensors else None
 
     def _mask(self, x: Tensor) -> Mask | None:
-        """By what `torch.nn.functional.dropout` has drawn, if that is who saves x now."""
+        """Kept as the bits that `torch.nn.functional.dropout` has drawn, if its node is what saves x now."""
         frame = sys._getframe(3)
         if frame.f_code is not _DROPOUT or x.grad_fn is not None or not x.is_contiguous():
             return None

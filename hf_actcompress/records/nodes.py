@@ -69,7 +69,7 @@ POINTWISE: dict[str, Pointwise] = {
     "LeakyReluBackward0": Pointwise(F.leaky_relu, options=("negative_slope",)),
     "LogBackward0": Pointwise(torch.log),
     "MishBackward0": Pointwise(F.mish),
-    # of a product with a dropout's mask, the net adds what was multiplied
+    # for a product with a dropout's mask, the net adds the tensor that was multiplied with it
     "MulBackward0": Pointwise(torch.mul, 2),
     "NativeDropoutBackward0": Pointwise(_dropped, 2, ("p",), _drop, draws=True),
     "PowBackward0": Pointwise(torch.pow, options=("exponent",)),
@@ -80,7 +80,7 @@ POINTWISE: dict[str, Pointwise] = {
 
 
 def pointwise(node: object) -> Pointwise | None:
-    """The row of a node; None if there is none, or no node."""
+    """The row of the table for a node. None if the table has none, or if there is no node."""
     return POINTWISE.get(type(node).__name__)
 
 
@@ -140,7 +140,7 @@ def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) 
 
 
 def _numbers(device: torch.device) -> Tensor:
-    """On that device, or on the CPU where an estimate stands for a device that is not there."""
+    """Tried on that device, or on the CPU if an estimate is for a device that this machine does not have."""
     try:
         return torch.linspace(0.1, 3, 64, device=device).view(4, 16)
     except (AssertionError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks of this package know those that were on before them: for the registry, ours change nothing."""
+"""Saved-tensor hooks of this package know the hooks that were on before them, so the registry can ignore ours."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from .record import Derived, Pending, Recipe, Record, Stored, raw
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
 _ATTENTION = "an attention mask lets real tokens attend to padding"
 
-# those that take rows in any number, whatever sequence they are from
+# codecs that take any number of rows, from whatever sequences
 _OF_ROWS = (BlockSparse, Float8, Identity, IntGroup, RowSample, TopK)
 
 
@@ -108,7 +108,7 @@ class Padding:
         return x.dim() > 2 and x.shape[:2] == self.mask.shape and x.numel() > 0
 
     def once(self, x: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` makes of x, once per forward for every x."""
+        """`make(x)`, computed once per forward for every x."""
         for known, version, made in self._made:
             if known() is x and version == x._version:
                 return made
@@ -122,7 +122,7 @@ def padding_of(mask: Tensor) -> Padding | None:
     with torch.no_grad():
         real = mask != 0
         count = int(real.sum())
-    # a batch of padding alone: someone else's convention
+    # a batch without any real token: the mask means something else here
     return Padding(real, count) if 0 < count < real.numel() else None
 
 
@@ -188,7 +188,7 @@ def keep_later(x: Tensor, codec: Codec) -> Record:
 
 def _keep(x: Tensor, codec: Codec, padding: Padding | None) -> Record:
     if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
-        # its means are of neighbours, so rows stay; those of padding do not count
+        # this codec averages neighbours, so the rows stay in place, and padding rows do not count
         return Stored(codec, *codec.pack(x.detach(), padding.mask.to(x.device)))
     if padding is None or not _takes_rows(codec):
         return Stored(codec, *codec.pack(x.detach()))

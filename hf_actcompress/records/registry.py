@@ -188,7 +188,7 @@ def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor
     entry = _find(x) or _insert(x, None)
     if entry is None:
         return Derived(Recipe(recompute), (source,))
-    # those who asked before x was encoded derive from x itself
+    # consumers that asked before x was encoded derive their value from x itself
     key = (name, x.shape, x.stride(), entry.describes(x))
     if key not in entry.derivations:
         entry.derivations[key] = Recipe(recompute)

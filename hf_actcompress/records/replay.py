@@ -45,7 +45,7 @@ class Replay:
             self._inside = False
 
     def pack(self, x: Tensor) -> None:
-        """Nothing: the hooks of this are the innermost."""
+        """Does nothing, because these hooks are the innermost."""
 
     def is_innermost(self) -> bool:
         """Whether no other hooks have been installed since."""
@@ -54,7 +54,7 @@ class Replay:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """This is the net of the thread, and the call in progress."""
+        """While it is on, this is the net of the thread and the call in progress."""
         before = current.net, current.call
         stands_before(self, None)
         try:
@@ -77,7 +77,7 @@ class Replay:
             self._seen += 1
             if self._seen > self._last:
                 raise Done
-        # x itself would hold the node that saves it
+        # an alias, because x itself would hold the node that saves it
         return x.detach()
 
 

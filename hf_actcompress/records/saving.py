@@ -173,7 +173,7 @@ def load_packed(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
 
 
 def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ...]:
-    """The values of what `save` kept, in order, derived ones rebuilt; None where None was saved.
+    """The values of what `save` kept, in order. Derived ones are rebuilt here. None where None was saved.
 
     Args:
         ctx: Of the Function.

@@ -101,7 +101,7 @@ class Call:
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What a linear layer returns for x, which it keeps; noted."""
-        # what it saves itself is no business of this call
+        # what the linear layer itself saves does not concern this call
         current.call = None
         try:
             y = compute()
@@ -130,7 +130,7 @@ class Call:
         if saved and self._may_run_again(saved) and self._is_same(forward, saved):
             self._hold(net)
         else:
-            # nobody asks this call any more
+            # from here on nobody asks this call
             self._given, self._inputs, self._linear, self._drawn = None, [], [], None
             for again in saved:
                 again.held = _held(again, net)
@@ -143,7 +143,7 @@ class Call:
         known = storage_sizes(seen.x for seen in self._linear if seen is not None)
         instead = storage_sizes(seen.x for seen in self._inputs).keys() | known.keys() | self._read
         dropped = storage_sizes(a.x for a in saved if a.x is not None)
-        # inputs without a gradient (masks, angles) are the same tensors in all layers
+        # inputs without a gradient (masks, angles) are shared by all layers, so they do not count
         kept = known | storage_sizes(seen.x for seen in self._inputs if seen.needed and known_record(seen.x) is None)
         less = sum(size for storage, size in dropped.items() if storage not in instead)
         more = sum(size for storage, size in kept.items() if storage not in dropped)
@@ -164,7 +164,7 @@ class Call:
         try:
             with _other_generators_undisturbed():
                 found = self._run(inputs, linear, saved[-1].index)
-        except Exception:  # of any library's code: then it does not run again
+        except Exception:  # any library's code may raise; then the module does not run again
             return False
         return all(again.index in found and _same_bits(again.x, found[again.index]) for again in saved)
 
@@ -249,7 +249,7 @@ def _held(again: Again, net: Any) -> Held:
 
 @contextmanager
 def _other_generators_undisturbed() -> Iterator[None]:
-    """What Python and numpy draw inside leaves no trace."""
+    """The random states of Python and numpy are restored when the block ends."""
     numpy: Any = sys.modules.get("numpy.random")
     states = random.getstate(), None if numpy is None else numpy.get_state()
     try:

@@ -1,4 +1,4 @@
-"""One tensor as another view of the same data sees it: what of its memory that is, and how it comes back."""
+"""One tensor as another view of the same data: which part of the memory it sees, and how it is rebuilt."""
 
 from __future__ import annotations
 

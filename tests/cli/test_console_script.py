@@ -143,6 +143,32 @@ def test_env_names_versions_kernels_and_conflicts(monkeypatch):
     assert "conflict 1" in run("env").stdout
 
 
+def test_env_says_what_a_bug_report_needs(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    text = run("env").stdout
+    for name in ("hf-actcompress", "location", "python", "platform", "cpu", "gpu", "cuda of torch", "transformers"):
+        assert re.search(rf"^{name} +\S", text, re.M), name
+    assert re.search(r"^PYTORCH_ALLOC_CONF +expandable_segments:True$", text, re.M)
+    assert "secret" not in text
+
+
+def test_env_of_a_checkout_that_is_not_installed(monkeypatch):
+    from importlib import metadata
+
+    stock = metadata.distribution
+
+    def unknown(name):
+        if name == "hf-actcompress":
+            raise metadata.PackageNotFoundError(name)
+        return stock(name)
+
+    # what `version` and `requires` ask
+    monkeypatch.setattr(metadata, "distribution", unknown)
+    result = run("env")
+    assert result.exit_code == 0 and "not installed, runs from its source" in result.stdout
+
+
 def test_tables_on_a_terminal(monkeypatch, capsys):
     rows = [("a [b]", "1"), ("long name", "22")]
     echo_table(("name", "size"), rows, ("size",))

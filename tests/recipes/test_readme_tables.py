@@ -1,4 +1,4 @@
-"""README's measured tables are those of the results files."""
+"""The measured tables and pictures of the README files are those of the results files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,29 @@ def recipe(monkeypatch: pytest.MonkeyPatch):
     return importlib.import_module("readme_tables")
 
 
-def test_readme_is_up_to_date(recipe) -> None:
-    assert recipe.BLOCK.search((RECIPES.parent / "README.md").read_text())
+def test_readmes_are_up_to_date(recipe) -> None:
+    texts = {path.relative_to(recipe.ROOT).as_posix(): path.read_text() for path in recipe.documents()}
+    assert recipe.TABLE.search(texts["README.md"]) and len(recipe.TEXT.findall(texts["README.md"])) == 2
+    assert len(recipe.TABLE.findall(texts["recipes/README.md"])) == 2
     assert recipe.main(["--check"]) == 0
+
+
+def test_another_figure_in_a_results_file_is_found(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "README.md").write_text("<!-- text: block.txt -->\n<!-- end of text -->\n")
+    (tmp_path / "block.txt").write_text("1\n")
+    monkeypatch.setattr(recipe, "ROOT", tmp_path)
+    assert recipe.main(["--check"]) == 1
+    assert recipe.main([]) == 0 and recipe.main(["--check"]) == 0
+    assert "```text\n1\n```" in (tmp_path / "README.md").read_text()
+    (tmp_path / "block.txt").write_text("2\n")
+    assert recipe.main(["--check"]) == 1
+
+
+def test_the_picture_of_a_block_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    picture = importlib.import_module("block_picture")
+    text = "\n".join(picture.drawn(picture.block_bytes())) + "\n"
+    assert text == (RECIPES / "results" / "readme" / "block.txt").read_text()
 
 
 def test_a_table_below_its_heading(recipe) -> None:
@@ -27,3 +47,10 @@ def test_a_table_below_its_heading(recipe) -> None:
     assert recipe.table(text, None) == "| x |\n|---|\n| 1 |"
     with pytest.raises(ValueError):
         recipe.table(text, "c")
+
+
+def test_some_columns_of_a_table(recipe) -> None:
+    text = "| x | y, z | w |\n|---|---|---|\n| 1 | 2 | |"
+    assert recipe.table(text, None, ["y, z", "w"]) == "| y, z | w |\n| --- | --- |\n| 2 |  |"
+    with pytest.raises(ValueError):
+        recipe.table(text, None, ["y"])

@@ -28,7 +28,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LAW = 1.1
 # stock's error in a step is below, also where bf16 errs by a tenth; another function than stock's is farther away
 SAME_STEP = 0.5
-README = Path(__file__).parents[3] / "README.md"
+README = Path(__file__).parents[3] / "hf_actcompress" / "README.md"
 # GLoRA's words for a layer that is not exactly torch's
 _EXACT_TYPE = "is not a plain torch.nn.Linear"
 GOOD = ("equal", "close", "refused")
