@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...private_apis import ENGINE_CALLS, FakeTensor
 from ...records import storages_of
+from .op_results import OpResults, result_of
 from .workspaces import CPU_WORKSPACES, Workspace
 
 aten = torch.ops.aten
@@ -47,6 +48,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block: Sizes are rounded up to a multiple of this (512 bytes in CUDA's caching allocator).
         workspaces: Bytes that kernels take while they run, by op.
         in_fp32: Which results of an op the device has in fp32, whatever a CPU has.
+        results: What ops are known to make; what is found out is added.
 
     Attributes:
         live_bytes: Of the storages that are alive now.
@@ -63,9 +65,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block: int = 1,
         workspaces: Mapping[Any, Workspace] = CPU_WORKSPACES,
         in_fp32: Mapping[Any, tuple[int, ...]] = MappingProxyType({}),
+        results: OpResults | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
+        self._results = {} if results is None else results
         self.live_bytes = self.peak_bytes = self.draws = 0
         self.timeline: list[int] = []
         self._sizes: dict[int, int] = {}
@@ -92,7 +96,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer()
         if func is aten.add.Tensor and sys._getframe(1).f_code in ENGINE_CALLS:
             return self._accumulated(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = result_of(func, args, kwargs, self._results)
         self._learn(func, args, result)
         for position in self.in_fp32.get(func, ()):
             self.count(result[position], 4 * result[position].numel())
@@ -161,7 +165,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         both are not there at once. A first gradient that somebody holds stays, and the next allocation notes that.
         """
         with self.results_only(note=False):
-            result = func(*args, **kwargs)
+            result = result_of(func, args, kwargs, self._results)
             self.count(result)
         return result
 
