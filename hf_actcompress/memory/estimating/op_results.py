@@ -8,19 +8,23 @@ call with such arguments makes tensors of that kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...private_apis import FakeTensor, unset_fake_temporarily
+from ...private_apis import (
+    FakeTensor,
+    FakeTensorMode,
+    active_fake_mode,
+    fake_tensor,
+    unset_fake_temporarily,
+    without_torch_function_modes,
+)
 
-aten = torch.ops.aten
-
-_CPU = torch.device("cpu")
-_META = torch.device("meta")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset(
     (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 )
@@ -52,69 +56,93 @@ class _Made:
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
     def tensor(self, arguments: Sequence[Any]) -> Tensor:
-        """Such a tensor of the arguments' mode. Call it where that mode is off."""
+        """Such a tensor on the meta device."""
         if self.of is None:
-            made = aten.empty_strided.default(self.shape, self.stride, dtype=self.dtype, device=_META)
-        else:
-            storage = arguments[self.of].untyped_storage()
-            made = aten.empty.memory_format((0,), dtype=self.dtype, device=_META)
-            made = aten.set_.source_Storage_storage_offset(made, storage, self.offset, self.shape, self.stride)
-        return FakeTensor(arguments[0].fake_mode, made, _CPU)
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
+        storage = arguments[self.of].untyped_storage()
+        return torch.empty(0, dtype=self.dtype, device=_META).set_(storage, self.offset, self.shape, self.stride)
 
 
-# a tensor; the number of the tensor argument that is returned as it is; or None
-_Leaf = _Made | int | None
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """The tensor argument of that number, returned as it is."""
+
+    number: int
+
+
+# the last is a plain value, or None
+_Leaf = _Made | _Same | Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
+    """What an op returns: one leaf, or several in a tuple or list."""
+
     leaves: tuple[_Leaf, ...]
     several: type | None
-
-    def made(self, arguments: Sequence[Any]) -> Any:
-        with unset_fake_temporarily():
-            found = [
-                leaf if leaf is None else arguments[leaf] if type(leaf) is int else leaf.tensor(arguments)  # type: ignore[union-attr]
-                for leaf in self.leaves
-            ]
-        return found[0] if self.several is None else self.several(found)
 
 
 # (op, arguments) -> its result; None: it is not the same for all such arguments
 OpResults = dict[Hashable, _Result | None]
 
 
-def result_of(func: Any, args: Any, kwargs: Any, known: OpResults) -> Any:
-    """``func(*args, **kwargs)`` of an op, through what is known of it. Call it inside of a dispatch."""
-    arguments: list[Any] = []
-    try:
-        key = _key(func, args, kwargs, arguments)
-    except _NotPlain:
-        return func(*args, **kwargs)
-    if not arguments:
-        # its mode is not known
-        return func(*args, **kwargs)
-    if key in known:
-        found = known[key]
-        return func(*args, **kwargs) if found is None else found.made(arguments)
-    storages = _storages(arguments)
-    result = func(*args, **kwargs)
-    # not of an op that gives an argument another shape or memory
-    same = _storages(arguments) == storages and _key(func, args, kwargs, []) == key
-    known[key] = _described(result, arguments, storages) if same else None
-    return result
+class OpCalls:
+    """Calls of ops in one step.
+
+    Args:
+        known: What ops are known to make; what is found out is added.
+    """
+
+    def __init__(self, known: OpResults) -> None:
+        self._known = known
+        # of the mode of the latest call
+        self._template: Any = None
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func(*args, **kwargs)``, inside of a dispatch."""
+        arguments: list[Any] = []
+        with without_torch_function_modes():
+            key = _key(func, args, kwargs, arguments)
+            mode = arguments[0].fake_mode if arguments else active_fake_mode()
+            if mode is None:
+                # of real tensors
+                key = None
+            found = self._known.get(key) if key is not None else None
+            if found is not None:
+                return self._made(found, arguments, mode)
+            before = _storages(arguments)
+        result = func(*args, **kwargs)
+        if key is not None and key not in self._known:
+            with without_torch_function_modes():
+                # not of an op that gives an argument another shape or memory
+                same = _storages(arguments) == before and _key(func, args, kwargs, []) == key
+                self._known[key] = _described(result, arguments, before) if same else None
+        return result
+
+    def _made(self, result: _Result, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
+        with unset_fake_temporarily():
+            found = [self._leaf(leaf, arguments, mode) for leaf in result.leaves]
+        return found[0] if result.several is None else result.several(found)
+
+    def _leaf(self, leaf: _Leaf, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
+        if type(leaf) is _Same:
+            return arguments[leaf.number]
+        if type(leaf) is not _Made:
+            return leaf
+        if self._template is None or self._template.fake_mode is not mode:
+            self._template = FakeTensor(mode, torch.empty(0, device=_META), _CPU)
+        return fake_tensor(leaf.tensor(arguments), self._template)
 
 
 def _key(func: Any, args: Any, kwargs: Any, arguments: list[Any]) -> Hashable:
-    return func, _part(args, arguments), _part(tuple(kwargs.items()), arguments) if kwargs else None
-
-
-def _storages(arguments: Sequence[Any]) -> list[tuple[int, int]]:
-    return [(storage._cdata, storage.nbytes()) for storage in (x.untyped_storage() for x in arguments)]
+    """What decides the sizes of the result; None if that is not known. The fake tensors are added to `arguments`."""
+    try:
+        return func, _part(args, arguments), _part(tuple(kwargs.items()), arguments) if kwargs else None
+    except _NotPlain:
+        return None
 
 
 def _part(x: Any, arguments: list[Any]) -> Hashable:
-    """What of an argument decides the result's sizes; its fake tensors are added to `arguments`."""
     kind = type(x)
     if kind is FakeTensor:
         if not _is_plain(x):
@@ -128,6 +156,20 @@ def _part(x: Any, arguments: list[Any]) -> Hashable:
     raise _NotPlain
 
 
+def _is_plain(x: Any) -> bool:
+    return (
+        type(x) is FakeTensor
+        and x.constant is None
+        and x.layout is torch.strided
+        and x.fake_device == _CPU
+        and not x.dtype.is_complex
+    )
+
+
+def _storages(arguments: Sequence[Any]) -> list[tuple[int, int]]:
+    return [(storage._cdata, storage.nbytes()) for storage in (x.untyped_storage() for x in arguments)]
+
+
 def _described(result: Any, arguments: Sequence[Any], storages: Sequence[tuple[int, int]]) -> _Result | None:
     """None for what is no tensor of torch's plain kind, or shares a storage in another way than a view does."""
     several = type(result) if type(result) in (tuple, list) else None
@@ -136,8 +178,8 @@ def _described(result: Any, arguments: Sequence[Any], storages: Sequence[tuple[i
     fresh: set[int] = set()
     for x in (result,) if several is None else result:
         position = next((index for index, argument in enumerate(arguments) if argument is x), None)
-        if x is None or position is not None:
-            leaves.append(position)
+        if position is not None or type(x) in _PLAIN:
+            leaves.append(x if position is None else _Same(position))
             continue
         if not _is_plain(x) or x.requires_grad:
             return None
@@ -149,13 +191,3 @@ def _described(result: Any, arguments: Sequence[Any], storages: Sequence[tuple[i
             fresh.add(storage._cdata)
         leaves.append(made)
     return _Result(tuple(leaves), several)
-
-
-def _is_plain(x: Any) -> bool:
-    return (
-        type(x) is FakeTensor
-        and x.constant is None
-        and x.layout is torch.strided
-        and x.fake_device == _CPU
-        and not x.dtype.is_complex
-    )

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...private_apis import ENGINE_CALLS, FakeTensor
 from ...records import storages_of
-from .op_results import OpResults, result_of
+from .op_results import OpCalls, OpResults
 from .workspaces import CPU_WORKSPACES, Workspace
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
-        self._results = {} if results is None else results
+        self._calls = OpCalls({} if results is None else results)
         self.live_bytes = self.peak_bytes = self.draws = 0
         self.timeline: list[int] = []
         self._sizes: dict[int, int] = {}
@@ -96,11 +96,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer()
         if func is aten.add.Tensor and sys._getframe(1).f_code in ENGINE_CALLS:
             return self._accumulated(func, args, kwargs)
-        result = result_of(func, args, kwargs, self._results)
+        result = self._calls(func, args, kwargs)
         self._learn(func, args, result)
         for position in self.in_fp32.get(func, ()):
             self.count(result[position], 4 * result[position].numel())
-        for x in tree_leaves(result):
+        for x in (result,) if type(result) is FakeTensor else tree_leaves(result):
             if isinstance(x, FakeTensor):
                 self.count(x)
         workspace = self.workspaces.get(func)
@@ -165,7 +165,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         both are not there at once. A first gradient that somebody holds stays, and the next allocation notes that.
         """
         with self.results_only(note=False):
-            result = result_of(func, args, kwargs, self._results)
+            result = self._calls(func, args, kwargs)
             self.count(result)
         return result
 
