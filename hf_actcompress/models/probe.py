@@ -66,14 +66,15 @@ def asked_once(module: nn.Module, probe: Callable[[nn.Module, str], _Answer], na
 
 def _likeness(module: nn.Module) -> Hashable | None:
     """What a module without children has in common with others of its kind; None if it holds more than plain values."""
-    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE and name != "forward"}
-    if module._modules or module._buffers or not all(isinstance(value, _PLAIN) for value in own.values()):
+    others = (item for item in vars(module).items() if item[0] not in _OF_EVERY_MODULE and item[0] != "forward")
+    own = tuple((name, type(value), value) for name, value in others)
+    if module._modules or module._buffers or not all(issubclass(kind, _PLAIN) for _, kind, _ in own):
         return None
     weights = (
         (name, p if p is None else (p.shape, getattr(p, "ds_numel", None), p.dtype, p.device))
         for name, p in module._parameters.items()
     )
-    return type(module), module.training, tuple((name, type(value), value) for name, value in own.items()), tuple(weights)
+    return type(module), module.training, own, tuple(weights)
 
 
 def probe_rows(width: int, seed: int = 0) -> Tensor:

@@ -1,9 +1,9 @@
 """What ops make of fake tensors of certain shapes, found out once.
 
-Torch works out the result of each call anew, or looks for it under a key that is slow to make: that was most of the time
-of a step on fake tensors. The ops of a step are few, and each is called with the same shapes for every layer and for
-every strategy. So the first call goes to torch, and its result is noted by shape, stride, dtype and storage. A further
-call with such arguments makes tensors of that kind.
+Torch works out the result of each call anew, or looks for it under a key that is slow to make: that was most of the
+time of a step on fake tensors. The ops of a step are few, and each is called with the same shapes for every layer and
+for every strategy. So the first call goes to torch, and its result is noted by shape, stride, dtype and storage. A
+further call with such arguments makes tensors of that kind.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class OpCalls:
                 # of real tensors
                 key = None
             found = self._known.get(key) if key is not None else None
-            if found is not None:
+            if found is not None and mode is not None:
                 return self._made(found, arguments, mode)
             before = _storages(arguments)
         result = func(*args, **kwargs)
