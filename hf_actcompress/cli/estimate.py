@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -100,11 +101,7 @@ def estimate(
         _fill(found, printed, batch_size, seq_len, max_context, preset or [], options)
         echo_json(_as_data(found)) if as_json else _explain(found)
         if html is not None:
-            from ..memory.html import HtmlTable
-            from .page import write_estimates
-
-            cells = HtmlTable(columns, [_cells(row, found) for row in found.rows], _RIGHT)
-            write_estimates(html, model, found.rows, cells, room, gpu)
+            _write_page(html, found)
     if not found.fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
@@ -280,3 +277,11 @@ def _as_data(table: _Table) -> dict[str, Any]:
         "rows": [data(row) for row in table.rows],
         "remedies": [asdict(remedy) for remedy in table.instead],
     }
+
+
+def _write_page(path: Path, table: _Table) -> None:
+    from ..memory.html import HtmlTable
+    from .page import write_estimates
+
+    cells = HtmlTable(table.columns, [_cells(row, table) for row in table.rows], _RIGHT)
+    write_estimates(path, table.model, table.rows, cells, table.room, table.gpu)

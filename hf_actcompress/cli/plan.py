@@ -84,9 +84,7 @@ def plan(
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
     options["trust_remote_code"] = trust_remote_code
-    # what was not said is the function's own default
-    options |= {"allow": tuple(allow)} if allow else {}
-    options |= {"headroom": headroom} if headroom is not None else {}
+    options |= _said(allow=tuple(allow or ()) or None, headroom=headroom)
     with exit_codes():
         with busy(f"planning {model}"):
             sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
@@ -95,9 +93,7 @@ def plan(
             out.write_text(found.to_json())
         typer.echo(found.to_json()) if as_json else found.print()
         if html is not None:
-            from .page import write_plan
-
-            write_plan(html, f"{model}: batch {batch_size} x {seq_len}", found)
+            _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
 
 
 def _planned(model: str, **options: Any) -> Plan:
@@ -105,3 +101,14 @@ def _planned(model: str, **options: Any) -> Plan:
 
     with frozen_imports():
         return plan_of(model, **options)
+
+
+def _said(**options: Any) -> dict[str, Any]:
+    """Without what was not said: that is the function's own default."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _write_page(path: Path, title: str, found: Plan) -> None:
+    from .page import write_plan
+
+    write_plan(path, title, found)
