@@ -18,6 +18,7 @@ from .models import Site, find_site
 from .models.adapters import rank_layers
 from .models.checkpointing import find_checkpoint_input, restore_checkpointing, switch_on
 from .models.heads import find_head
+from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
 from .models.selective import find_selective
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
@@ -92,7 +93,8 @@ def apply_config(model: nn.Module, config: CompressionConfig, generators: Genera
     generators = generators or (root.generators if root is not None else Generators())
     complete = False
     try:
-        patch_new_modules(model, config, "", generators)
+        with answers_kept():
+            patch_new_modules(model, config, "", generators)
         for _ in switch_on(model, config.checkpoint):
             pass
         install_roots(model, config, patch_new_modules, generators)

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -66,7 +66,10 @@ Gpu = Annotated[
 Device = Annotated[str, typer.Option(help="cuda or cpu: by whose rules.")]
 Engine = Annotated[str, typer.Option(help="eager, or compile: under torch.compile, where the model is one graph.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page with pictures. Needs matplotlib.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings, if it does.")
+]
+Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page.")]
 
 
 def lora_of(lora: bool, rank: int | None) -> bool | int | None:
@@ -181,38 +184,32 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
+def progress(what: str) -> None:
+    """Says what is done, where nobody sees what `busy` shows: in the log of a pipe."""
+    if not sys.stderr.isatty():
+        typer.echo(what, err=True)
+
+
 def echo_json(data: Any) -> None:
     """On stdout, and nothing else there."""
     typer.echo(json.dumps(data, indent=2))
 
 
-def echo_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table: with rich on a terminal, otherwise aligned plain text of any width.
+class Rows:
+    """A table as aligned plain text, each row printed when it is there.
 
     Args:
-        columns: Their names.
-        rows: Texts.
+        widths: Columns by name, and how wide they are at least.
         right: Names of the columns that stand to the right.
     """
-    if sys.stdout.isatty():
-        _echo_rich(columns, rows, right)
-        return
-    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    for row in (columns, *rows):
+
+    def __init__(self, widths: Mapping[str, int], right: Sequence[str] = ()) -> None:
+        self._widths, self._right = widths, right
+
+    def echo(self, row: Sequence[str]) -> None:
+        """Print a row; the column names are one, too."""
         cells = (
-            text.rjust(width) if column in right else text.ljust(width)
-            for column, text, width in zip(columns, row, widths, strict=True)
+            text.rjust(max(width, len(column))) if column in self._right else text.ljust(max(width, len(column)))
+            for (column, width), text in zip(self._widths.items(), row, strict=True)
         )
         typer.echo("  ".join(cells).rstrip())
-
-
-def _echo_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table, markup=False, highlight=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,30 +27,36 @@ from .common import (
     Optimizer,
     Qlora,
     Quantization,
+    Rows,
     SeqLen,
+    TrustRemoteCode,
     busy,
     card_option,
     echo_json,
-    echo_table,
     exit_codes,
     frozen_imports,
     lora_of,
     precision,
+    progress,
     quantization_of,
     writable,
 )
 from .remedies import STRATEGY, Remedy, remedies
-from .strategies import MOST, TIME_CLASSES, Row, chosen, rows
+from .strategies import DEFAULT, MOST, TIME_CLASSES, Row, chosen, rows
 
 if TYPE_CHECKING:
     from ..memory.estimate import Estimates
-    from ..memory.html import HtmlSection
 
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
 ]
 
 _COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
+# of what is not known before the first row is printed
+_WIDTHS = {
+    "strategy": max(len(strategy.name) for strategy in DEFAULT), "peak": 10, "kept": 10, "fits": 5,
+    "extra time": max(map(len, TIME_CLASSES)),
+}  # fmt: skip
 _RIGHT = ("peak", "kept", "largest batch", "longest")
 
 
@@ -71,6 +77,7 @@ def estimate(
     qlora: Qlora = False,
     device: Device = "cuda",
     engine: Engine = "eager",
+    trust_remote_code: TrustRemoteCode = False,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
@@ -86,29 +93,34 @@ def estimate(
     writable("--html", html)
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank)}
-    options["quantization"] = quantization_of(quantization, qlora)
-    with exit_codes(), busy(f"estimating {model}"), frozen_imports():
-        table = _table(model, batch_size, seq_len, room, gpu, max_context, preset or [], options)
+    options |= {"quantization": quantization_of(quantization, qlora), "trust_remote_code": trust_remote_code}
+    columns = _columns(room, max_context)
+    printed = None if as_json else Rows({name: _WIDTHS.get(name, 0) for name in columns}, _RIGHT)
+    with exit_codes(), frozen_imports():
+        found = _Table(model, columns, room, gpu)
+        _fill(found, printed, batch_size, seq_len, max_context, preset or [], options)
+        echo_json(_as_data(found)) if as_json else _explain(found)
         if html is not None:
-            _write_page(html, table)
-    if as_json:
-        echo_json(_as_data(table))
-    else:
-        echo_table(table.columns, [_cells(row, table) for row in table.found], _RIGHT)
-        _explain(table)
-    if not table.fits:
+            _write_page(html, found)
+    if not found.fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-@dataclass(frozen=True)
+def _columns(room: int | None, max_context: bool) -> tuple[str, ...]:
+    left_out: tuple[str, ...] = () if max_context else ("longest",)
+    left_out += ("fits", "largest batch") if room is None else ()
+    return tuple(column for column in _COLUMNS if column not in left_out)
+
+
+@dataclass
 class _Table:
     """The rows, and what they are about.
 
     Args:
         model: Its name.
-        found: The rows.
+        columns: Their names.
         room, gpu: The card in bytes, and as it was given.
-        max_context: Whether the longest sequences were looked for.
+        rows: As far as they are known.
         evaluation_bytes: What evaluating such a batch needs.
         assumed: All that the figures depend on.
         fits: Whether one of the rows that were asked for fits.
@@ -116,41 +128,51 @@ class _Table:
     """
 
     model: str
-    found: list[Row]
+    columns: tuple[str, ...]
     room: int | None
     gpu: str | None
-    max_context: bool
-    evaluation_bytes: int
-    assumed: str
-    fits: bool
-    instead: list[Remedy]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        left_out: tuple[str, ...] = () if self.max_context else ("longest",)
-        left_out += ("fits", "largest batch") if self.room is None else ()
-        return tuple(column for column in _COLUMNS if column not in left_out)
+    rows: list[Row] = field(default_factory=list)
+    evaluation_bytes: int = 0
+    assumed: str = ""
+    fits: bool = True
+    instead: list[Remedy] = field(default_factory=list)
 
 
-def _table(
-    model: str,
+def _fill(
+    table: _Table,
+    printed: Rows | None,
     batch_size: int,
     seq_len: int,
-    room: int | None,
-    gpu: str | None,
     max_context: bool,
     presets: list[str],
     options: dict[str, Any],
-) -> _Table:
-    from ..memory.estimate import Estimates
+) -> None:
+    """Find the rows and all else, and print each row when it is found."""
+    strategies, room = chosen(presets), table.room
+    names = [strategy.name for strategy in strategies]
+    with busy(f"estimating {table.model}: {names[0]}"):
+        from ..memory.estimate import Estimates
 
-    several = Estimates(model, **options)
-    found = list(rows(several, chosen(presets), room, batch_size, seq_len, max_context))
-    fits = room is None or any(row.fits(room) for row in found if not presets or row.strategy.config in presets)
-    instead = [] if fits or room is None else list(remedies(model, room, batch_size, seq_len, **options))
-    evaluation = several.evaluation_bytes(batch_size, seq_len)
-    assumed = _assumed(several, options, f"{batch_size} x {seq_len}")
-    return _Table(model, found, room, gpu, max_context, evaluation, assumed, fits, instead)
+        several = Estimates(table.model, **options)
+        left = rows(several, strategies, room, batch_size, seq_len, max_context)
+        row = next(left, None)
+    if printed is not None:
+        printed.echo(table.columns)
+    while row is not None:
+        table.rows.append(row)
+        if printed is not None:
+            printed.echo(_cells(row, table))
+        done = len(table.rows)
+        progress(f"{row.strategy.name}: {done} of {len(names)}")
+        with busy(f"estimating {table.model}: {', '.join(names[done : done + 1])}"):
+            row = next(left, None)
+    asked = [row for row in table.rows if not presets or row.strategy.config in presets]
+    table.fits = room is None or any(row.fits(room) for row in asked)
+    if room is not None and not table.fits:
+        with busy(f"looking for what would fit into {table.gpu}"):
+            table.instead = list(remedies(several, room, batch_size, seq_len, options))
+    table.evaluation_bytes = several.evaluation_bytes(batch_size, seq_len)
+    table.assumed = _assumed(several, options, f"{batch_size} x {seq_len}")
 
 
 def _assumed(several: Estimates, options: dict[str, Any], batch: str) -> str:
@@ -204,7 +226,7 @@ def _explain(table: _Table) -> None:
     from ..memory.headroom import ADVICE
     from ..memory.report import readable_size
 
-    found, room = table.found, table.room
+    found, room = table.rows, table.room
     used = {row.strategy.time for row in found}
     typer.echo(f"\nassumed: {table.assumed}")
     for name, text in TIME_CLASSES.items():
@@ -252,35 +274,14 @@ def _as_data(table: _Table) -> dict[str, Any]:
         "gpu_bytes": room,
         "assumed": table.assumed,
         "evaluation_bytes": table.evaluation_bytes,
-        "rows": [data(row) for row in table.found],
+        "rows": [data(row) for row in table.rows],
         "remedies": [asdict(remedy) for remedy in table.instead],
     }
 
 
-def _write_page(path: Path, page: _Table) -> None:
-    from ..memory.html import HtmlTable, write_html
+def _write_page(path: Path, table: _Table) -> None:
+    from ..memory.html import HtmlTable
+    from .page import write_estimates
 
-    first = page.found[0].estimate
-    assert first is not None
-    title = f"{page.model}: batch {first.batch_size} x {first.seq_len} on {first.device}"
-    table = HtmlTable(page.columns, [_cells(row, page) for row in page.found], _RIGHT)
-    write_html(path, title, list(_sections(page.found, table)))
-
-
-def _sections(found: list[Row], table: Any) -> list[HtmlSection]:
-    from ..memory.html import HtmlSection, HtmlTable
-    from ..memory.pictures import PeakLine, draw_batch_sizes, draw_roles
-    from ..memory.report import readable_size
-
-    known = [(row.strategy.name, row, row.estimate) for row in found if row.estimate is not None]
-    bars = {name: estimate.kept_by_role for name, _, estimate in known}
-    # with no batch at all there are weights, gradients and optimizer states
-    peaks = {name: {0: e.device_bytes - e.step_peak_bytes, **row.peaks} for name, row, e in known}
-    lines = {name: PeakLine(*zip(*sorted(points.items()), strict=True)) for name, points in peaks.items()}
-    parts = [(name, part, readable_size(size)) for name, _, estimate in known for part, size in estimate.rows()]
-    return [
-        HtmlSection("Strategies", tables=[table]),
-        HtmlSection("Kept for backward, by role", pictures=[("by role", lambda to: draw_roles(bars, to))]),
-        HtmlSection("Peak by batch size", pictures=[("by batch size", lambda to: draw_batch_sizes(lines, to))]),
-        HtmlSection("Parts of the peak", tables=[HtmlTable(("strategy", "part", "bytes"), parts, ("bytes",))]),
-    ]
+    cells = HtmlTable(table.columns, [_cells(row, table) for row in table.rows], _RIGHT)
+    write_estimates(path, table.model, table.rows, cells, table.room, table.gpu)

@@ -23,6 +23,7 @@ from .common import (
     Qlora,
     Quantization,
     SeqLen,
+    TrustRemoteCode,
     busy,
     card_option,
     exit_codes,
@@ -66,6 +67,7 @@ def plan(
     quantization: Quantization = None,
     qlora: Qlora = False,
     device: Device = "cuda",
+    trust_remote_code: TrustRemoteCode = False,
     out: Out = None,
     html: Html = None,
     as_json: Json = False,
@@ -81,18 +83,17 @@ def plan(
     writable("--html", html)
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
-    # what was not said is the function's own default
-    options |= {"allow": tuple(allow)} if allow else {}
-    options |= {"headroom": headroom} if headroom is not None else {}
+    options["trust_remote_code"] = trust_remote_code
+    options |= _said(allow=tuple(allow or ()) or None, headroom=headroom)
     with exit_codes():
         with busy(f"planning {model}"):
             sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
             found = _planned(model, objective=objective, **sizes, **options)
         if out is not None:
             out.write_text(found.to_json())
+        typer.echo(found.to_json()) if as_json else found.print()
         if html is not None:
             _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
-        typer.echo(found.to_json()) if as_json else found.print()
 
 
 def _planned(model: str, **options: Any) -> Plan:
@@ -102,16 +103,12 @@ def _planned(model: str, **options: Any) -> Plan:
         return plan_of(model, **options)
 
 
-def _write_page(path: Path, title: str, found: Plan) -> None:
-    from ..memory.html import HtmlSection, HtmlTable, write_html
-    from ..memory.report import readable_size
+def _said(**options: Any) -> dict[str, Any]:
+    """Without what was not said: that is the function's own default."""
+    return {name: value for name, value in options.items() if value is not None}
 
-    cells = [(row.layer, row.option, readable_size(row.kept_bytes)) for row in found.rows]
-    parts = [(name, readable_size(size)) for name, size in found.estimate.rows()]
-    draw: Any = found.plot
-    sections = [
-        HtmlSection("Plan", str(found), pictures=[("what each layer keeps", draw)]),
-        HtmlSection("Layers", tables=[HtmlTable(("layer", "option", "keeps"), cells, ("keeps",))]),
-        HtmlSection("Parts of the peak", tables=[HtmlTable(("part", "bytes"), parts, ("bytes",))]),
-    ]
-    write_html(path, title, sections)
+
+def _write_page(path: Path, title: str, found: Plan) -> None:
+    from .page import write_plan
+
+    write_plan(path, title, found)

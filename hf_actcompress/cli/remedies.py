@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..memory.estimate import Estimates
 
 # what a remedy is compared by: the smallest exact strategy
 STRATEGY = "exact + checkpointing"
@@ -25,29 +28,30 @@ class Remedy:
     fits: bool
 
 
-def remedies(model: str, room: int, batch_size: int, seq_len: int, **options: Any) -> Iterator[Remedy]:
+def remedies(
+    several: Estimates, room: int, batch_size: int, seq_len: int, options: Mapping[str, Any]
+) -> Iterator[Remedy]:
     """Changes that help, from the least to the most, each by itself; those that are made already are left out.
 
     Args:
-        model: A name, as for `estimate`.
+        several: Estimates of the model as it was asked for.
         room: Bytes of the card.
         batch_size, seq_len: Of the batch.
-        options: Of `Estimates`.
+        options: With which these were made.
     """
     from ..errors import MissingExtraError
-    from ..memory.estimate import Estimates
 
     for name, size, changes in _changes(batch_size, options):
         try:
-            several = Estimates(model, **{**options, **changes})
-            nbytes = several.device_bytes(size, seq_len, "exact", True)
+            changed = several.changed(**changes) if changes else several
+            nbytes = changed.device_bytes(size, seq_len, "exact", True)
         except MissingExtraError:
             # without peft there is no LoRA
             continue
         yield Remedy(name, nbytes, nbytes <= room)
 
 
-def _changes(batch_size: int, options: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def _changes(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     if batch_size > 1:
         yield "a batch of 1 (--batch-size 1)", 1, {}
     lora = options.get("lora")

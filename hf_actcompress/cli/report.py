@@ -11,7 +11,6 @@ import typer
 from .common import (
     BatchSize,
     Dtype,
-    Html,
     Json,
     Lora,
     LoraRank,
@@ -28,6 +27,9 @@ if TYPE_CHECKING:
     from ..memory.report import MemoryReport
     from ..memory.timeline import MemoryTimeline
 
+HtmlPictures = Annotated[
+    Path | None, typer.Option("--html", help="Also write one self-contained page with pictures. Needs matplotlib.")
+]
 Preset = Annotated[str, typer.Option(help="What stands beside stock.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Measure a model with so many layers: for large ones.")]
 Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With gradient checkpointing on.")]
@@ -43,7 +45,7 @@ def report(
     lora_rank: LoraRank = None,
     gradient_checkpointing: Checkpointing = False,
     layers: Layers = None,
-    html: Html = None,
+    html: HtmlPictures = None,
     as_json: Json = False,
 ) -> None:
     """What a model keeps for backward, per module and role, stock beside patched: measured, on the CPU.

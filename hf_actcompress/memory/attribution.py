@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..config import CompressionConfig, resolve
 from ..models import find_site
+from ..models.probe import answers_kept
 from ..models.root import root_of
 from ..models.sites import Declined
 from ..patching import patch_model, unpatch_model
@@ -102,9 +103,11 @@ def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
 
 def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, str]:
     """The role of every module of a stock model, by name."""
+    with answers_kept():
+        sites = {name: find_site(module, config) for name, module in model.named_modules()}
     roles = {}
     for name, module in model.named_modules():
-        found = find_site(module, config)
+        found = sites[name]
         if found is not None:
             roles[name] = found.role if isinstance(found, Declined) else found.settings.role
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -46,6 +47,7 @@ def estimate(
     autocast: torch.dtype | str | None = None,
     engine: str | None = None,
     quantization: Any = None,
+    trust_remote_code: bool = False,
 ) -> Estimate:
     """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
 
@@ -72,13 +74,14 @@ def estimate(
             reads them.
         quantization: Of the linear layers' frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a
             `quantization_config` of transformers (bitsandbytes, GPTQ, AWQ). None: what the config or the module has.
+        trust_remote_code: Run code that comes with the model's config, where transformers has none of its own.
 
     Returns:
         The estimate: `.print()`, `.to_json()`, bytes by part and role.
 
     Raises:
-        ModelConfigError: No config can be had under that name, or the model computes no loss from labels.
-            With engine="compile" also: it cannot be traced as one graph.
+        ModelConfigError: No config can be had under that name, the model computes no loss from labels, or it needs
+            code of its own that was not trusted. With engine="compile" also: it cannot be traced as one graph.
         UnknownOptionError: Unknown preset, optimizer, dtype, device or engine.
         MissingExtraError: LoRA without peft.
     """
@@ -91,6 +94,7 @@ def estimate(
         autocast=autocast,
         engine=engine,
         quantization=quantization,
+        trust_remote_code=trust_remote_code,
     )
     return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
 
@@ -99,7 +103,7 @@ class Estimates:
     """Estimates of one model for several configs and sizes, which share what does not depend on these.
 
     Args:
-        model, dtype, optimizer, lora, device, autocast, engine, quantization: As for `estimate`.
+        model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code: As for `estimate`.
 
     Raises:
         As `estimate`.
@@ -116,6 +120,7 @@ class Estimates:
         autocast: torch.dtype | str | None = None,
         engine: str | None = None,
         quantization: Any = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if device not in DEVICES:
             raise UnknownOptionError("device", device, DEVICES)
@@ -127,8 +132,7 @@ class Estimates:
             raise UnknownOptionError("engine", engine, ENGINES)
         self._rule = optimizer_rule(optimizer)
         self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled)
-        self._source: tuple[Any, torch.dtype | None, Any] = model, dtype_of(dtype), lora
-        self._quantization = quantization
+        self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}
         self._states: dict[bool, tuple[int, int, int]] = {}
@@ -136,6 +140,24 @@ class Estimates:
         self._alike: dict[Any, bool] = {}
         # what a config has for single layers -> the runs of equal layers
         self._runs: dict[Any, list[LayerRun]] = {}
+        # (setting, checkpointing, whether the roles were asked for) -> the step
+        self._steps: dict[Any, Extrapolated] = {}
+
+    def changed(self, *, optimizer: str | None = None, lora: Any = None, quantization: Any = None) -> Estimates:
+        """Estimates with something else than these; what was found out and holds there is not found out again.
+
+        Args:
+            optimizer, lora, quantization: As for `estimate`. None: as here.
+        """
+        other = copy.copy(self)
+        if optimizer is not None:
+            other._rule, other._states = optimizer_rule(optimizer), {}
+        if lora is not None or quantization is not None:
+            source = list(self._source)
+            source[2], source[4] = lora or source[2], quantization or source[4]
+            other._source = tuple(source)
+            other._models, other._states, other._alike, other._runs, other._steps = {}, {}, {}, {}, {}
+        return other
 
     @property
     def model(self) -> nn.Module:
@@ -185,9 +207,8 @@ class Estimates:
     def _model(self, checkpointing: bool) -> nn.Module:
         if checkpointing not in self._models:
             # out of the other one, which is there already
-            model, dtype, lora = (self._model(False), None, None) if checkpointing else self._source
-            quantization = None if checkpointing else self._quantization
-            self._models[checkpointing] = skeleton(model, dtype, lora, checkpointing, quantization)
+            source = (self._model(False), None, None, True) if checkpointing else self._source
+            self._models[checkpointing] = skeleton(*source)
         return self._models[checkpointing]
 
     def _state_bytes(self, checkpointing: bool) -> tuple[int, int, int]:
@@ -196,15 +217,19 @@ class Estimates:
         return self._states[checkpointing]
 
     def _step(self, setting: Setting, checkpointing: bool, *, roles: bool) -> Extrapolated:
+        for known in {roles, True}:
+            if (setting, checkpointing, known) in self._steps:
+                return self._steps[setting, checkpointing, known]
         whole, config = self._model(checkpointing), setting.config or CompressionConfig()
         single = config.overrides, config.checkpoint
         if single not in self._runs:
             self._runs[single] = find_runs(whole, config)
         # layers that are alike under one config are alike under another; that they are not is looked at again
         key = setting.config, checkpointing
-        known = self._alike.get(key, True if True in self._alike.values() else None)
-        found = _step(whole, setting, self._runs[single], roles, known)
+        alike = self._alike.get(key, True if True in self._alike.values() else None)
+        found = _step(whole, setting, self._runs[single], roles, alike)
         self._alike[key] = found.alike
+        self._steps[setting, checkpointing, roles] = found
         return found
 
 

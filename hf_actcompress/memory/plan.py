@@ -105,6 +105,7 @@ def plan(
     autocast: torch.dtype | str | None = None,
     device_model: DeviceModel | None = None,
     quantization: Any = None,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """How to keep each layer's tensors so that training fits, at the least cost. Needs no weights and no GPU.
 
@@ -123,7 +124,7 @@ def plan(
             of error in what is stored counts as much as a percent of time.
         allow: The options: exact, int8, fp8, int4, offload, checkpoint, compressed_checkpoint (its input in 8 bits).
             "exact" always is one.
-        dtype, optimizer, lora, device, autocast, quantization: As for `estimate`.
+        dtype, optimizer, lora, device, autocast, quantization, trust_remote_code: As for `estimate`.
         device_model: Speeds by which time is reckoned; by default those of planning/costs.py.
 
     Returns:
@@ -143,7 +144,7 @@ def plan(
     optimizer_rule(optimizer)
     room = _device_bytes() if budget is None else parse_size(budget)
     usable(room, headroom)
-    whole = skeleton(model, dtype_of(dtype), lora, False, quantization)
+    whole = skeleton(model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
     setting = Setting(batch_size, seq_len, PRESETS["exact"], device == "cuda", dtype_of(autocast))
     problem = _problem(whole, setting, optimizer, ("exact", *allow), objective, device_model or DeviceModel())
     return _solve(replace(problem, headroom=headroom), room)

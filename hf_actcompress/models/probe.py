@@ -8,9 +8,10 @@ and the place of a cast is seen only where input and weight have different dtype
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,58 @@ MAGNITUDES = (0.0, 1e-3, 1e-2, 0.1, 1.0, 3.0, 10.0, 100.0, 1000.0)
 
 # what a forward raises on an input that it was not written for
 REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+
+_Answer = TypeVar("_Answer")
+# what probes have found, by the probe and what it looked at
+Answers = dict[Hashable, Any]
+_answers: ContextVar[Answers | None] = ContextVar("answers of probes", default=None)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+# of every module; no probe's answer depends on it
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@contextmanager
+def answers_kept(answers: Answers | None = None) -> Iterator[None]:
+    """Inside, a probe runs once for modules that are alike: a model has hundreds of them, and patching asks of each.
+
+    Args:
+        answers: Of earlier times, to which others are added. None: those that are kept already, or no others.
+    """
+    if answers is None:
+        answers = _answers.get()
+    token = _answers.set({} if answers is None else answers)
+    try:
+        yield
+    finally:
+        _answers.reset(token)
+
+
+def asked_once(module: nn.Module, probe: Callable[[nn.Module, str], _Answer], name: str) -> _Answer:
+    """``probe(module, name)``, or what it has answered for a module of the same class, attributes and weights' sizes.
+
+    The probe may read nothing else of the module; it reads no weight's values.
+    """
+    answers, key = _answers.get(), _likeness(module)
+    if answers is None or key is None:
+        return probe(module, name)
+    key = probe, name, key
+    if key not in answers:
+        answers[key] = probe(module, name)
+    found: _Answer = answers[key]
+    return found
+
+
+def _likeness(module: nn.Module) -> Hashable | None:
+    """What a module without children has in common with others of its kind; None if it holds more than plain values."""
+    others = (item for item in vars(module).items() if item[0] not in _OF_EVERY_MODULE and item[0] != "forward")
+    own = tuple((name, type(value), value) for name, value in others)
+    if module._modules or module._buffers or not all(issubclass(kind, _PLAIN) for _, kind, _ in own):
+        return None
+    weights = (
+        (name, p if p is None else (p.shape, getattr(p, "ds_numel", None), p.dtype, p.device))
+        for name, p in module._parameters.items()
+    )
+    return type(module), module.training, own, tuple(weights)
 
 
 def probe_rows(width: int, seed: int = 0) -> Tensor:

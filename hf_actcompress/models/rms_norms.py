@@ -13,7 +13,7 @@ from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings
 from ..modules.leaves import RMSNormMixin
 from ..reference import RMS_NORM_VARIANTS, rms_norm_fwd, rms_norm_output_reasons
-from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .probe import DTYPES, REFUSALS, asked_once, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site, norm_keeps
 
 # dtypes of input and weight; None for the weight of a norm without one
@@ -34,7 +34,7 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
         return Declined("norm", f"no eps found under {', '.join(EPS_NAMES)}")
     if not takes_one_tensor(module):
         return Declined("norm", "its forward takes more than one argument (a gate, a residual)")
-    variant, pairs = _variant(module, eps_name)
+    variant, pairs = asked_once(module, _variant, eps_name)
     if variant is None:
         return Declined("norm", "its forward is none of the known RMSNorm variants (found by a numeric probe)")
     has_weight = module._parameters.get("weight") is not None

@@ -142,3 +142,32 @@ def test_mixed_precision_and_other_words(tmp_path: Any) -> None:
     assert found("--optim", "paged_adamw_8bit") == found("--optimizer", "adamw_8bit")
     assert run(*command, "--bf16", "--fp16").exit_code == Exit.USAGE
     assert optimizer_rule("adamw_torch") is optimizer_rule("adamw")
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+print("run")
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_repository_runs_only_if_it_is_trusted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
+    folder = tmp_path / "own"
+    folder.mkdir()
+    given = {**LLAMA, "model_type": "own_llama", "architectures": ["OwnModel"], "auto_map": own}
+    (folder / "config.json").write_text(json.dumps(given))
+    (folder / "own_code.py").write_text(OWN_CODE)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for command in ("estimate", "plan"):
+        result = run(command, str(folder), *SIZES, "--gpu", "24GB")
+        assert result.exit_code == Exit.NO_MODEL and "--trust-remote-code" in result.stderr, result.output
+        # nobody was asked, and nothing was run
+        assert "[y/N]" not in result.output and "run" not in result.stdout
+    result = run("estimate", str(folder), *SIZES, "--preset", "exact", "--trust-remote-code")
+    assert result.exit_code == Exit.OK and result.stdout.startswith("run"), result.output
+    # rows are counted where no spinner is seen
+    assert "exact: 2 of 2" in result.stderr

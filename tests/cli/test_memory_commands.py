@@ -139,13 +139,20 @@ def test_every_strategy_by_default(model):
     assert all(row["fits"] is None and row["largest_batch_size"] is None for row in rows)
 
 
-def test_a_page_of_its_own(model, tmp_path):
+def test_a_page_of_its_own(model, tmp_path, monkeypatch):
     page = tmp_path / "page.html"
-    result = run("estimate", model, *SIZES, "--preset", "exact", "--html", str(page))
-    assert result.exit_code == Exit.OK, result.output
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("estimate", model, *SIZES, "--preset", "exact", "--gpu", "24GB", "--html", str(page))
+    assert result.exit_code == Exit.OK and "exact" in result.stdout, result.output
     text = page.read_text()
-    assert text.count("data:image/png;base64,") == 2 and not re.search(r"https?://", text)
+    assert not re.search(r"https?:|<script|<img|url\(", text)
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+    # both strategies have the card's line, and their parts from the largest to the smallest
+    assert "24GB, 22.35 GiB" in text and text.count('class="mark"') == 2
     assert "optimizer states" in text and "<td>exact</td>" in text
+    rows = re.findall(r'<td>exact</td><td>([^<]*)</td><td class="number">', text)
+    found = dict(estimate(model, batch_size=2, seq_len=16, config="exact").rows())
+    assert rows == sorted(found, key=found.__getitem__, reverse=True)
 
 
 def test_without_matplotlib(model, tmp_path, monkeypatch):
@@ -167,7 +174,8 @@ def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
     assert "checkpoint" in result.stdout and "gradients exact" in result.stdout and "\x1b" not in result.stdout
     found = Plan.from_json(out.read_text())
     assert found.config.checkpoint and found.estimate.device_bytes <= exact - 10_000
-    assert "data:image/png;base64," in page.read_text() and "model.layers.1" in page.read_text()
+    text = page.read_text()
+    assert "<img" not in text and 'class="mark"' in text and "the budget" in text and "model.layers.1" in text
 
 
 def test_plan_that_does_not_fit(model, monkeypatch):

@@ -13,7 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from hf_actcompress import patch_model, patch_report, unpatch_model
-from hf_actcompress.models.probe import DTYPES
+from hf_actcompress.config import PRESETS
+from hf_actcompress.models.probe import DTYPES, Answers, answers_kept
+from hf_actcompress.models.rms_norms import find_rms_norm
+from hf_actcompress.models.sites import Declined, Site
 from hf_actcompress.modules.base import PatchedModule
 from tests.families import BY_NAME
 
@@ -168,3 +171,26 @@ def test_eager_attention_under_autocast(name: str, dropout: float) -> None:
             losses.append(model(**batch).loss)
     assert any(row.role == "attention" and row.variant == "eager" for row in patch_report(ours).patched)
     assert torch.equal(*losses)
+
+
+class SwitchedRMSNorm(LlamaRMSNorm):
+    """Llama's, or the clamped one, as an attribute says."""
+
+    def __init__(self, clamp: float | None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(WIDTH)
+        self.clamp = clamp
+        self.to(dtype)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states if self.clamp is None else hidden_states.clamp(-self.clamp, self.clamp)
+        return super().forward(x)
+
+
+def test_modules_that_are_alike_are_asked_once_and_others_each() -> None:
+    answers: Answers = {}
+    norms = [SwitchedRMSNorm(None), SwitchedRMSNorm(None), SwitchedRMSNorm(50.0), SwitchedRMSNorm(None, torch.bfloat16)]
+    with answers_kept(answers):
+        found = [find_rms_norm(norm, PRESETS["exact"]) for norm in norms]
+    assert len(answers) == 3
+    assert found == [find_rms_norm(norm, PRESETS["exact"]) for norm in norms]
+    assert isinstance(found[0], Site) and isinstance(found[2], Declined)

@@ -14,6 +14,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME
 
@@ -25,6 +26,14 @@ from .quantized import quantize, stand_ins
 
 # a config without usable `architectures` becomes the first of these that knows it
 _TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
+_AUTO_CLASSES = (
+    "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
+    "AutoModelForSequenceClassification",
+)  # fmt: skip
+_TRUST = (
+    "Nothing of it was run. If you trust the repository, pass trust_remote_code=True (--trust-remote-code on the "
+    "command line)"
+)
 
 # seconds for an answer of the hub
 _PATIENCE = 5
@@ -45,7 +54,12 @@ def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def skeleton(
-    source: Any, dtype: torch.dtype | None, lora: Any, gradient_checkpointing: bool, quantization: Any = None
+    source: Any,
+    dtype: torch.dtype | None,
+    lora: Any,
+    gradient_checkpointing: bool,
+    quantization: Any = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """The model that `source` stands for, on the meta device, in train mode.
 
@@ -57,6 +71,7 @@ def skeleton(
         gradient_checkpointing: Switch it on. False leaves a module as it is.
         quantization: Of the linear layers' weights: "nf4", "fp4", "int8" or a `quantization_config`. None: as they
             are; of a config, what it says.
+        trust_remote_code: Run code that comes with a config, where transformers has none of its own.
 
     Raises:
         ModelConfigError: No config can be had under that name, transformers has no model with a loss for it, or a
@@ -66,9 +81,10 @@ def skeleton(
         model = _on_meta(uncompiled(source), dtype)
         stand_ins(model)
     else:
-        config = source if isinstance(source, PretrainedConfig) else _config(source)
+        config = source if isinstance(source, PretrainedConfig) else _config(source, trust_remote_code)
         quantization = quantization or getattr(config, "quantization_config", None)
-        model = _from_config(config, dtype or dtype_of(getattr(config, "dtype", None)) or torch.float32)
+        cls = _class_of(config, trust_remote_code)
+        model = _from_config(cls, config, dtype or dtype_of(getattr(config, "dtype", None)) or torch.float32)
     if quantization is not None:
         quantize(model, quantization)
     if lora is not None and lora is not False:
@@ -101,8 +117,7 @@ def _empty_like(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
-def _from_config(config: Any, dtype: torch.dtype) -> nn.Module:
-    cls = _class_of(config)
+def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise ModelConfigError(f"{cls.__name__} cannot have {layers} layers (num_hidden_layers)")
@@ -129,7 +144,7 @@ def _note_dtype(config: Any, dtype: torch.dtype) -> None:
             _note_dtype(getattr(config, name), dtype)
 
 
-def _class_of(config: Any) -> Any:
+def _class_of(config: Any, trust_remote_code: bool) -> Any:
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, name, None)
         if cls is not None and "labels" in inspect.signature(cls.forward).parameters:
@@ -138,21 +153,29 @@ def _class_of(config: Any) -> Any:
         known = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING", {})
         if type(config) in known:
             return known[type(config)]
+    own = getattr(config, "auto_map", None) or {}
+    named = next((own[name] for name in _AUTO_CLASSES if name in own), None)
+    if named is not None:
+        if not trust_remote_code:
+            raise ModelConfigError(f"{type(config).__name__} is of a model with code of its own. {_TRUST}")
+        return get_class_from_dynamic_module(named, config.name_or_path)
     raise ModelConfigError(
         f"transformers {transformers.__version__} has no model with a loss for a {type(config).__name__} "
         f"(architectures: {getattr(config, 'architectures', None)}); pass the model itself"
     )
 
 
-def _config(name: Any) -> Any:
+def _config(name: Any, trust_remote_code: bool) -> Any:
     path = Path(name)
     looks_local = path.suffix == ".json" or path.is_absolute() or str(name).startswith((".", "~"))
     if looks_local and not path.expanduser().exists():
         raise ModelConfigError(f"no such file or folder: {name}; it should be a config.json or a folder that has one")
     local = looks_local or path.exists()
     # without a connection transformers tries for half a minute before it says so
-    options = {} if local or _reachable(str(name)) else {"local_files_only": True}
+    options: dict[str, Any] = {} if local or _reachable(str(name)) else {"local_files_only": True}
     try:
+        # without an answer to it, transformers would ask on the console
+        options["trust_remote_code"] = trust_remote_code
         return AutoConfig.from_pretrained(str(path.expanduser() if looks_local else name), **options)
     except Exception as error:  # the checks of configs raise errors of their own
         raise ModelConfigError(_help(str(name), error)) from error
@@ -174,6 +197,8 @@ def _reachable(name: str) -> bool:
 
 def _help(name: str, error: Exception) -> str:
     said = _first_line(error)
+    if "trust_remote_code" in str(error):
+        return f"{name} needs code of its own, which its repository brings. {_TRUST}"
     if Path(name).exists():
         return f"{name} holds no config that transformers {transformers.__version__} can read: {said}" + (
             ' (it needs a "model_type" that this version knows)' if isinstance(error, (KeyError, ValueError)) else ""

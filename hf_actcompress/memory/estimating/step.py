@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...config import CompressionConfig
 from ...errors import ModelConfigError
 from ...models.checkpointing import below, checkpointable
+from ...models.probe import Answers, answers_kept
 from ...models.root import name_default_loss
 from ...patching import apply_config, unpatch_model
 from ...private_apis import FakeTensorMode, run_backward
@@ -30,6 +31,7 @@ from .compiled import CompiledStep
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
 from .fake_kernels import KernelResults
 from .masks import KnownMasks
+from .op_results import OpResults
 from .positions import check_length
 from .source import empty_like
 from .stand_ins import StepRules, counted_checkpoints
@@ -48,6 +50,8 @@ class Setting:
         autocast: Dtype of an autocast context around the forward, or None.
         compiled: As torch.compile divides it, where it is one graph.
         kernels: What each kernel was found to make, by the shapes of its arguments; a copy by `replace` shares it.
+        ops: What each op was found to make; shared likewise.
+        answers: Of the probes, by what they looked at; shared likewise.
     """
 
     batch_size: int
@@ -57,6 +61,8 @@ class Setting:
     autocast: torch.dtype | None = None
     compiled: bool = False
     kernels: KernelResults = field(default_factory=dict, compare=False, repr=False)
+    ops: OpResults = field(default_factory=dict, compare=False, repr=False)
+    answers: Answers = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def block(self) -> int:
@@ -106,7 +112,7 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
     """
     mode, fake, batch = _fake(model, setting)
     # probes run on real tensors; what they ask of the weights is answered as for those of a new model
-    with FakeAllocator():
+    with FakeAllocator(), answers_kept(setting.answers):
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
             apply_config(fake, _present(setting.config, fake))
@@ -177,7 +183,11 @@ def _older_collections() -> int:
 
 
 def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
-    allocator = FakeAllocator(BLOCK, {}, IN_FP32) if setting.cuda else FakeAllocator(1, CPU_WORKSPACES)
+    allocator = (
+        FakeAllocator(BLOCK, {}, IN_FP32, setting.ops)
+        if setting.cuda
+        else FakeAllocator(1, CPU_WORKSPACES, results=setting.ops)
+    )
     allocator.leave_out(chain(model.parameters(), model.buffers(), batch.values()))
     return allocator
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...private_apis import ENGINE_CALLS, FakeTensor
 from ...records import storages_of
+from .op_results import OpCalls, OpResults
 from .workspaces import CPU_WORKSPACES, Workspace
 
 aten = torch.ops.aten
@@ -47,6 +48,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block: Sizes are rounded up to a multiple of this (512 bytes in CUDA's caching allocator).
         workspaces: Bytes that kernels take while they run, by op.
         in_fp32: Which results of an op the device has in fp32, whatever a CPU has.
+        results: What ops are known to make; what is found out is added.
 
     Attributes:
         live_bytes: Of the storages that are alive now.
@@ -63,9 +65,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block: int = 1,
         workspaces: Mapping[Any, Workspace] = CPU_WORKSPACES,
         in_fp32: Mapping[Any, tuple[int, ...]] = MappingProxyType({}),
+        results: OpResults | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
+        self._calls = OpCalls({} if results is None else results)
         self.live_bytes = self.peak_bytes = self.draws = 0
         self.timeline: list[int] = []
         self._sizes: dict[int, int] = {}
@@ -92,11 +96,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer()
         if func is aten.add.Tensor and sys._getframe(1).f_code in ENGINE_CALLS:
             return self._accumulated(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._calls(func, args, kwargs)
         self._learn(func, args, result)
         for position in self.in_fp32.get(func, ()):
             self.count(result[position], 4 * result[position].numel())
-        for x in tree_leaves(result):
+        for x in (result,) if type(result) is FakeTensor else tree_leaves(result):
             # logits that are not computed are on the meta device, where there is no memory
             if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
                 self.count(x)
@@ -162,7 +166,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         both are not there at once. A first gradient that somebody holds stays, and the next allocation notes that.
         """
         with self.results_only(note=False):
-            result = func(*args, **kwargs)
+            result = self._calls(func, args, kwargs)
             self.count(result)
         return result
 

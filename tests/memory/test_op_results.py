@@ -1,0 +1,62 @@
+"""What an op is known to make is what torch makes of such arguments, in an estimate's fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_actcompress.memory.estimating.op_results import OpCalls, OpResults
+from hf_actcompress.private_apis import FakeTensor, FakeTensorMode
+
+aten = torch.ops.aten
+# op -> its arguments behind a tensor [4, 6]
+OPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pointwise": (aten.mul.Tensor, (2.0,)),
+    "a sum": (aten.sum.default, ()),
+    "a view": (aten.transpose.int, (0, 1)),
+    "a part": (aten.slice.Tensor, (0, 1, 3)),
+    "in place": (aten.add_.Tensor, (1.0,)),
+    "several": (aten.max.dim, (0,)),
+    "views in a list": (aten.split.Tensor, (2, 1)),
+    "indices": (aten.topk.default, (2,)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_second_result_is_as_torch_makes_it(name: str) -> None:
+    op, arguments = OPS[name]
+    known: OpResults = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        # a part of a larger tensor, so that offset and strides count
+        xs = [torch.empty(5, 6, dtype=torch.bfloat16)[1:] for _ in range(3)]
+        expected = op(xs[0], *arguments)
+        OpCalls(known)(op, (xs[1], *arguments), {})
+        assert list(known.values()) != [None]
+        found = OpCalls(known)(op, (xs[2], *arguments), {})
+    assert type(found) is type(expected)
+    several = isinstance(found, (tuple, list))
+    for mine, torchs in zip(found if several else [found], expected if several else [expected], strict=True):
+        assert type(mine) is FakeTensor and vars(mine).keys() == vars(torchs).keys()
+        assert mine.fake_mode is mode and mine.device == torchs.device and mine.constant is None
+        assert (mine.shape, mine.stride(), mine.dtype) == (torchs.shape, torchs.stride(), torchs.dtype)
+        assert mine.storage_offset() == torchs.storage_offset()
+        assert mine.untyped_storage().nbytes() == torchs.untyped_storage().nbytes()
+        shared = torchs.untyped_storage()._cdata == xs[0].untyped_storage()._cdata
+        assert (mine.untyped_storage()._cdata == xs[2].untyped_storage()._cdata) == shared
+        assert (mine is xs[2]) == (torchs is xs[0])
+
+
+def test_what_changes_an_argument_and_what_is_real_goes_to_torch() -> None:
+    known: OpResults = {}
+    calls = OpCalls(known)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(4, 6)
+        calls(aten.resize_.default, (x, [8, 6]), {})
+        assert x.shape == (8, 6) and list(known.values()) == [None]
+    real = [calls(aten.ones.default, ([2],), {}) for _ in range(2)]
+    assert all(type(x) is torch.Tensor and x.tolist() == [1.0, 1.0] for x in real)
+    with FakeTensorMode():
+        assert all(type(calls(aten.ones.default, ([2],), {})) is FakeTensor for _ in range(2))
