@@ -23,11 +23,11 @@ import torch
 from common.files import replace_text
 from transformers import LlamaConfig
 
-from hf_actcompress import CompressionConfig
-from hf_actcompress.memory.estimate import Estimates
-from hf_actcompress.memory.headroom import HEADROOM, usable
+from hf_actcompress import CompressionConfig, Estimate, estimate
 
 GIB = 2**30
+# share of a card that is left free for fragmentation, as `plan` has it by default
+HEADROOM = 0.08
 # what is estimated; the last is the longest that a card may be said to hold
 LENGTHS = (2_048, 16_384, 65_536, 262_144)
 CARDS = (12, 16, 24, 40, 48, 80)
@@ -82,12 +82,16 @@ class Way:
         return int(low + (room - self.device_bytes[low]) / slope) // STEP * STEP
 
 
-def measure(several: Estimates, name: str, lengths: Sequence[int]) -> Way:
+def measure(options: dict[str, Any], name: str, lengths: Sequence[int]) -> Way:
     config, exact = WAYS[name]
-    found = {n: several.estimate(1, n, config, True) for n in lengths}
+
+    def at(seq_len: int) -> Estimate:
+        return estimate(batch_size=1, seq_len=seq_len, config=config, gradient_checkpointing=True, **options)
+
+    found = {n: at(n) for n in lengths}
     sizes = {n: e.device_bytes for n, e in found.items()}
     low, high = lengths[-2:]
-    middle = several.estimate(1, (low + high) // 2, config, True).device_bytes
+    middle = at((low + high) // 2).device_bytes
     between = 2 * middle / (sizes[low] + sizes[high])
     return Way(name, exact, sizes, {n: e.kept_bytes for n, e in found.items()}, between)
 
@@ -99,7 +103,7 @@ def markdown(ways: Sequence[Way], cards: Sequence[int], headroom: float) -> str:
         "|---" * (len(cards) + 3) + "|",
     ]
     for way in ways:
-        found = " | ".join(f"{way.longest(usable(card * GIB, headroom)):,}" for card in cards)
+        found = " | ".join(f"{way.longest(card * GIB * (1 - headroom)):,}" for card in cards)
         kept = f"{way.kept_bytes[short] / GIB:.2f} GiB"
         lines.append(f"| {way.name} | {found} | {'exact' if way.exact else 'lossy'} | {kept} |")
     return "\n".join(lines) + "\n"
@@ -120,11 +124,10 @@ def draw(ways: Sequence[Way], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def make(args: argparse.Namespace) -> Estimates:
-    source: Any = args.config or LlamaConfig(**SHAPE)
-    if args.full:
-        return Estimates(source, dtype="bfloat16", optimizer=args.optim)
-    return Estimates(source, dtype="bfloat16", optimizer=args.optim, lora=args.lora_r, quantization="nf4")
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What all estimates have in common."""
+    adapters = {} if args.full else {"lora": args.lora_r, "quantization": "nf4"}
+    return {"model": args.config or LlamaConfig(**SHAPE), "dtype": "bfloat16", "optimizer": args.optim, **adapters}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -143,10 +146,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    several = make(args)
+    options = options_of(args)
     ways: list[Way] = []
     for name in args.ways:
-        ways.append(measure(several, name, args.lengths))
+        ways.append(measure(options, name, args.lengths))
         print(f"{name}: done", file=sys.stderr)
         table = markdown(ways, args.cards, args.headroom)
         found = {
@@ -154,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "torch": torch.__version__,
             "headroom": args.headroom,
             "ways": [
-                {**vars(way), "longest": {card: way.longest(usable(card * GIB, args.headroom)) for card in args.cards}}
+                {**vars(way), "longest": {card: way.longest(card * GIB * (1 - args.headroom)) for card in args.cards}}
                 for way in ways
             ],
         }

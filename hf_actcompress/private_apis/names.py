@@ -48,6 +48,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.zeros(1)._is_view", _T, "outputs of Functions must not be views"),
     PrivateAPI("torch.ops.aten._unsafe_view", _T, "the same memory as a tensor that is no view"),
     PrivateAPI("torch.zeros(1).untyped_storage()._cdata", _T, "the identity of a storage, also of fake tensors"),
+    PrivateAPI("torch.zeros(1).to_sparse()._indices", _T, "the memory of a sparse tensor, also if not coalesced"),
+    PrivateAPI("torch.zeros(1).to_sparse()._values", _T, "the memory of a sparse tensor, also if not coalesced"),
     PrivateAPI("torch.ops.aten.add.Tensor._schema", _T, "whether an op writes on its arguments"),
     PrivateAPI("torch.Tensor._make_wrapper_subclass", _T, "logits that are not computed yet"),
     PrivateAPI("torch._C.DisableTorchFunctionSubclass", _T, "ops on such logits as ops on any tensor"),
