@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .block_sparse import BlockSparse
 from .codec import Codec
+from .feature_maps import FeatureMaps, on_feature_maps
 from .float8 import Float8
 from .identity import Identity
 from .int_group import IntGroup
@@ -21,6 +22,7 @@ __all__ = [
     "IDENTITY",
     "BlockSparse",
     "Codec",
+    "FeatureMaps",
     "Float8",
     "Identity",
     "IntGroup",
@@ -28,6 +30,7 @@ __all__ = [
     "Pooled",
     "RowSample",
     "TopK",
+    "on_feature_maps",
 ]
 
 IDENTITY = Identity()
