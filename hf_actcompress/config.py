@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from .codecs import CODECS, Codec, Offload, RowSample
+from .codecs import CODECS, Codec, IntMeasured, Offload, RowSample
 from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
@@ -66,6 +66,12 @@ class CompressionConfig:
             input is), so nothing has to be numbered; where each epoch cuts, masks or augments anew, none is met again.
             Takes 4 bytes per sample, token and linear layer on the host, and a copy of the ids to the host per forward.
             Not in compiled graphs, which sample by x alone.
+        refresh_bits: For codecs whose bits are measured (GACT): before the tenth training forward and then before each
+            that is a multiple of this number, measure how much the gradient suffers from each layer's rounding, and
+            set the bits anew. It takes a forward and backward per layer and role, and two copies of the gradient.
+            Nothing is measured where the forward returns no loss, parameters are sharded, or in compiled graphs. A
+            graph of a checkpointed layer that is still to be gone through when bits change raises: one backward per
+            forward. 0 is off: the bits stay equal.
         net: Look at what code without a rule saves, too: keep nothing of it that can be computed again bit by bit, and
             the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
             `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
@@ -80,7 +86,8 @@ class CompressionConfig:
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
-            `gradient_norms` with one that samples no tokens, or a variant that is not in ``VARIANTS``.
+            `gradient_norms` with one that samples no tokens, `refresh_bits` where no role's bits are measured, or a
+            variant that is not in ``VARIANTS``.
     """
 
     linear: str = "identity"
@@ -99,6 +106,7 @@ class CompressionConfig:
     checkpoint: tuple[str, ...] = ()
     checkpoint_input: str = "identity"
     gradient_norms: int = 0
+    refresh_bits: int = 0
     net: bool = True
     selective: bool = True
     programs: bool = False
@@ -112,6 +120,9 @@ class CompressionConfig:
             _check_codec(role, codec)
         if self.gradient_norms and self.linear not in _sampling():
             raise UnknownOptionError("codec for linear under gradient_norms", self.linear, _sampling())
+        if self.refresh_bits and not any(isinstance(CODECS[getattr(self, role)], IntMeasured) for role in CODEC_ROLES):
+            measured = [name for name, codec in CODECS.items() if isinstance(codec, IntMeasured)]
+            raise UnknownOptionError("codec under refresh_bits", self.mlp, measured)
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)
@@ -197,6 +208,24 @@ PRESETS: dict[str, CompressionConfig] = {
     "tempo": CompressionConfig(activation_variant="output", norm_variant="output", attention_variant="tempo"),
     "inverted": CompressionConfig(activation_variant="output"),
     "fewbit": CompressionConfig(activation_variant="steps3"),
+    # the papers' own quantisers. ActNN: what linear layers, convolutions, BatchNorms and pointwise activations read.
+    # Mesa: all roles. GACT: all but attention, whose q and k of 4 bits would not fit the exact logsumexp
+    "actnn": CompressionConfig(linear="int2_ranked", mlp="int2_ranked", other="int2_ranked"),
+    "mesa": CompressionConfig(
+        linear="int8_running",
+        norm="int8_running",
+        mlp="int8_running",
+        attention="int8_running",
+        other="int8_running",
+    ),
+    "gact": CompressionConfig(
+        linear="int4_measured",
+        norm="int4_measured",
+        mlp="int4_measured",
+        attention="int8_stochastic",
+        other="int8_stochastic",
+        refresh_bits=1000,
+    ),
     # estimates of the weight gradient from part of a linear's input
     "dropit": CompressionConfig(linear="topk10", derive_linear=False),
     "blocksparse": CompressionConfig(linear="block30", derive_linear=False),
