@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from .codecs import CODECS, Codec, Offload, RowSample
+from .codecs import CODECS, Codec, IntMeasured, Offload, RowSample
 from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
@@ -66,6 +66,12 @@ class CompressionConfig:
             input is), so nothing has to be numbered; where each epoch cuts, masks or augments anew, none is met again.
             Takes 4 bytes per sample, token and linear layer on the host, and a copy of the ids to the host per forward.
             Not in compiled graphs, which sample by x alone.
+        refresh_bits: For codecs whose bits are measured (GACT): before the tenth training forward and then before each
+            that is a multiple of this number, measure how much the gradient suffers from each layer's rounding, and
+            set the bits anew. It takes a forward and backward per layer and role, and two copies of the gradient.
+            Nothing is measured where the forward returns no loss, parameters are sharded, or in compiled graphs. A
+            graph of a checkpointed layer that is still to be gone through when bits change raises: one backward per
+            forward. 0 is off: the bits stay equal.
         net: Look at what code without a rule saves, too: keep nothing of it that can be computed again bit by bit, and
             the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
             `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
@@ -86,8 +92,8 @@ class CompressionConfig:
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
-            `gradient_norms` with one that samples no tokens, a variant that is not in ``VARIANTS``, or rows of a tile
-            that are no number.
+            `gradient_norms` with one that samples no tokens, `refresh_bits` where no role's bits are measured, a
+            variant that is not in ``VARIANTS``, or rows of a tile that are no number.
     """
 
     linear: str = "identity"
@@ -106,6 +112,7 @@ class CompressionConfig:
     checkpoint: tuple[str, ...] = ()
     checkpoint_input: str = "identity"
     gradient_norms: int = 0
+    refresh_bits: int = 0
     net: bool = True
     selective: bool = True
     tiled_mlp: int | str = 0
@@ -122,6 +129,9 @@ class CompressionConfig:
             raise UnknownOptionError("codec for linear under gradient_norms", self.linear, _sampling())
         if self.tiled_mlp != "auto" and not (type(self.tiled_mlp) is int and self.tiled_mlp >= 0):
             raise UnknownOptionError("tiled_mlp", self.tiled_mlp, ["a number of rows", "auto"])
+        if self.refresh_bits and not any(isinstance(CODECS[getattr(self, role)], IntMeasured) for role in CODEC_ROLES):
+            measured = [name for name, codec in CODECS.items() if isinstance(codec, IntMeasured)]
+            raise UnknownOptionError("codec under refresh_bits", self.mlp, measured)
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)
@@ -209,6 +219,24 @@ PRESETS: dict[str, CompressionConfig] = {
     "tempo": CompressionConfig(activation_variant="output", norm_variant="output", attention_variant="tempo"),
     "inverted": CompressionConfig(activation_variant="output"),
     "fewbit": CompressionConfig(activation_variant="steps3"),
+    # the papers' own quantisers. ActNN: what linear layers, convolutions, BatchNorms and pointwise activations read.
+    # Mesa: all roles. GACT: all but attention, whose q and k of 4 bits would not fit the exact logsumexp
+    "actnn": CompressionConfig(linear="int2_ranked", mlp="int2_ranked", other="int2_ranked"),
+    "mesa": CompressionConfig(
+        linear="int8_running",
+        norm="int8_running",
+        mlp="int8_running",
+        attention="int8_running",
+        other="int8_running",
+    ),
+    "gact": CompressionConfig(
+        linear="int4_measured",
+        norm="int4_measured",
+        mlp="int4_measured",
+        attention="int8_stochastic",
+        other="int8_stochastic",
+        refresh_bits=1000,
+    ),
     # estimates of the weight gradient from part of a linear's input
     "dropit": CompressionConfig(linear="topk10", derive_linear=False),
     "blocksparse": CompressionConfig(linear="block30", derive_linear=False),

@@ -133,7 +133,7 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
         if not isinstance(found, Site):
             found = find_checkpoint_input(module, local) or find_site(module, local)
         if isinstance(found, Site):
-            codec = found.settings.codec.drawing_from(generators)
+            codec = found.settings.codec.drawing_from(generators).used_in(name, found.settings.role)
             patch_instance(module, found.mixin, replace(found.settings, codec=codec))
 
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from .block_sparse import BlockSparse
 from .codec import Codec
+from .feature_maps import FeatureMaps, on_feature_maps
 from .float8 import Float8
 from .identity import Identity
 from .int_group import IntGroup
+from .int_measured import IntMeasured
+from .int_ranked import IntRanked
+from .int_running import IntRunning
 from .offload import Offload
 from .pooled import Pooled
 from .row_sample import RowSample
@@ -21,13 +25,18 @@ __all__ = [
     "IDENTITY",
     "BlockSparse",
     "Codec",
+    "FeatureMaps",
     "Float8",
     "Identity",
     "IntGroup",
+    "IntMeasured",
+    "IntRanked",
+    "IntRunning",
     "Offload",
     "Pooled",
     "RowSample",
     "TopK",
+    "on_feature_maps",
 ]
 
 IDENTITY = Identity()
@@ -49,6 +58,10 @@ CODECS: dict[str, Codec] = {
     "int4_128_outliers": IntGroup(4, group_size=128, outliers=4),
     "int3_outliers": IntGroup(3, group_size=32, outliers=4),
     "int2_outliers": IntGroup(2, group_size=32, outliers=4),
+    # of the papers' own making: ActNN, Mesa, GACT
+    "int2_ranked": IntRanked(),
+    "int8_running": IntRunning(),
+    "int4_measured": IntMeasured(4),
     "fp8_e4m3": Float8("e4m3"),
     "fp8_e5m2": Float8("e5m2"),
     "fp8_e4m3_row": Float8("e4m3", group_size=None),

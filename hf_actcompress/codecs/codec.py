@@ -61,6 +61,13 @@ class Codec(Protocol):
         """The same format, equal to this one, which draws from a model's generators; itself if it draws nothing."""
         return self
 
+    def used_in(self, module: str, role: str) -> Codec:
+        """The same format in the module of that name, for who learns there in training; itself if it learns nothing.
+
+        Called after `drawing_from`: what is learnt belongs to the model, as its generators do.
+        """
+        return self
+
     def keeping_sign(self) -> Codec:
         """The same format, whose decoded values are above zero where x is; itself if it promises nothing of that kind.
 

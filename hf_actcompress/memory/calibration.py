@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..codecs.bit_allocation import Sensitivity, allocate, layer_of
 from ..codecs.int_group import BITS
 from ..config import PRESETS, CompressionConfig
 from ..errors import MeasurementError
@@ -19,7 +19,6 @@ from ..models.root import root_module
 from ..patching import patch_model, unpatch_model
 from ..reporting import PatchReport, patch_report
 from .allocator import loss_of
-from .bit_allocation import Sensitivity, allocate
 from .fidelity import gradients, relative_error
 from .saved import saved_tensors, storages
 from .states import patch_restored, training_forward
@@ -126,12 +125,6 @@ def _calibration(groups: tuple[Sensitivity, ...], widths: list[int], config: Com
 def codec_name(bits: int) -> str:
     """The codec that a width stands for: the channels with the largest values are kept apart."""
     return f"int{bits}_outliers"
-
-
-def layer_of(module: str) -> str:
-    """The name up to the first number: "model.layers.3" of "model.layers.3.mlp.act_fn"; else the name itself."""
-    found = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
-    return found.group() if found else module
 
 
 def _elements(model: nn.Module, inputs: dict[str, Any], config: CompressionConfig) -> dict[tuple[str, str], int]:

@@ -115,11 +115,8 @@ def _conv2d(module: nn.Conv2d, config: CompressionConfig) -> Site | Declined:
         return Declined("conv2d", "pads with something else than zeros, or unevenly")
     geometry = (module.stride, (top, left), module.dilation, module.groups)
     settings = Settings("conv2d", options=geometry)
-    codec = CODECS[config.linear]
-    if codec.linear_only and not codec.for_images:
-        return Site(Conv2dMixin, replace(settings, note=f"keeps its input: {config.linear} is for tokens"))
     keeps = "input" if config.derive_linear else "encoded"
-    return Site(Conv2dMixin, replace(settings, codec=codec, keeps=keeps))
+    return Site(Conv2dMixin, replace(settings, codec=CODECS[config.linear], keeps=keeps))
 
 
 def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ from .heads import deferred_logits
 from .packed_masks import packed_forward
 from .padding import padding_of_call
 from .samples import samples_of_call
+from .sensitivity import refresh_bits
 
 _ATTRIBUTE = "actcompress_root"
 _DEFAULT_LOSS = "ForCausalLM"
+# the forward before which bits are measured for the first time
+_FIRST_REFRESH = 10
 # patches what is new below a module of that name; handed in because this package does not know the one above it
 _Patch = Callable[[nn.Module, CompressionConfig, str, Generators], object]
 # the children of each module that has any
@@ -57,6 +61,8 @@ class PatchedForward:
         self.generators = generators
         self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
         self.active = True
+        # forwards in training, and whether this one is for the measurement of bits
+        self._forwards, self._measuring = 0, False
         self._known: _Structure | None = None
         self.note_structure()
 
@@ -94,6 +100,8 @@ class PatchedForward:
             yield
             return
         self._patch_new_modules()
+        if self.config.refresh_bits and not self._measuring:
+            self._refresh_bits(args, kwargs)
         padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, stock, args, kwargs)
@@ -101,6 +109,19 @@ class PatchedForward:
         net = netted(CODECS[self.config.other]) if on else nullcontext()
         with frame(), dropping(padding), net:
             yield
+
+    def _refresh_bits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Measure the bits anew if it is time. A cache that a forward fills would be filled again and again."""
+        if not (self.model.training and torch.is_grad_enabled()) or kwargs.get("past_key_values") is not None:
+            return
+        self._forwards += 1
+        if self._forwards != _FIRST_REFRESH and self._forwards % self.config.refresh_bits:
+            return
+        self._measuring = True
+        try:
+            refresh_bits(self.model, partial(self, *args, **kwargs), self.config, self.generators)
+        finally:
+            self._measuring = False
 
     def _patch_new_modules(self) -> None:
         """Patch adapters that were injected, heads that were resized, whatever has come since the last forward."""

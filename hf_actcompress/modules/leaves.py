@@ -67,11 +67,11 @@ class Conv2dMixin(_Module):
         weight, bias = self.weight, self.bias
         if not keeps_for_backward(x, weight, bias):
             return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
-        if torch.compiler.is_compiling() and settings.keeps == "input":
-            return self._conv_forward(compilation.offer(x, settings.codec_name), weight, bias)  # type: ignore[operator, no-any-return]
         # pixels need no gradient: the batch holds them anyway, so keeping them as they are costs nothing
-        codec = settings.codec if x.requires_grad else IDENTITY
-        derive = settings.keeps == "input"
+        codec, name = (settings.codec, settings.codec_name) if x.requires_grad else (IDENTITY, compilation.PLAIN)
+        derive = settings.keeps == "input" or codec == IDENTITY
+        if torch.compiler.is_compiling() and derive:
+            return self._conv_forward(compilation.offer(x, name), weight, bias)  # type: ignore[operator, no-any-return]
         return recalled(x, partial(ops.conv2d, x, weight, bias, settings.options, codec=codec, derive=derive))  # type: ignore[arg-type]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import IDENTITY, Codec
+from ..codecs import IDENTITY, Codec, on_feature_maps
 from ..dispatch import implementation
-from ..records import Stored, applied, dropping, is_dropped, load, parameter, save
+from ..records import Packed, Record, Stored, applied, dropping, is_dropped, load_packed, parameter, save
 from ..reference import ConvGeometry
 from .autocast import autocast_dtype
 from .first_order import once_differentiable
@@ -26,11 +26,7 @@ class Conv2dFunction(torch.autograd.Function):
         autocast = autocast_dtype(x)
         dtype = autocast or x.dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # even if the sizes agree, channels are not the rows of a batch
-        with dropping(None):
-            record = input_record(x, dtype, codec, derive) if needs_weight else None
-        if record is not None and is_dropped(record):
-            record = Stored(codec, *codec.pack(x.detach().to(dtype)))
+        record = _record_of_maps(x, dtype, codec, derive) if needs_weight else None
         save(ctx, record, parameter(weight) if needs_x else None)
         ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry
@@ -43,14 +39,41 @@ class Conv2dFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # dy [B, O, H', W']
-        x, weight = load(ctx)
+        x, weight = load_packed(ctx)
         dtype, x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         weight = weight.to(dtype) if weight is not None else None
+        dweight = _packed_dweight(dy, x, ctx.shapes[1], ctx.geometry) if isinstance(x, Packed) else None
+        x = None if dweight is not None else x.unpack() if isinstance(x, Packed) else x
         if x is not None and ctx.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        grads = implementation("conv2d_bwd", dy)(dy, x, weight, ctx.shapes, ctx.geometry, ctx.needs_input_grad[2])
+        dx, dense, dbias = implementation("conv2d_bwd", dy)(
+            dy, x, weight, ctx.shapes, ctx.geometry, ctx.needs_input_grad[2]
+        )
+        grads = (dx, dense if dweight is None else dweight, dbias)
         dtypes = (x_dtype, weight_dtype, bias_dtype)
         return (*(g.to(to) if g is not None else None for g, to in zip(grads, dtypes, strict=True)), None, None, None)
+
+
+def _record_of_maps(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:
+    """The record of x without dropped rows: channels are no rows of a batch, whatever their number."""
+    if torch.compiler.is_compiling():
+        # nothing is dropped there, and Dynamo does not trace a Function that changes a state
+        return input_record(x, dtype, codec, derive)
+    with dropping(None):
+        record = input_record(x, dtype, codec, derive)
+    return Stored(codec, *codec.pack(x.detach().to(dtype))) if is_dropped(record) else record
+
+
+def _packed_dweight(dy: Tensor, x: Packed, shape: torch.Size, geometry: ConvGeometry) -> Tensor | None:
+    """dweight [O, C, 1, 1] straight from what the codec kept; None for all but a linear layer on pixels.
+
+    A larger kernel reads each pixel several times: one convolution of the unpacked map is cheaper than as many products
+    with shifted copies of dy.
+    """
+    if tuple(shape[2:]) != (1, 1) or geometry != ((1, 1), (0, 0), (1, 1), 1):
+        return None
+    dweight = x.codec.grad_weight(dy, x.tensors, x.meta) if x.codec.for_images else None
+    return dweight.view(shape) if dweight is not None else None
 
 
 def conv2d(
@@ -69,7 +92,8 @@ def conv2d(
         weight: ``[O, C / groups, kh, kw]``.
         bias: ``[O]`` or None.
         geometry: Stride, padding and dilation as (height, width), and groups.
-        codec: How x is stored if it has to be; one of layout "image" pools squares of pixels.
+        codec: How x is stored if it has to be. One of tokens is taken as `on_feature_maps` has it: its rows are images,
+            or pixels with their channels; means of tokens become means of squares of pixels.
         derive: False: store x through the codec even if it could be rebuilt.
 
     Returns:
@@ -84,7 +108,7 @@ def conv2d(
         weight's is that of the x that was stored.
 
     Source:
-        Pooled feature maps: arXiv 2409.11902.
+        Pooled feature maps: arXiv 2409.11902. The largest entries: DropIT, arXiv 2202.13808.
     """
-    y: Tensor = applied(Conv2dFunction, x, weight, bias, geometry, codec, derive)
+    y: Tensor = applied(Conv2dFunction, x, weight, bias, geometry, on_feature_maps(codec), derive)
     return y

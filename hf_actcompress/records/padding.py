@@ -21,7 +21,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..codecs import IDENTITY, BlockSparse, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK
+from ..codecs import (
+    IDENTITY,
+    BlockSparse,
+    Codec,
+    Float8,
+    Identity,
+    IntGroup,
+    IntMeasured,
+    IntRanked,
+    IntRunning,
+    Offload,
+    Pooled,
+    RowSample,
+    TopK,
+)
 from ..errors import PaddingError
 from ..private_apis import at_end_of_backward, current_backward
 from .outside import hooks_outside
@@ -31,7 +45,7 @@ _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a los
 _ATTENTION = "an attention mask lets real tokens attend to padding"
 
 # codecs that take any number of rows, from whatever sequences
-_OF_ROWS = (BlockSparse, Float8, Identity, IntGroup, RowSample, TopK)
+_OF_ROWS = (BlockSparse, Float8, Identity, IntGroup, IntMeasured, IntRanked, IntRunning, RowSample, TopK)
 
 
 class Guard:

@@ -13,6 +13,7 @@ from .fewbit import FEWBIT_METHODS, TABLE_OPTIONS, TWO_VALUED, fewbit_bwd, fewbi
 from .float8 import float8_grad_weight, float8_pack, float8_unpack
 from .gated_mlp import gated_product, gated_product_bwd
 from .int_group import int_group_grad_weight, int_group_pack, int_group_unpack
+from .int_running import int_running_pack, int_running_unpack
 from .inverted import INVERTED, activation_output_bits, activation_output_bwd
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
 from .linear import linear_bwd, linear_fwd
@@ -76,6 +77,8 @@ __all__ = [
     "int_group_grad_weight",
     "int_group_pack",
     "int_group_unpack",
+    "int_running_pack",
+    "int_running_unpack",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "layer_norm_output_bwd",

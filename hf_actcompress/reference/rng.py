@@ -37,6 +37,9 @@ class Generators:
         # what a codec that remembers samples has to know: numbers [B], on the host, that tell the sequences apart with
         # which the model was called last. Here because a checkpoint's recomputation looks for them in any thread
         self.samples: Tensor | None = None
+        # what codecs have learnt in training at the place where they are used, by that place's name; of this a copy has
+        # all but the tensors, which are of a device
+        self.learnt: dict[str, Any] = {}
         self._of: dict[torch.device, torch.Generator] = {}
 
     def restart(self, seed: int | None) -> None:
@@ -69,10 +72,12 @@ class Generators:
 
     def __getstate__(self) -> dict[str, Any]:
         # as states on the host: a file is read on machines that have not these devices
-        return {"seed": self.seed, "states": {str(d): g.get_state() for d, g in self._of.items()}}
+        learnt = {place: known for place, known in self.learnt.items() if not isinstance(known, Tensor)}
+        return {"seed": self.seed, "states": {str(d): g.get_state() for d, g in self._of.items()}, "learnt": learnt}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["seed"])  # type: ignore[misc]
+        self.learnt = state.get("learnt", {})
         for name, known in state["states"].items():
             device = torch.device(name)
             if device.type == "cpu" or torch.get_device_module(device).is_available():

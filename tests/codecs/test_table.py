@@ -22,6 +22,9 @@ FORMATS = (
     "int8",
     "int2_outliers",
     "int3",
+    "int2_ranked",
+    "int8_running",
+    "int4_measured",
     "fp8_e4m3",
     "topk10",
     "topk10_global",
@@ -93,7 +96,9 @@ def test_lossless_and_equality(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["int4_stochastic", "int2_outliers", "fp8_e4m3", "topk10", "block30", "pool2", "wtacrs30"]
+    "name",
+    ["int4_stochastic", "int2_outliers", "int2_ranked", "int8_running", "fp8_e4m3", "topk10", "block30", "pool2"]
+    + ["wtacrs30"],
 )
 def test_it_traces_in_one_graph(name: str) -> None:
     codec: Codec = CODECS[name]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_actcompress import CompressionConfig, calibrate, fidelity_report, patch_model, patch_report
 from hf_actcompress.codecs import CODECS
+from hf_actcompress.codecs.bit_allocation import BITS, Sensitivity, allocate
 from hf_actcompress.errors import MeasurementError
-from hf_actcompress.memory.bit_allocation import BITS, Sensitivity, allocate
 from hf_actcompress.memory.calibration import codec_name, layer_of
 from tests.families import BY_NAME
 

@@ -10,9 +10,11 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from hf_actcompress import CompressionConfig, kept_bytes, ops, patch_model, patch_report
-from hf_actcompress.codecs import CODECS, Pooled
+from hf_actcompress.codecs import CODECS, Pooled, RowSample, on_feature_maps
+from hf_actcompress.reference import seed_codecs
 from tests.families import Gradients, cast_batch, differing, mode_of, relative_error
 from tests.oracle import assert_equal_bits, gradients
 
@@ -108,13 +110,26 @@ def test_pooling_touches_the_weights_of_convolutions_alone(name: str, mode: str)
     assert 0 < errors[0] < errors[1] < 1.5
 
 
+@pytest.mark.parametrize("preset", ["dropit", "blocksparse", "pooled", "sampled", "wtacrs"])
+def test_the_papers_estimators_touch_the_weights_alone(preset: str) -> None:
+    stock = resnet("bottleneck")
+    expected = step(stock)
+    found = step(patch_model(copy.deepcopy(stock), preset))
+    # the classifier's input is one vector per image: these have no neighbours, and lie in one tile
+    classifier = set() if preset in ("pooled", "blocksparse") else {"classifier.1.weight"}
+    assert set(differing(found, expected)) == convolutions(stock) | classifier
+
+
 # bytes per pixel and channel of a layer of two convolutions, in fp32: what BatchNorm keeps, and what ReLU and the next
-# convolution keep, together in stock. exact makes the first ReLU's output again from what its BatchNorm keeps
+# convolution keep, together in stock. exact makes the first ReLU's output again from what its BatchNorm keeps. dropit
+# keeps 205 of an image's 2048 entries, and a bit for each
 PER_LAYER = {
     "stock": 2 * (4 + 4),
     "exact": 3 * 4,
     "pool2x2": 2 * (4 + 1 / 8 + 4 / 4),
     "pool4x4": 2 * (4 + 1 / 8 + 4 / 16),
+    "pooled": 2 * (4 + 1 / 8 + 4 / 4),
+    "dropit": 2 * (4 + 1 / 8 + (205 * 4 + 256) / 2048),
 }
 
 
@@ -147,19 +162,54 @@ def test_the_pixels_are_kept_as_they_are() -> None:
     assert set(differing(found, expected)) == convolutions(stock) - {first}
 
 
-@pytest.mark.parametrize("codec", [Pooled(2, "image"), Pooled(4, "image"), CODECS["int8"]], ids=str)
-@pytest.mark.parametrize("geometry", [((1, 1), (1, 1), (1, 1), 1), ((2, 2), (0, 1), (1, 2), 2)], ids=str)
-def test_the_weights_gradient_is_that_of_what_was_stored(codec: Any, geometry: Any) -> None:
-    x = torch.randn(2, 4, 9, 7, requires_grad=True)
-    weight, bias = torch.randn(6, 4 // geometry[3], 3, 3, requires_grad=True), torch.randn(6, requires_grad=True)
+CODECS_OF_MAPS = [
+    Pooled(2, "image"),
+    Pooled(4, "image"),
+    *(CODECS[n] for n in ("int8", "topk10", "block30", "wtacrs30")),
+]
+GEOMETRIES = {
+    "3x3": ((1, 1), (1, 1), (1, 1), 1),
+    "groups": ((2, 2), (0, 1), (1, 2), 2),
+    "1x1": ((1, 1), (0, 0), (1, 1), 1),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS_OF_MAPS, ids=str)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_weights_gradient_is_that_of_what_was_stored(codec: Any, name: str) -> None:
+    geometry, kernel = GEOMETRIES[name], 1 if name == "1x1" else 3
+    x = torch.randn(2, 40, 9, 7, requires_grad=True, dtype=torch.float64)
+    weight = torch.randn(6, 40 // geometry[3], kernel, kernel, requires_grad=True, dtype=x.dtype)
+    bias = torch.randn(6, requires_grad=True, dtype=x.dtype)
 
     def stock(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return functional.conv2d(x, weight, bias, *geometry)
 
+    seed_codecs(0)
     ours = gradients(lambda *inputs: ops.conv2d(*inputs, geometry, codec=codec), [x, weight, bias])
     y, dx, _, dbias = gradients(stock, [x, weight, bias])
-    stored = codec.unpack(*codec.pack(x.detach())).requires_grad_()
-    assert_equal_bits(ours, [y, dx, gradients(stock, [stored, weight, bias])[2], dbias])
+    maps = on_feature_maps(codec)
+    seed_codecs(0)
+    tensors, meta = maps.pack(x.detach())
+    assert sum(t.nbytes for t in tensors) == maps.nbytes(x.shape, x.dtype)
+    stored = maps.unpack(tensors, meta)
+    assert not torch.equal(stored, x)
+    dweight = gradients(stock, [stored.requires_grad_(), weight, bias])[2]
+    if name == "1x1" and maps.has_grad_weight(y):
+        # a product over the kept pixels alone: another order of sums, in fp64
+        torch.testing.assert_close(ours[2], dweight)
+        ours[2] = dweight
+    assert_equal_bits(ours, [y, dx, dweight, dbias])
+
+
+def test_pixels_that_are_drawn_are_a_share_of_the_product() -> None:
+    """The convolution with kernels of one pixel is the linear layer, and costs as much less."""
+    x, weight = torch.randn(2, 8, 10, 10, requires_grad=True), torch.randn(4, 8, 1, 1, requires_grad=True)
+    y = ops.conv2d(x, weight, None, GEOMETRIES["1x1"], codec=RowSample(0.3), derive=False)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(y, [x, weight], torch.ones_like(y))
+    # dx needs all pixels
+    assert counter.get_total_flops() == (1 + 0.3) * 2 * 200 * 8 * 4
 
 
 def test_what_is_left_alone_or_otherwise_than_asked() -> None:
@@ -185,7 +235,17 @@ def test_what_is_left_alone_or_otherwise_than_asked() -> None:
     # squares of tokens and features make no sense
     assert by_name["5"].codec == "identity" and "feature maps" in by_name["5"].note
     assert torch.equal(model(x), expected)
-    # and neither do tokens of a feature map
+    # a codec of tokens is that of feature maps there, too
     tokens = {row.name: row for row in patch_report(patch_model(model, "pooled")).rows}
-    assert tokens["3"].codec == "identity" and "tokens" in tokens["3"].note
-    assert tokens["5"].codec == "pool2"
+    assert [tokens[name].codec for name in ("3", "5")] == ["pool2", "pool2"]
+
+
+@pytest.mark.parametrize("name", ["pool2x2", "topk10", "block30"])
+def test_a_compiled_convolution_stores_as_the_eager_one(name: str) -> None:
+    x, weight = torch.randn(2, 40, 6, 5, requires_grad=True), torch.randn(3, 40, 3, 3, requires_grad=True)
+
+    def convolution(x: Tensor, weight: Tensor) -> Tensor:
+        return ops.conv2d(x, weight, None, GEOMETRIES["3x3"], codec=CODECS[name], derive=False)
+
+    compiled = torch.compile(convolution, fullgraph=True, backend="aot_eager")
+    assert_equal_bits(gradients(compiled, [x, weight]), gradients(convolution, [x, weight]))

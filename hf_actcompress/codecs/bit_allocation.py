@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..codecs.int_group import BITS
+from .int_group import BITS
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,9 @@ def _gain(group: Sensitivity, level: int) -> float:
     low, high = BITS[level], BITS[level + 1]
     removed = group.squared_error(low) - group.squared_error(high)
     return removed / ((high - low) * max(group.elements, 1))
+
+
+def layer_of(module: str) -> str:
+    """The name up to the first number: "model.layers.3" of "model.layers.3.mlp.act_fn"; else the name itself."""
+    found = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
+    return found.group() if found else module

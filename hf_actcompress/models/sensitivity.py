@@ -1,0 +1,139 @@
+"""GACT's refresh: how much the gradient suffers from the rounding of each layer's tensors, measured while it trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..codecs import CODECS, IntMeasured
+from ..codecs.bit_allocation import Sensitivity, allocate
+from ..codecs.int_measured import Width
+from ..config import CODEC_ROLES, CompressionConfig
+from ..modules.base import PLAIN_TENSORS, is_sharded
+from ..private_apis import FakeTensor, transforms_active
+from ..records import hooks_outside
+from ..reference.rng import Generators
+
+_log = logging.getLogger(__name__)
+# of a group whose rounding is measured; what other widths would do follows from it
+_PROBE = 4
+
+
+def refresh_bits(
+    model: nn.Module, forward: Callable[[], Any], config: CompressionConfig, generators: Generators
+) -> None:
+    """Measure each width that the model's codecs know, and set all of them so that the mean is that of the codec.
+
+    One forward and backward without rounding, and one for each layer and role with the rounding of that alone, on the
+    batch in hand. Parameters, their ``.grad``, buffers and the generators stay as they are. Nothing is done where the
+    forward returns no loss, where parameters are sharded, and while a report watches what is saved.
+
+    Args:
+        model: The PreTrainedModel that is called, in training.
+        forward: Its forward on the batch.
+        config: What the model was patched with.
+        generators: Of the patched model.
+
+    Saves:
+        For the time of it two copies of the gradient.
+
+    Source:
+        GACT (arXiv 2206.11357), which measures each tensor three times: twice with one bit and once with 8.
+    """
+    widths = {place: width for place, width in generators.learnt.items() if isinstance(width, Width)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not widths or not parameters or not _can_be_measured(model, parameters):
+        return
+    before = [width.bits for width in widths.values()]
+    found = None
+    try:
+        with _buffers_restored(model):
+            found = _sensitivities(widths, partial(_gradients, model, forward, parameters, generators))
+    finally:
+        chosen = before if found is None else allocate(found, mean_bits(config))
+        for index, (width, bits) in enumerate(zip(widths.values(), chosen, strict=True)):
+            width.bits, width.elements = bits, found[index].elements if found is not None else 0
+    if found is None:
+        _say_no_loss(type(model).__name__)
+
+
+def mean_bits(config: CompressionConfig) -> float:
+    """Of the roles of a config whose bits are measured."""
+    codecs = [CODECS[getattr(config, role)] for role in CODEC_ROLES]
+    return max(codec.bits for codec in codecs if isinstance(codec, IntMeasured))
+
+
+def _can_be_measured(model: nn.Module, parameters: Sequence[Tensor]) -> bool:
+    """Whether gradients can be taken here, beside those of the training."""
+    if not model.training or not torch.is_grad_enabled() or transforms_active() or hooks_outside() is not None:
+        return False
+    plain = all(type(p) in PLAIN_TENSORS and not isinstance(p, FakeTensor) and not p.is_meta for p in parameters)
+    return plain and not any(is_sharded(module) for module in model.modules())
+
+
+def _sensitivities(widths: dict[str, Width], gradients: Callable[[], list[Tensor] | None]) -> list[Sensitivity] | None:
+    """What 4 bits do at each place; None if the forward returns no loss."""
+    for width in widths.values():
+        width.bits, width.elements = 0, 0
+    exact = gradients()
+    if exact is None:
+        return None
+    norm, found = _norm(exact), []
+    # the next passes count them again
+    elements = {place: width.elements for place, width in widths.items()}
+    for place, width in widths.items():
+        error = 0.0
+        if elements[place]:
+            width.bits = _PROBE
+            rounded = gradients()
+            assert rounded is not None
+            error = _norm([a - b for a, b in zip(rounded, exact, strict=True)]) / max(norm, 1e-30)
+            width.bits = 0
+        layer, _, role = place.rpartition(" ")
+        # of a batch that overflows nothing is learnt
+        found.append(Sensitivity(layer, role, elements[place], error if math.isfinite(error) else 0.0))
+    return found
+
+
+def _gradients(
+    model: nn.Module, forward: Callable[[], Any], parameters: Sequence[Tensor], generators: Generators
+) -> list[Tensor] | None:
+    """The gradient of the loss, with the masks of dropout that the training's own forward is about to draw."""
+    devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices=devices), generators.undisturbed():
+        output = forward()
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return None
+        grads = torch.autograd.grad(loss, list(parameters), allow_unused=True)
+    return [g for g in grads if g is not None]
+
+
+def _norm(grads: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(g.float().square().sum()) for g in grads))
+
+
+@contextmanager
+def _buffers_restored(model: nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+@cache
+def _say_no_loss(model: str) -> None:
+    _log.warning(
+        "the bits of %s stay as they are: its forward returns no loss (pass labels to it), so nothing can be measured",
+        model,
+    )

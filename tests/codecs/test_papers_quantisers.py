@@ -1,0 +1,163 @@
+"""ActNN, Mesa, GACT: more bits for wide groups, ranges that follow, bits that follow the gradient."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.codecs import Codec, IntGroup, IntMeasured, IntRanked, IntRunning
+from hf_actcompress.codecs.int_measured import Width
+from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.models.root import root_of
+from hf_actcompress.reference import seed_codecs
+from hf_actcompress.reference.rng import Generators
+from tests.codecs.helpers import relative, roundtrip
+from tests.families import BY_NAME
+
+STOCHASTIC = [IntRanked(), IntRanked(2, 8, 0.3, 32), IntRunning(), IntRunning(16), IntMeasured(2), IntMeasured(4, 64)]
+
+
+@pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
+@pytest.mark.parametrize("shape", [(8, 300), (2, 3, 8, 32)], ids=str)
+def test_unbiased(codec: Codec, shape: tuple[int, ...]) -> None:
+    """z-scores: the mean of many draws is as far from x as their spread says. In fp64, without a last rounding."""
+    seed_codecs(1)
+    x = torch.randn(shape, dtype=torch.float64) * torch.logspace(-2, 1, shape[-1], dtype=torch.float64)
+    draws = torch.stack([roundtrip(codec, x) for _ in range(200)])
+    spread = draws.std(0)
+    z = ((draws.mean(0) - x) / (spread / math.sqrt(len(draws)))).masked_select(spread > 1e-9)
+    assert z.numel() > 0.5 * x.numel()
+    # of n independent scores with variance 1 (a draw that is seldom has a wider one): five deviations of their mean
+    assert abs(float(z.mean())) < 5 / math.sqrt(z.numel())
+    assert float(z.abs().median()) < 1
+
+
+@pytest.mark.parametrize("tail", [0.0, 2.0])
+def test_wide_groups_get_more_bits(tail: float) -> None:
+    """Errors against bytes: an eighth of the groups in 4 bits pays, and all the more where few groups are wide."""
+    seed_codecs(2)
+    x = torch.randn(400, 256) * torch.exp(tail * torch.randn(400, 1))
+    ranked, flat = IntRanked(), IntGroup(2, 256, "stochastic")
+    assert ranked.nbytes(x.shape, x.dtype) < 1.13 * flat.nbytes(x.shape, x.dtype)
+    gain = relative(roundtrip(flat, x) - x, x) / relative(roundtrip(ranked, x) - x, x)
+    # squares: an eighth of the error is gone where all groups are alike
+    assert gain > (4 if tail else math.sqrt(8 / 7) - 0.01)
+
+
+def test_a_range_follows() -> None:
+    codec = IntRunning(4, decay=0.5).drawing_from(Generators(0)).used_in("h.0", "norm")
+    first, wider = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[0.0, 1.0, 2.0, 11.0]])
+    assert float(roundtrip(codec, first).max()) == pytest.approx(3, abs=3 / 255)
+    # half of the way from 3 to 11; what lies above is clamped and does not wrap around
+    assert float(roundtrip(codec, wider).max()) == pytest.approx(7, abs=7 / 255)
+    # a tensor that is not finite shows it, and leaves no trace
+    assert not roundtrip(codec, wider * math.inf).isfinite().all()
+    assert float(roundtrip(codec, wider).max()) == pytest.approx(9, abs=9 / 255)
+    # several tensors at one place, and a codec of no model, have their own ranges
+    for other in (IntRunning(4), IntRunning(4).drawing_from(Generators(0)).used_in("h.0", "attention")):
+        for x in (first, wider, first):
+            assert float((roundtrip(other, x) - x).abs().max()) <= float(x.max()) / 255 * 1.01
+
+
+def test_each_head_has_its_range() -> None:
+    x = torch.rand(2, 5, 3, 8) * torch.tensor([1.0, 100.0, 1.0]).view(3, 1)
+    error = (roundtrip(IntRunning(), x) - x).abs()
+    assert float(error[:, :, [0, 2]].max()) <= 1 / 255 * 1.01
+
+
+def test_the_width_decides() -> None:
+    x = torch.randn(64, 512)
+    for bits in (2, 3, 4, 8):
+        tensors, meta = IntMeasured(width=Width(bits)).pack(x)
+        assert sum(t.nbytes for t in tensors) == IntGroup(bits, 256).nbytes(x.shape, x.dtype)
+        # 256 normal numbers span 5.6 deviations, and at most 7; stochastic rounding errs by a step over the root of 6
+        assert relative(IntMeasured().unpack(tensors, meta) - x, x) < 7 / (2**bits - 1) / 6**0.5
+    exact = IntMeasured(width=Width(0))
+    assert torch.equal(roundtrip(exact, x), x)
+    assert exact.width is not None and exact.width.elements == x.numel()
+
+
+FAMILY = BY_NAME["llama"]
+MEASURED = CompressionConfig(
+    linear="int4_measured", norm="int4_measured", mlp="int4_measured", loss_head=False, refresh_bits=1000
+)
+
+
+def gradient(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def error(model: Any, batch: dict[str, Tensor], exact: Tensor) -> float:
+    errors = [relative(gradient(model, batch) - exact, exact) ** 2 for _ in range(6)]
+    return math.sqrt(sum(errors) / len(errors))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bits_follow_the_gradient() -> None:
+    batch = FAMILY.make_batch("none")
+    stock = FAMILY.build(torch.float32)
+    exact = gradient(stock, batch)
+    model = patch_model(copy.deepcopy(stock), MEASURED, seed=0)
+    root = root_of(model)
+    assert root is not None
+    widths = {place: w for place, w in root.generators.learnt.items() if isinstance(w, Width)}
+    before = error(model, batch, exact)
+    for _ in range(4):
+        gradient(model, batch)
+    # the eleventh forward comes after the first measurement
+    assert {w.bits for w in widths.values()} != {4}
+    elements = sum(w.elements for w in widths.values())
+    assert elements and sum(w.bits * w.elements for w in widths.values()) <= 4 * elements
+    # from 8.5% to 5.0%
+    assert error(model, batch, exact) < 0.8 * before
+    # a copy goes on with what was measured
+    root = root_of(copy.deepcopy(model))
+    assert root is not None
+    assert {p: w.bits for p, w in root.generators.learnt.items()} == {p: w.bits for p, w in widths.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_measurement_leaves_no_trace() -> None:
+    """Losses with dropout, gradients in the making and torch's generator are as without it; it is the tenth forward."""
+    batch = FAMILY.make_batch("none")
+    model = patch_model(FAMILY.build(torch.float32, dropout=0.2), MEASURED, seed=0)
+    stock = FAMILY.build(torch.float32, dropout=0.2)
+    losses = []
+    for one in (stock, model):
+        torch.manual_seed(3)
+        losses.append([float(one(**batch).loss.detach()) for _ in range(12)])
+        losses[-1].append(float(torch.rand(())))
+    assert losses[0] == losses[1]
+    assert all(p.grad is None for p in model.parameters())
+    root = root_of(model)
+    assert root is not None and {w.bits for w in root.generators.learnt.values()} != {4}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_a_loss_bits_stay(caplog: pytest.LogCaptureFixture) -> None:
+    batch = {name: x for name, x in FAMILY.make_batch("none").items() if name != "labels"}
+    model = patch_model(FAMILY.build(torch.float32), MEASURED)
+    for _ in range(10):
+        model(**batch)
+    root = root_of(model)
+    assert root is not None and {w.bits for w in root.generators.learnt.values()} == {4}
+    assert "returns no loss" in caplog.text
+
+
+def test_options_that_do_not_fit() -> None:
+    with pytest.raises(UnknownOptionError, match="int4_measured"):
+        CompressionConfig(refresh_bits=10)
+    with pytest.raises(ValueError, match="decay"):
+        IntRunning(decay=1.0)
+    with pytest.raises(UnknownOptionError, match="bits"):
+        IntRanked(low=5)
+    with pytest.raises(ValueError, match="fraction"):
+        IntRanked(share=0)
