@@ -56,7 +56,8 @@ class IntRanked(Codec):
 
     def _counts(self, elements: int) -> tuple[int, int]:
         """(groups, those with the higher number of bits)."""
-        groups = -(-elements // self.group_size)
+        # rounded up in positive numbers: Dynamo cannot divide a negative symbol
+        groups = (elements + self.group_size - 1) // self.group_size
         return groups, kept(self.share, groups)
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
