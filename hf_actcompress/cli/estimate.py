@@ -27,6 +27,7 @@ from .common import (
     Optimizer,
     Qlora,
     Quantization,
+    Quick,
     SeqLen,
     busy,
     card_option,
@@ -39,6 +40,7 @@ from .common import (
     quantization_of,
     writable,
 )
+from .quick import by_formula
 from .remedies import STRATEGY, Remedy, remedies
 from .strategies import MOST, TIME_CLASSES, Row, chosen, rows
 
@@ -72,6 +74,7 @@ def estimate(
     device: Device = "cuda",
     engine: Engine = "eager",
     html: Html = None,
+    quick: Quick = False,
     as_json: Json = False,
 ) -> None:
     """What a training needs, by strategy, without weights or a GPU.
@@ -87,15 +90,14 @@ def estimate(
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank)}
     options["quantization"] = quantization_of(quantization, qlora)
+    if quick:
+        by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
+        return
     with exit_codes(), busy(f"estimating {model}"), frozen_imports():
         table = _table(model, batch_size, seq_len, room, gpu, max_context, preset or [], options)
         if html is not None:
             _write_page(html, table)
-    if as_json:
-        echo_json(_as_data(table))
-    else:
-        echo_table(table.columns, [_cells(row, table) for row in table.found], _RIGHT)
-        _explain(table)
+    echo_json(_as_data(table)) if as_json else _explain(table)
     if not table.fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
@@ -201,10 +203,11 @@ def _at_least(largest: int | None) -> str:
 
 
 def _explain(table: _Table) -> None:
-    from ..memory.headroom import ADVICE
     from ..memory.report import readable_size
+    from ..quick.headroom import ADVICE
 
     found, room = table.found, table.room
+    echo_table(table.columns, [_cells(row, table) for row in found], _RIGHT)
     used = {row.strategy.time for row in found}
     typer.echo(f"\nassumed: {table.assumed}")
     for name, text in TIME_CLASSES.items():

@@ -1,0 +1,24 @@
+"""`hf-actcompress page`: estimates in a browser, out of one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import writable
+
+Out = Annotated[Path, typer.Option(help="Where to write the page.")]
+
+
+def page(out: Out = Path("page.html")) -> None:
+    """A page that estimates in the browser: a model or a pasted config, a card, a batch. Needs no server or network.
+
+    Its numbers are those of `estimate --quick`, within 3% of `estimate`, for the architecture classes that it names.
+    """
+    from ..quick.page import page as text
+
+    writable("--out", out)
+    out.write_text(text(), encoding="utf-8")
+    typer.echo(f"wrote {out}: open it in a browser")
