@@ -21,6 +21,8 @@ NAME = PACKAGE.name
 # a part imports from its own and lower levels; parts of one level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "private_apis"),
+    # a formula over data, which imports no torch
+    ("quick",),
     ("reference",),
     # they read the reference's tables and its random numbers
     ("kernels",),

@@ -10,6 +10,7 @@ from .bench import bench
 from .common import EXIT_CODES
 from .env import env
 from .estimate import estimate
+from .page import page
 from .plan import plan
 from .report import report
 
@@ -31,3 +32,4 @@ app.command(epilog=EXIT_CODES)(plan)
 app.command(epilog=EXIT_CODES)(report)
 app.command(epilog=EXIT_CODES, context_settings=_PASSED_ON)(bench)
 app.command(epilog=EXIT_CODES)(env)
+app.command(epilog=EXIT_CODES)(page)

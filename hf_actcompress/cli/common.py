@@ -65,6 +65,9 @@ Gpu = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cuda or cpu: by whose rules.")]
 Engine = Annotated[str, typer.Option(help="eager, or compile: under torch.compile, where the model is one graph.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="By a formula, in less than a second, within 3%; for the most common models.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings, if it does.")
@@ -135,7 +138,7 @@ def card_option(text: str | None) -> int | None:
     """Bytes of --gpu."""
     if text is None:
         return None
-    from ..memory.cards import card_bytes
+    from ..quick.cards import card_bytes
 
     try:
         return card_bytes(text)

@@ -27,6 +27,7 @@ from .common import (
     Optimizer,
     Qlora,
     Quantization,
+    Quick,
     Rows,
     SeqLen,
     TrustRemoteCode,
@@ -41,6 +42,7 @@ from .common import (
     quantization_of,
     writable,
 )
+from .quick import by_formula
 from .remedies import STRATEGY, Remedy, remedies
 from .strategies import DEFAULT, MOST, TIME_CLASSES, Row, chosen, rows
 
@@ -79,6 +81,7 @@ def estimate(
     engine: Engine = "eager",
     trust_remote_code: TrustRemoteCode = False,
     html: Html = None,
+    quick: Quick = False,
     as_json: Json = False,
 ) -> None:
     """What a training needs, by strategy, without weights or a GPU.
@@ -94,6 +97,9 @@ def estimate(
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank)}
     options |= {"quantization": quantization_of(quantization, qlora), "trust_remote_code": trust_remote_code}
+    if quick:
+        by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
+        return
     columns = _columns(room, max_context)
     printed = None if as_json else Rows({name: _WIDTHS.get(name, 0) for name in columns}, _RIGHT)
     with exit_codes(), frozen_imports():
@@ -223,8 +229,8 @@ def _at_least(largest: int | None) -> str:
 
 
 def _explain(table: _Table) -> None:
-    from ..memory.headroom import ADVICE
     from ..memory.report import readable_size
+    from ..quick.headroom import ADVICE
 
     found, room = table.rows, table.room
     used = {row.strategy.time for row in found}
@@ -281,7 +287,7 @@ def _as_data(table: _Table) -> dict[str, Any]:
 
 def _write_page(path: Path, table: _Table) -> None:
     from ..memory.html import HtmlTable
-    from .page import write_estimates
+    from .html_pages import write_estimates
 
     cells = HtmlTable(table.columns, [_cells(row, table) for row in table.rows], _RIGHT)
     write_estimates(path, table.model, table.rows, cells, table.room, table.gpu)

@@ -109,6 +109,6 @@ def _said(**options: Any) -> dict[str, Any]:
 
 
 def _write_page(path: Path, title: str, found: Plan) -> None:
-    from .page import write_plan
+    from .html_pages import write_plan
 
     write_plan(path, title, found)

@@ -149,7 +149,7 @@ class Row:
 
     def tight(self, room: int) -> bool:
         """Whether it fits, but leaves less than the share that fragmentation is expected to take."""
-        from ..memory.headroom import HEADROOM, usable
+        from ..quick.headroom import HEADROOM, usable
 
         return self.fits(room) and not self.fits(usable(room, HEADROOM))
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import MeasurementError, UnsupportedModelError
+from ..quick.sizes import parse_size
 from .allocator import measure_step
 from .batch_size_report import BatchSizeReport, BatchSizeTrial
 from .batch_size_search import Search
 from .report import readable_size
 from .restored import resident_bytes, training_restored
-from .sizes import parse_size
 
 logger = logging.getLogger(__name__)
 

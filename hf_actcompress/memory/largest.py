@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..quick.sizes import parse_size
 from .estimate import Estimates
-from .sizes import parse_size
 
 _STEP = 64
 

@@ -13,13 +13,14 @@ from ..config import PRESETS, CompressionConfig
 from ..errors import DoesNotFitError, MeasurementError, UnknownOptionError
 from ..models.checkpointing import checkpointable
 from ..models.root import root_module
+from ..quick.headroom import HEADROOM, usable
+from ..quick.sizes import parse_size
 from .estimate import context_bytes, estimate_of, state_bytes
 from .estimating.layers import find_runs
 from .estimating.optimizers import OptimizerRule, optimizer_rule
 from .estimating.result import Estimate
 from .estimating.source import dtype_of, skeleton
 from .estimating.step import Setting, run_step
-from .headroom import HEADROOM, usable
 from .largest import max_batch_size, max_seq_len
 from .planning.costs import DeviceModel
 from .planning.knapsack import choose, undominated
@@ -36,7 +37,6 @@ from .planning.options import (
 from .planning.result import Plan, PlanRow
 from .report import readable_size
 from .saved import layer_names
-from .sizes import parse_size
 
 __all__ = ["Plan", "PlanRow", "plan"]
 

@@ -12,8 +12,8 @@ import torch
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory import estimate, plan
-from hf_actcompress.memory.cards import CARDS, card_bytes
 from hf_actcompress.memory.estimating.optimizers import optimizer_rule
+from hf_actcompress.quick.cards import CARDS, card_bytes
 from tests.cli.invoke import SIZES, run
 
 LLAMA = {

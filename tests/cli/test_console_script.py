@@ -29,7 +29,7 @@ def fresh(code: str) -> str:
 def test_help_needs_neither_torch_nor_transformers():
     out = fresh(
         "import sys\nfrom typer.testing import CliRunner\nfrom hf_actcompress.cli import app\n"
-        "for command in ([], ['estimate'], ['plan'], ['report'], ['bench'], ['env']):\n"
+        "for command in ([], ['estimate'], ['plan'], ['report'], ['bench'], ['env'], ['page']):\n"
         "    result = CliRunner().invoke(app, [*command, '--help'])\n"
         "    assert result.exit_code == 0 and 'Exit codes' in result.stdout, result.output\n"
         "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib') if name in sys.modules])"

@@ -33,7 +33,7 @@ class Extrapolated:
 
 
 @dataclass(frozen=True)
-class _Growth:
+class Growth:
     """What one more unit of a run adds, and where in the timeline of the shorter model.
 
     Args:
@@ -68,7 +68,7 @@ def whole_step(model: nn.Module, run: Run, layers: Sequence[LayerRun], alike: bo
     growths = {}
     for longer in runs:
         one_more = _with(model, runs, longer, 1, run)
-        growth = growths[longer] = _growth(base, one_more)
+        growth = growths[longer] = growth_of(base, one_more)
         followed = _peak(base, [(growth, 1)]) == one_more.peak
         if followed and alike:
             continue
@@ -85,12 +85,12 @@ def whole_step(model: nn.Module, run: Run, layers: Sequence[LayerRun], alike: bo
     return Extrapolated(replace(total, peak=_peak(base, more)), per_layer, True)
 
 
-def _growth(base: FakeStep, longer: FakeStep) -> _Growth:
+def growth_of(base: FakeStep, longer: FakeStep) -> Growth:
     step = longer.plus(base, -1)
     # an autocast holds its casts until the forward has ended
     at_end = longer.forward[-1] - base.forward[-1]
     forward = _in_common(reversed(base.forward), reversed(longer.forward), at_end)
-    return _Growth(step, (forward, at_end), (_in_common(base.backward, longer.backward, step.kept), step.kept))
+    return Growth(step, (forward, at_end), (_in_common(base.backward, longer.backward, step.kept), step.kept))
 
 
 def _in_common(shorter: Iterable[int], longer: Iterable[int], apart: int) -> int:
@@ -98,7 +98,7 @@ def _in_common(shorter: Iterable[int], longer: Iterable[int], apart: int) -> int
     return sum(1 for _ in takewhile(lambda pair: pair[1] - pair[0] == apart, zip(shorter, longer, strict=False)))
 
 
-def _peak(base: FakeStep, more: Sequence[tuple[_Growth, int]]) -> int:
+def _peak(base: FakeStep, more: Sequence[tuple[Growth, int]]) -> int:
     """Of the model with so many further units of each run."""
     forward = [(reach, times * nbytes) for growth, times in more for reach, nbytes in [growth.forward]]
     backward = [(reach, times * nbytes) for growth, times in more for reach, nbytes in [growth.backward]]

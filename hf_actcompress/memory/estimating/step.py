@@ -75,6 +75,22 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class History:
+    """The sizes of single storages in one step.
+
+    Args:
+        changes, marks: As `FakeAllocator` has them; the marks of the forward come first.
+        at_end: How many changes there were when the backward began.
+        kept: (role, bytes) of each tensor that is kept; empty where no roles were asked for.
+    """
+
+    changes: Sequence[int]
+    marks: Sequence[int]
+    at_end: int
+    kept: Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True)
 class FakeStep:
     """Bytes of one step.
 
@@ -83,6 +99,7 @@ class FakeStep:
         peak: The most that was alive at once above weights, gradients and the batch.
         by_role: What is kept, by role.
         forward, backward: What was alive at each allocation, in order; empty for what was computed out of other steps.
+        history: The single sizes behind these sums, likewise.
     """
 
     kept: int
@@ -90,6 +107,7 @@ class FakeStep:
     by_role: dict[str, int]
     forward: Sequence[int] = field(default=(), compare=False, repr=False)
     backward: Sequence[int] = field(default=(), compare=False, repr=False)
+    history: History | None = field(default=None, compare=False, repr=False)
 
     def plus(self, other: FakeStep, times: int) -> FakeStep:
         """This and `times` the other."""
@@ -203,22 +221,25 @@ def _measure(
     allocator.leave_out(p.grad for p in model.parameters() if p.grad is not None)
     with _world(setting, mode, allocator):
         collections = _older_collections()
-        loss, by_role = _with_roles(forward, model, batch, allocator, roles)
+        loss, saved = _with_roles(forward, model, batch, allocator, roles)
         # if another thread has collected, what is garbage here may have become old
         gc.collect(0 if _older_collections() == collections else 2)
-        kept, allocations = allocator.live_bytes, len(allocator.timeline)
+        kept, allocations, at_end = allocator.live_bytes, len(allocator.timeline), len(allocator.changes)
         # not the method of the tensor: inside of it the rules of a device would be off
         run_backward(loss)
-    timeline = allocator.timeline
-    return FakeStep(kept, allocator.peak_bytes, by_role, timeline[:allocations], timeline[allocations:])
+    by_role: Counter[str] = Counter()
+    for role, nbytes in saved:
+        by_role[role] += nbytes
+    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved)
+    return FakeStep(kept, allocator.peak_bytes, dict(by_role), timeline[:allocations], timeline[allocations:], history)
 
 
 def _with_roles(
     step: _Forward, model: nn.Module, batch: dict[str, Any], allocator: FakeAllocator, roles: dict[str, str]
-) -> tuple[Tensor, dict[str, int]]:
-    """The loss, and what is kept by role if there are any."""
+) -> tuple[Tensor, list[tuple[str, int]]]:
+    """The loss, and the role and the bytes of each tensor that is kept if there are roles."""
     if not roles:
-        return step.loss(allocator), {}
+        return step.loss(allocator), []
     held: list[Tensor] = []
 
     def forward() -> Tensor:
@@ -227,10 +248,7 @@ def _with_roles(
 
     # hooks that hold what autograd would hold: the bytes are the same
     seen = saved_tensors(model, forward, loss_of, storages(batch.values()), allocator.size_of, step.module_of)
-    sizes: Counter[str] = Counter()
-    for tensor in seen.tensors:
-        sizes[role_of(tensor, roles, seen.hidden_from_view)] += tensor.nbytes
-    return held[0], dict(sizes)
+    return held[0], [(role_of(tensor, roles, seen.hidden_from_view), tensor.nbytes) for tensor in seen.tensors]
 
 
 def _forward(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode) -> _Forward:

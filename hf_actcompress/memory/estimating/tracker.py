@@ -55,6 +55,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         peak_bytes: The highest `live_bytes` so far.
         draws: How often random numbers have been drawn.
         timeline: `live_bytes` each time that something was added to them.
+        changes: The size of each storage without rounding: positive when it was made, negative when it was dropped.
+        marks: How many changes there had been at each entry of the timeline.
     """
 
     # of compiled graphs, such as an op whose generator's state is kept
@@ -72,6 +74,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls = OpCalls({} if results is None else results)
         self.live_bytes = self.peak_bytes = self.draws = 0
         self.timeline: list[int] = []
+        self.changes: list[int] = []
+        self.marks: list[int] = []
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         # results of `all`: nothing is padded
@@ -115,7 +119,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         """What a storage counts for."""
-        return self._sizes.get(storage._cdata, 0)
+        return self.rounded(self._sizes.get(storage._cdata, 0))
 
     def count(self, x: Tensor, nbytes: int | None = None) -> None:
         """Add x's storage if it is not known yet, with its own size or another."""
@@ -125,10 +129,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         key = storage._cdata
-        size = 0 if self._elsewhere else self.rounded(nbytes)
+        size = 0 if self._elsewhere else nbytes
         self._sizes[key] = size
         self._references[key] = weakref.ref(storage, lambda _: self._drop(key))
-        self.live_bytes += size
+        self.live_bytes += self.rounded(size)
+        self.changes.append(size)
         self._note_peak(self.live_bytes)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
@@ -173,11 +178,14 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_peak(self, nbytes: int) -> None:
         if not self._muted:
             self.timeline.append(nbytes)
+            self.marks.append(len(self.changes))
             self.peak_bytes = max(self.peak_bytes, nbytes)
 
     def _drop(self, key: int) -> None:
         self._references.pop(key, None)
-        self.live_bytes -= self._sizes.pop(key, 0)
+        size = self._sizes.pop(key, 0)
+        self.live_bytes -= self.rounded(size)
+        self.changes.append(-size)
 
     def _learn(self, func: Any, args: Any, result: Any) -> None:
         if func in (aten.all.default, aten.all.dim):

@@ -1,0 +1,156 @@
+"""`hf-actcompress estimate --quick`: the same table by the formula, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..errors import ModelConfigError
+from ..quick.formula import QuickEstimate, largest
+from ..quick.headroom import HEADROOM, usable
+from ..quick.question import Question, question
+from .common import Exit, Rows, echo_json, exit_codes
+from .strategies import MOST
+
+_STEP = 64
+_RIGHT = ("peak", "kept", "largest batch", "longest")
+
+
+def quick_rows(
+    asked: Question, batch_size: int, seq_len: int, optimizer: str, room: int | None, max_context: bool
+) -> list[dict[str, Any]]:
+    """One row for each strategy, with the names of `estimate --json`."""
+    return [
+        _row(partial(asked.answer, strategy, optimizer=optimizer), asked, batch_size, seq_len, room, max_context)
+        | {"strategy": strategy}
+        for strategy in asked.strategies
+    ]
+
+
+def _row(
+    answer: Callable[[int, int], QuickEstimate],
+    asked: Question,
+    batch_size: int,
+    seq_len: int,
+    room: int | None,
+    max_context: bool,
+) -> dict[str, Any]:
+    found = answer(batch_size, seq_len)
+    row: dict[str, Any] = {"peak_bytes": found.device_bytes, "kept_bytes": found.kept_bytes, "estimate": asdict(found)}
+    if room is None:
+        return row
+    fits = found.device_bytes <= room
+    row |= {"fits": fits, "tight": fits and found.device_bytes > usable(room, HEADROOM)}
+    row["largest_batch_size"] = largest(lambda b: answer(b, seq_len).device_bytes, room, MOST)
+    if max_context:
+        row["longest_sequences"] = _longest(asked, lambda s: answer(batch_size, s).device_bytes, room)
+    return row
+
+
+def _longest(asked: Question, needed: Callable[[int], int], room: int) -> int:
+    most = asked.most_tokens
+
+    def length(steps: int) -> int:
+        return min(steps * _STEP, most)
+
+    return length(largest(lambda steps: needed(length(steps)), room, -(-most // _STEP)))
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The config.json of a folder, a file, or a model of the hub.
+
+    Raises:
+        ModelConfigError: It cannot be had, or is no JSON object.
+    """
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists() and path.suffix != ".json" and model.count("/") <= 1:
+        path = _of_hub(model)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelConfigError(f"no config can be read from {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelConfigError(f"{path} holds no JSON object")
+    return found
+
+
+def _of_hub(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:
+        # what is raised without a connection depends on the HTTP library that the hub's client uses
+        said = " ".join(str(error).split())[:200]
+        raise ModelConfigError(f"the config of {model!r} cannot be had: {said} Pass a config.json") from error
+
+
+def by_formula(
+    model: str,
+    batch_size: int,
+    seq_len: int,
+    room: int | None,
+    max_context: bool,
+    as_json: bool,
+    options: dict[str, Any],
+    more: bool,
+) -> None:
+    """Print the table.
+
+    Args:
+        model, batch_size, seq_len, max_context, as_json: As the command has them.
+        room: Bytes of the card.
+        options: Of `Estimates`.
+        more: Whether something was asked that only the whole estimate gives.
+
+    Raises:
+        typer.Exit: No row fits.
+    """
+    if more or (options["device"], options["engine"]) != ("cuda", "eager"):
+        raise typer.BadParameter("--quick goes without --preset, --html, --device cpu and --engine compile")
+    with exit_codes():
+        fits = _show(model, batch_size, seq_len, room, max_context, as_json, options)
+    if not fits:
+        raise typer.Exit(Exit.DOES_NOT_FIT)
+
+
+def _show(
+    model: str,
+    batch_size: int,
+    seq_len: int,
+    room: int | None,
+    max_context: bool,
+    as_json: bool,
+    options: dict[str, Any],
+) -> bool:
+    """Whether one of the rows fits."""
+    training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}
+    asked = question(config_of(model), **training)
+    rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
+    if as_json:
+        echo_json({"model": model, "gpu_bytes": room, "rows": rows})
+    else:
+        columns = {"strategy": "strategy", "peak_bytes": "peak", "kept_bytes": "kept", "fits": "fits",
+                   "largest_batch_size": "largest batch", "longest_sequences": "longest"}  # fmt: skip
+        shown = [name for name in columns if name in rows[0]]
+        texts = [[columns[name] for name in shown], *([_text(name, row) for name in shown] for row in rows)]
+        widths = {column: max(map(len, of_column)) for column, of_column in zip(texts[0], zip(*texts), strict=True)}
+        for line in texts:
+            Rows(widths, _RIGHT).echo(line)
+    return room is None or any(row["fits"] for row in rows)
+
+
+def _text(name: str, row: dict[str, Any]) -> str:
+    value = row[name]
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.2f} GiB"
+    if name == "fits":
+        return "tight" if row["tight"] else "yes" if value else "no"
+    return f"{value}+" if name == "largest_batch_size" and value >= MOST else str(value)

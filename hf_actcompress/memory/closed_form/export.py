@@ -1,0 +1,158 @@
+"""Traces every case of the table and writes `quick/data/`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ...config import CompressionConfig, resolve
+from ...records import storage_sizes
+from ..estimate import CONTEXT_BYTES
+from ..estimating.optimizers import OPTIMIZERS
+from ..estimating.source import skeleton
+from ..estimating.step import Setting
+from .probes import FAMILIES, HEAD, probe, sizes_of
+from .pruning import points, pruned, shortened
+from .symbols import SYMBOLS, Polynomial, Reader
+from .traces import FEWEST, Trace, by_layers, trace
+
+DATA = Path(__file__).parents[2] / "quick" / "data"
+
+# fields of configs on which bytes depend, which a formula has to have as they were traced
+STRUCTURE = (
+    "hidden_act", "activation_function", "attention_bias", "mlp_bias", "attention_dropout", "hidden_dropout_prob",
+    "attention_probs_dropout_prob", "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "is_decoder",
+    "add_cross_attention", "reorder_and_upcast_attn", "use_sliding_window",
+)  # fmt: skip
+# and others that are read
+_READ = ("tie_word_embeddings", "sliding_window")
+
+# name -> what it is patched with, checkpointing, the codec of the checkpoints: as the table of the command has them
+STRATEGIES: dict[str, tuple[str | None, bool, str | None]] = json.loads(
+    (DATA.parent / "strategies.json").read_text(encoding="utf-8")
+)
+# name -> dtype of the weights, of autocast, whether there is LoRA, quantisation
+MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
+    "bf16": (torch.bfloat16, None, False, None),
+    "autocast": (torch.float32, torch.bfloat16, False, None),
+    "lora": (torch.bfloat16, None, True, None),
+    "qlora": (torch.bfloat16, None, True, "nf4"),
+}
+
+
+class Writer:
+    """Numbers what it is given, and the same only once."""
+
+    def __init__(self) -> None:
+        self.terms: list[dict[str, int]] = []
+        self.states: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []
+
+    def number(self, found: Any, known: list[Any]) -> int:
+        if found not in known:
+            known.append(found)
+        return known.index(found)
+
+    def polynomial(self, polynomial: Polynomial) -> list[list[float]]:
+        rows = []
+        for term, coefficient in sorted(polynomial.items()):
+            powers = {name: power for name, power in zip(SYMBOLS, term, strict=True) if power}
+            value = float(coefficient)
+            rows.append([self.number(powers, self.terms), int(value) if value.is_integer() else value])
+        return rows
+
+
+def export(name: str) -> dict[str, Any]:
+    """The data of one class."""
+    family, writer = FAMILIES[name], Writer()
+    cases: dict[str, Any] = {}
+    for variant in family.variants:
+        for grouped in family.grouped:
+            for mode in MODES:
+                found = dict(_cases(name, variant, grouped, mode, writer))
+                cases[f"{variant}/{'grouped' if grouped else 'single'}/{mode}"] = found
+    return {
+        **described(name),
+        "terms": writer.terms,
+        "states": writer.states,
+        "steps": writer.steps,
+        "cases": cases,
+    }
+
+
+def _cases(name: str, variant: str, grouped: bool, mode: str, writer: Writer) -> Iterator[tuple[str, Any]]:
+    family = FAMILIES[name]
+    sizes = sizes_of(family, grouped)
+    reader, at = Reader(sizes), points(grouped, "kv_heads" not in family.fields)
+    dtype, autocast, lora, quantization = MODES[mode]
+    rank = sizes["rank"].value if lora else None
+    configs = [probe(name, variant, grouped, FEWEST + more) for more in (0, 1)]
+    plain = [skeleton(config, dtype, rank, False, quantization) for config in configs]
+    checkpointed = [skeleton(model, None, None, True) for model in plain]
+    state = writer.number(_state(plain, reader, writer), writer.states)
+    setting = Setting(sizes["batch"].value, sizes["seq"].value, None, True, autocast)
+    for strategy, (preset, checkpointing, codec) in STRATEGIES.items():
+        short, longer = checkpointed if checkpointing else plain
+        found = trace(short, longer, replace(setting, config=_config(preset, codec)), reader)
+        step = writer.number(_step(found, at, writer), writer.steps)
+        yield strategy, {"state": state, "step": step}
+
+
+def _config(preset: str | None, codec: str | None) -> CompressionConfig | None:
+    if preset is None:
+        return None
+    return resolve(preset) if codec is None else CompressionConfig.from_preset(preset, checkpoint_input=codec)
+
+
+def _step(found: Trace, at: Sequence[Mapping[str, float]], writer: Writer) -> dict[str, Any]:
+    kept = {role: writer.polynomial(shortened(polynomial, at)) for role, polynomial in found.kept.items()}
+    return {"kept": kept, "moments": [writer.polynomial(moment) for moment in pruned(found.moments, at)]}
+
+
+def _state(models: Sequence[nn.Module], reader: Reader, writer: Writer) -> dict[str, Any]:
+    """Polynomials of the weights, the gradients, and each optimizer's states."""
+    parts: list[dict[str, Polynomial]] = []
+    for model in models:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        weights = storage_sizes(chain(model.parameters(), model.buffers())).values()
+        optimizers = {name: [size for p in trained for size in rule.states(p)] for name, rule in OPTIMIZERS.items()}
+        sizes = {"weights": weights, "gradients": [p.nbytes for p in trained], **optimizers}
+        parts.append({part: reader.total(found) for part, found in sizes.items()})
+    short, longer = parts
+    return {part: writer.polynomial(by_layers(short[part], longer[part].plus(short[part], -1))) for part in short}
+
+
+def described(name: str) -> dict[str, Any]:
+    """What was traced: the versions, the fields of a config, and what it means where it says nothing."""
+    family = FAMILIES[name]
+    stated = {field: getattr(family.config, field, None) for field in [*family.fields.values(), *_READ, *STRUCTURE]}
+    config = probe(name, next(iter(family.variants)), False, FEWEST)
+    with_default = {field for field in stated if hasattr(family.config, field)}
+    return {
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "context_bytes": CONTEXT_BYTES,
+        "optimizers": list(OPTIMIZERS),
+        "model_type": family.config.model_type,
+        "task": family.task,
+        "learned_positions": family.learned_positions,
+        # of a class whose heads were traced at one size alone
+        "head": None if "head" in family.fields else HEAD,
+        "fields": dict(family.fields),
+        "defaults": {field: value for field, value in stated.items() if field in with_default},
+        "structure": {field: getattr(config, field) for field in STRUCTURE if hasattr(config, field)},
+        "variants": {variant: dict(options) for variant, options in family.variants.items()},
+    }
+
+
+def write(name: str, folder: Path) -> None:
+    """Trace a class and write its file."""
+    text = json.dumps(export(name), separators=(",", ":"))
+    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")

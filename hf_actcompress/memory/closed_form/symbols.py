@@ -1,0 +1,117 @@
+"""From the bytes of one tensor to a product of sizes: which sizes of a model a number of bytes is made of.
+
+Every size of a model (its width, its batch, ...) is given a value with a prime factor that no other size has. So the
+factors of a number of bytes say which sizes it is the product of, and what is left is the coefficient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+# the names of the sizes in the order of a term's exponents
+SYMBOLS = (
+    "batch", "seq", "labels", "hidden", "ffn", "vocab", "columns", "rows", "few_rows", "head", "kv_heads", "groups",
+    "rank", "positions", "layers",
+)  # fmt: skip
+
+Term = tuple[int, ...]
+# nothing is stored in fewer bytes per element than the scales of scales
+_LEAST = Fraction(1, 2**13)
+ONE: Term = (0,) * len(SYMBOLS)
+
+
+@dataclass(frozen=True)
+class Size:
+    """The value of a size in a probe.
+
+    Args:
+        value: The size.
+        prime: A factor of it that no other size has.
+        inside: Other sizes that are factors of `value`, with the exponents that they have there.
+    """
+
+    value: int
+    prime: int
+    inside: Mapping[str, int]
+
+
+class Polynomial(dict[Term, Fraction]):
+    """A sum of products of sizes: term -> coefficient. What adds up to nothing is left out."""
+
+    def add(self, other: Polynomial, times: int = 1) -> None:
+        for term, coefficient in other.items():
+            total = self.get(term, Fraction(0)) + times * coefficient
+            if total:
+                self[term] = total
+            else:
+                self.pop(term, None)
+
+    def plus(self, other: Polynomial, times: int = 1) -> Polynomial:
+        result = Polynomial(self)
+        result.add(other, times)
+        return result
+
+    def times(self, name: str) -> Polynomial:
+        """Each term with one more factor of that size."""
+        place = SYMBOLS.index(name)
+        return Polynomial({(*t[:place], t[place] + 1, *t[place + 1 :]): c for t, c in self.items()})
+
+
+class Reader:
+    """Reads numbers of bytes as products of a probe's sizes.
+
+    Args:
+        sizes: By name.
+    """
+
+    def __init__(self, sizes: Mapping[str, Size]) -> None:
+        self._sizes = sizes
+        primes = {size.prime for size in sizes.values()}
+        self._plain = [prime for prime in (2, 3, 5) if prime not in primes]
+        self._known: dict[int, Polynomial | None] = {}
+
+    def read(self, nbytes: int) -> Polynomial | None:
+        """The product, None if it is none."""
+        if nbytes not in self._known:
+            self._known[nbytes] = self._read(nbytes)
+        return self._known[nbytes]
+
+    def total(self, sizes: Iterable[int]) -> Polynomial:
+        """The sum of all that can be read."""
+        result = Polynomial()
+        for size in sizes:
+            found = self.read(abs(size))
+            if found is not None:
+                result.add(found, 1 if size > 0 else -1)
+        return result
+
+    def _read(self, nbytes: int) -> Polynomial | None:
+        exponents = {}
+        for name, size in self._sizes.items():
+            exponents[name], rest = 0, nbytes
+            while rest and rest % size.prime == 0:
+                rest, exponents[name] = rest // size.prime, exponents[name] + 1
+        for name, size in self._sizes.items():
+            for other, power in size.inside.items():
+                exponents[other] -= power * exponents[name]
+        coefficient = Fraction(nbytes)
+        for name, exponent in exponents.items():
+            coefficient /= Fraction(self._sizes[name].value) ** exponent
+        if any(exponent < 0 for exponent in exponents.values()) or not self._is_plain(coefficient):
+            return None
+        if coefficient and coefficient < _LEAST:
+            # of a chunk's last, shorter turn, which has a size's factor by chance
+            return None
+        term = tuple(exponents.get(name, 0) for name in SYMBOLS)
+        return Polynomial({term: coefficient}) if nbytes else Polynomial()
+
+    def _is_plain(self, coefficient: Fraction) -> bool:
+        for number in (coefficient.numerator, coefficient.denominator):
+            for prime in self._plain:
+                while number and number % prime == 0:
+                    number //= prime
+            if number > 1:
+                return False
+        return True

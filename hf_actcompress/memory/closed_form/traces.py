@@ -1,0 +1,79 @@
+"""One step of a probe, as polynomials: what is kept by role, and the moments at which the most may be alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..estimating.extrapolation import growth_of
+from ..estimating.step import FakeStep, Setting, run_step
+from .symbols import Polynomial, Reader
+
+FEWEST = 2
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes of a step as polynomials in the sizes, the number of layers among them.
+
+    Args:
+        kept: By role.
+        moments: What is alive at each allocation.
+    """
+
+    kept: dict[str, Polynomial]
+    moments: Sequence[Polynomial]
+
+
+def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader) -> Trace:
+    """The trace of a model out of two with two and three layers, which are on the meta device."""
+    base, more = (run_step(model, setting, roles=True) for model in (short, longer))
+    growth = growth_of(base, more)
+    first, end = _moments(base, reader)
+    end_of_longer = _moments(more, reader)[1]
+    at_end = end_of_longer.plus(end, -1)
+    count = len(base.forward)
+    reached = [
+        growth.forward[0] > count - 1 - i if i < count else growth.backward[0] > i - count for i in range(len(first))
+    ]
+    moments = [
+        by_layers(moment, at_end if in_reach else Polynomial()) for moment, in_reach in zip(first, reached, strict=True)
+    ]
+    short_roles, long_roles = (_roles(step, reader) for step in (base, more))
+    kept = {
+        role: by_layers(short_roles.get(role, Polynomial()), found.plus(short_roles.get(role, Polynomial()), -1))
+        for role, found in long_roles.items()
+    }
+    rest = by_layers(end, at_end)
+    for found in kept.values():
+        rest.add(found, -1)
+    kept["other"] = kept.get("other", Polynomial()).plus(rest)
+    return Trace({role: found for role, found in kept.items() if found}, moments)
+
+
+def by_layers(base: Polynomial, growth: Polynomial) -> Polynomial:
+    """The polynomial of any number of layers, from that of the fewest and what one more adds."""
+    return base.plus(growth, -FEWEST).plus(growth.times("layers"))
+
+
+def _roles(step: FakeStep, reader: Reader) -> dict[str, Polynomial]:
+    assert step.history is not None
+    sizes: dict[str, list[int]] = {}
+    for role, nbytes in step.history.kept:
+        sizes.setdefault(role, []).append(nbytes)
+    return {role: reader.total(found) for role, found in sizes.items()}
+
+
+def _moments(step: FakeStep, reader: Reader) -> tuple[list[Polynomial], Polynomial]:
+    """What is alive at each mark, and at the end of the forward."""
+    history: Any = step.history
+    live, done, at_marks = Polynomial(), 0, []
+    end = reader.total(history.changes[: history.at_end])
+    for mark in history.marks:
+        live = live.plus(reader.total(history.changes[done:mark]))
+        done = mark
+        at_marks.append(live)
+    return at_marks, end

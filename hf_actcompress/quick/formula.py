@@ -1,0 +1,109 @@
+"""The formula: bytes as polynomials in a model's sizes, and the highest of a few of them for the peak.
+
+`resources/formula.js` holds the same in JavaScript. A test runs both on the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# (number of a term, coefficient) of each summand
+Terms = Sequence[Sequence[float]]
+
+# of reference/linear_cross_entropy.py: elements of a chunk of logits, and what its rows or columns are multiples of
+LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 18, 1 << 25, 16
+
+
+@dataclass(frozen=True)
+class QuickEstimate:
+    """Memory of training by part, in bytes; the fields are those of `Estimate`."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    kept_by_role: Mapping[str, int]
+    step_peak_bytes: int
+    context_bytes: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is alive between forward and backward."""
+        return sum(self.kept_by_role.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """What the card has to have."""
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self.step_peak_bytes + self.context_bytes
+
+
+def with_chunks(sizes: Mapping[str, float]) -> dict[str, float]:
+    """The sizes, and the chunks of logits that follow from them.
+
+    Args:
+        sizes: Of the model and the batch: batch, seq, hidden, ffn, vocab, head, kv_heads, groups, rank, positions,
+            layers.
+    """
+    tokens, vocab = sizes["batch"] * sizes["seq"], sizes["vocab"]
+    return {
+        **sizes,
+        "labels": sizes["seq"] - 1,
+        "columns": _chunk(vocab, tokens, tokens * sizes["hidden"]),
+        "rows": _chunk(tokens, vocab, tokens * vocab // 16),
+        "few_rows": _chunk(tokens, vocab, tokens * vocab // 32),
+    }
+
+
+def _chunk(total: float, others: float, budget: float) -> float:
+    budget = min(max(budget, LEAST_CHUNK), MOST_CHUNK)
+    return min(max(budget // others // ALIGNMENT, 1) * ALIGNMENT, total)
+
+
+def term_values(terms: Sequence[Mapping[str, int]], sizes: Mapping[str, float]) -> list[float]:
+    """Each product of sizes."""
+    values = []
+    for term in terms:
+        value = 1.0
+        for name, power in term.items():
+            value *= sizes[name] ** power
+        values.append(value)
+    return values
+
+
+def total(polynomial: Terms, values: Sequence[float]) -> float:
+    """A sum of products of sizes."""
+    return sum(coefficient * values[int(term)] for term, coefficient in polynomial)
+
+
+def evaluate(
+    data: Mapping[str, Any], case: Mapping[str, int], optimizer: str, sizes: Mapping[str, float]
+) -> QuickEstimate:
+    """The estimate of one case of an architecture class at some sizes.
+
+    Args:
+        data: The class's file of `data/`.
+        case: The numbers of its "state" and its "step".
+        optimizer: Name of an optimizer.
+        sizes: As for `with_chunks`.
+    """
+    values = term_values(data["terms"], with_chunks(sizes))
+    state, step = data["states"][case["state"]], data["steps"][case["step"]]
+    return QuickEstimate(
+        weights_bytes=round(total(state["weights"], values)),
+        gradients_bytes=round(total(state["gradients"], values)),
+        optimizer_bytes=round(total(state[optimizer], values)),
+        kept_by_role={role: round(total(terms, values)) for role, terms in step["kept"].items()},
+        step_peak_bytes=round(max(total(terms, values) for terms in step["moments"])),
+        context_bytes=data["context_bytes"],
+    )
+
+
+def largest(needed: Callable[[int], int], room: int, most: int) -> int:
+    """The largest number from 1 to `most` whose bytes fit into `room`, 0 if none does; `needed` grows with it."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if needed(middle) <= room else (low, middle)
+    return low

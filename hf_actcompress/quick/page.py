@@ -1,0 +1,42 @@
+"""The page: one file that holds the data, the formula in JavaScript and a form, and fetches nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .cards import CARDS
+from .headroom import HEADROOM
+from .question import classes
+
+_HERE = Path(__file__).parent
+
+
+def page() -> str:
+    """The HTML text."""
+    data = {
+        "classes": classes(),
+        "presets": _json("presets.json"),
+        "strategies": _json("strategies.json"),
+        "cards": {name: mebibytes * 2**20 for name, mebibytes in CARDS.items()},
+        "headroom": HEADROOM,
+    }
+    parts = {
+        "/*STYLE*/": _resource("style.css"),
+        # no text of the data may end the script
+        "/*DATA*/": f"const DATA = {json.dumps(data, separators=(',', ':'))};".replace("</", "<\\/"),
+        "/*FORMULA*/": _resource("formula.js"),
+        "/*VIEW*/": _resource("view.js"),
+    }
+    text = _resource("page.html")
+    for mark, part in parts.items():
+        text = text.replace(mark, part)
+    return text
+
+
+def _resource(name: str) -> str:
+    return (_HERE / "resources" / name).read_text(encoding="utf-8")
+
+
+def _json(name: str) -> object:
+    return json.loads((_HERE / name).read_text(encoding="utf-8"))

@@ -1,0 +1,174 @@
+"""What is asked of the formula, and what of the data answers it. Without torch and transformers.
+
+`resources/formula.js` holds the same in JavaScript.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelConfigError, UnknownOptionError
+from .formula import QuickEstimate, evaluate
+
+_FOLDER = Path(__file__).parent / "data"
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_LORA_RANK = 8
+
+
+@cache
+def classes() -> dict[str, dict[str, Any]]:
+    """Architecture class -> its data."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(_FOLDER.glob("*.json"))}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model and how it is trained.
+
+    Args:
+        name: Architecture class.
+        data: The class's data.
+        key: Of the cases: variant, kind of heads, mode.
+        sizes: Of the model, and the adapters' rank.
+        window: Tokens that attention reaches back; None: all.
+    """
+
+    name: str
+    data: Mapping[str, Any]
+    key: str
+    sizes: Mapping[str, int]
+    window: int | None
+
+    @property
+    def strategies(self) -> list[str]:
+        """Their names."""
+        return list(self.data["cases"][self.key])
+
+    @property
+    def most_tokens(self) -> int:
+        """How long a sequence may be."""
+        return min(self.sizes["positions"], self.window or self.sizes["positions"])
+
+    def answer(self, strategy: str, batch_size: int, seq_len: int, optimizer: str = "adamw") -> QuickEstimate:
+        """The estimate.
+
+        Raises:
+            ModelConfigError: The model has learned positions and not so many, or windows that are shorter.
+            UnknownOptionError: Unknown strategy or optimizer.
+        """
+        cases = self.data["cases"][self.key]
+        if strategy not in cases:
+            raise UnknownOptionError("strategy", strategy, cases)
+        if optimizer not in self.data["optimizers"]:
+            raise UnknownOptionError("optimizer", optimizer, self.data["optimizers"])
+        self.check_length(seq_len)
+        return evaluate(self.data, cases[strategy], optimizer, {**self.sizes, "batch": batch_size, "seq": seq_len})
+
+    def check_length(self, seq_len: int) -> None:
+        """Raise ModelConfigError if the formula does not hold for such a sequence."""
+        if self.data["learned_positions"] and seq_len > self.sizes["positions"]:
+            raise ModelConfigError(f"{self.name} has learned positions for {self.sizes['positions']:,} tokens")
+        if self.window is not None and seq_len > self.window:
+            raise ModelConfigError(
+                f"its attention reaches {self.window:,} tokens back, and the formula holds up to that many; "
+                "`estimate` without it counts the masks that longer sequences need"
+            )
+
+
+def question(
+    config: Mapping[str, Any],
+    dtype: str | None = None,
+    autocast: str | None = None,
+    lora: bool | int | None = None,
+    quantization: str | None = None,
+) -> Question:
+    """What the data have on a model.
+
+    Args:
+        config: What its config.json holds.
+        dtype, autocast, lora, quantization: As for `estimate`.
+
+    Raises:
+        ModelConfigError: There is no formula for the class, or not for a model of this config or this training.
+    """
+    name = _class_of(config)
+    data = classes()[name]
+    values = {**data["defaults"], **config}
+    _check_structure(name, data, values)
+    variant = _variant(data, values)
+    sizes = _sizes(data["fields"], values)
+    if data["head"] not in (None, sizes["head"]):
+        raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
+    sizes["rank"] = _LORA_RANK if lora is True or not lora else int(lora)
+    mode = _mode(dtype or values.get("dtype") or values.get("torch_dtype"), autocast, bool(lora), quantization)
+    key = f"{variant}/{'grouped' if sizes['groups'] > 1 else 'single'}/{mode}"
+    if key not in data["cases"]:
+        raise ModelConfigError(f"there is no formula for {name}, {key}; known: {', '.join(data['cases'])}")
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    return Question(name, data, key, sizes, window)
+
+
+def _class_of(config: Mapping[str, Any]) -> str:
+    known = classes()
+    stated = config.get("architectures") or []
+    for name in stated:
+        if name in known:
+            return str(name)
+    same = [name for name, data in known.items() if data["model_type"] == config.get("model_type")]
+    if same and not stated:
+        return min(same, key=lambda name: known[name]["task"] == "classification")
+    what = ", ".join(stated) or config.get("model_type") or "a config without architectures and model_type"
+    raise ModelConfigError(f"there is no formula for {what}; known: {', '.join(known)}. `estimate` takes any model")
+
+
+def _check_structure(name: str, data: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for field, expected in data["structure"].items():
+        if values.get(field, expected) != expected:
+            raise ModelConfigError(
+                f"the formula of {name} is for {field}={expected!r}, and this config has {values[field]!r}; "
+                "`estimate` takes any model"
+            )
+    if values.get("quantization_config"):
+        raise ModelConfigError("the formula does not read a quantization_config; ask for QLoRA instead")
+
+
+def _variant(data: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    for variant, options in data["variants"].items():
+        if all(values.get(field) == value for field, value in options.items()):
+            return str(variant)
+    raise ModelConfigError(f"there is no formula for such a config; known: {json.dumps(data['variants'])}")
+
+
+def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, int]:
+    found: dict[str, Any] = {size: values.get(field) for size, field in fields.items()}
+    for size in ("layers", "hidden", "heads", "vocab", "positions"):
+        if not isinstance(found[size], int) or found[size] < 1:
+            raise ModelConfigError(f"the config has no {fields[size]} above 0: {found[size]!r}")
+    hidden, heads = found["hidden"], found["heads"]
+    kv_heads = found.get("kv_heads") or heads
+    found |= {"ffn": found["ffn"] or 4 * hidden, "head": found.get("head") or hidden // heads}
+    if heads % kv_heads:
+        raise ModelConfigError(f"{heads} heads are not a multiple of {kv_heads} heads of keys")
+    del found["heads"]
+    return {**found, "kv_heads": kv_heads, "groups": heads // kv_heads}
+
+
+def _mode(dtype: str | None, autocast: str | None, lora: bool, quantization: str | None) -> str:
+    name = str(dtype or "float32").removeprefix("torch.")
+    half = _DTYPES.get(name, name) in ("bfloat16", "float16")
+    if quantization is not None and (quantization != "nf4" or not lora or not half):
+        raise ModelConfigError("the formula for quantised weights is that of QLoRA: nf4 under bf16 or fp16")
+    if half and not autocast:
+        return "qlora" if quantization else "lora" if lora else "bf16"
+    if autocast and not lora:
+        return "autocast"
+    raise ModelConfigError(
+        f"there is no formula for weights in {name}{' with LoRA' if lora else ''}: "
+        "use bf16 or fp16 weights, or autocast over fp32 ones without LoRA"
+    )

@@ -1,0 +1,164 @@
+// The formula of quick/formula.py and quick/question.py. A test runs both on the same inputs.
+"use strict";
+
+const LEAST_CHUNK = 2 ** 18, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8;
+const HALF = ["bf16", "bfloat16", "fp16", "float16", "half"];
+
+function chunk(total, others, budget) {
+  const bounded = Math.min(Math.max(budget, LEAST_CHUNK), MOST_CHUNK);
+  return Math.min(Math.max(Math.floor(Math.floor(bounded / others) / ALIGNMENT), 1) * ALIGNMENT, total);
+}
+
+function withChunks(sizes) {
+  const tokens = sizes.batch * sizes.seq, vocab = sizes.vocab;
+  return {
+    ...sizes,
+    labels: sizes.seq - 1,
+    columns: chunk(vocab, tokens, tokens * sizes.hidden),
+    rows: chunk(tokens, vocab, Math.floor((tokens * vocab) / 16)),
+    few_rows: chunk(tokens, vocab, Math.floor((tokens * vocab) / 32)),
+  };
+}
+
+function termValues(terms, sizes) {
+  return terms.map((term) => Object.entries(term).reduce((value, [name, power]) => value * sizes[name] ** power, 1));
+}
+
+function total(polynomial, values) {
+  return polynomial.reduce((sum, [term, coefficient]) => sum + coefficient * values[term], 0);
+}
+
+function evaluate(data, found, optimizer, sizes) {
+  const values = termValues(data.terms, withChunks(sizes));
+  const state = data.states[found.state], step = data.steps[found.step];
+  const bytes = (polynomial) => Math.round(total(polynomial, values));
+  const kept = Object.fromEntries(Object.entries(step.kept).map(([role, terms]) => [role, bytes(terms)]));
+  const answer = {
+    weights_bytes: bytes(state.weights),
+    gradients_bytes: bytes(state.gradients),
+    optimizer_bytes: bytes(state[optimizer]),
+    kept_by_role: kept,
+    kept_bytes: Object.values(kept).reduce((sum, size) => sum + size, 0),
+    step_peak_bytes: Math.max(...step.moments.map(bytes)),
+    context_bytes: data.context_bytes,
+  };
+  answer.device_bytes = answer.weights_bytes + answer.gradients_bytes + answer.optimizer_bytes
+    + answer.step_peak_bytes + answer.context_bytes;
+  return answer;
+}
+
+function largest(needed, room, most) {
+  let low = 0, high = most + 1;
+  while (high - low > 1) {
+    const middle = Math.floor((low + high) / 2);
+    if (needed(middle) <= room) low = middle; else high = middle;
+  }
+  return low;
+}
+
+function classOf(classes, config) {
+  const stated = config.architectures || [];
+  const named = stated.find((name) => Object.hasOwn(classes, name));
+  if (named) return named;
+  const same = Object.keys(classes).filter((name) => classes[name].model_type === config.model_type);
+  if (same.length && !stated.length) return same.find((name) => classes[name].task !== "classification") || same[0];
+  const what = stated.join(", ") || config.model_type || "a config without architectures and model_type";
+  throw new Error(`There is no formula for ${what}; known: ${Object.keys(classes).join(", ")}. `
+    + "`hf-actcompress estimate` takes any model.");
+}
+
+// what is written in Python as None, and left out in a config, is the same here
+const value = (values, field) => (values[field] === undefined ? null : values[field]);
+
+function checkStructure(name, data, values) {
+  for (const [field, expected] of Object.entries(data.structure)) {
+    if (field in values && values[field] !== expected) {
+      throw new Error(`The formula of ${name} is for ${field}=${expected}, and this config has ${values[field]}; `
+        + "`hf-actcompress estimate` takes any model.");
+    }
+  }
+  if (values.quantization_config) {
+    throw new Error("The formula does not read a quantization_config; choose QLoRA instead.");
+  }
+}
+
+function variantOf(data, values) {
+  for (const [variant, options] of Object.entries(data.variants)) {
+    if (Object.entries(options).every(([field, wanted]) => value(values, field) === wanted)) return variant;
+  }
+  throw new Error(`There is no formula for such a config; known: ${JSON.stringify(data.variants)}`);
+}
+
+function sizesOf(fields, values) {
+  const found = Object.fromEntries(Object.entries(fields).map(([size, field]) => [size, value(values, field)]));
+  for (const size of ["layers", "hidden", "heads", "vocab", "positions"]) {
+    if (!Number.isInteger(found[size]) || found[size] < 1) {
+      throw new Error(`The config has no ${fields[size]} above 0: ${found[size]}`);
+    }
+  }
+  const { heads, ...rest } = found;
+  const kvHeads = found.kv_heads || heads;
+  if (heads % kvHeads) throw new Error(`${heads} heads are not a multiple of ${kvHeads} heads of keys`);
+  return {
+    ...rest,
+    ffn: found.ffn || 4 * found.hidden,
+    head: found.head || Math.floor(found.hidden / heads),
+    kv_heads: kvHeads,
+    groups: heads / kvHeads,
+  };
+}
+
+function modeOf(dtype, autocast, lora, quantization) {
+  const name = String(dtype || "float32").replace("torch.", "");
+  const half = HALF.includes(name);
+  if (quantization && (quantization !== "nf4" || !lora || !half)) {
+    throw new Error("The formula for quantised weights is that of QLoRA: nf4 under bf16 or fp16.");
+  }
+  if (half && !autocast) return quantization ? "qlora" : lora ? "lora" : "bf16";
+  if (autocast && !lora) return "autocast";
+  throw new Error(`There is no formula for weights in ${name}${lora ? " with LoRA" : ""}: `
+    + "use bf16 or fp16 weights, or autocast over fp32 ones without LoRA.");
+}
+
+function question(classes, config, training) {
+  const name = classOf(classes, config), data = classes[name];
+  const values = { ...data.defaults, ...config };
+  checkStructure(name, data, values);
+  const variant = variantOf(data, values);
+  const sizes = sizesOf(data.fields, values);
+  if (data.head !== null && data.head !== sizes.head) {
+    throw new Error(`The formula of ${name} is for heads of ${data.head} features, not ${sizes.head}`);
+  }
+  const { dtype, autocast, lora, quantization } = training;
+  sizes.rank = Number.isInteger(lora) && lora > 0 ? lora : LORA_RANK;
+  const mode = modeOf(dtype || values.dtype || values.torch_dtype, autocast, Boolean(lora), quantization);
+  const key = `${variant}/${sizes.groups > 1 ? "grouped" : "single"}/${mode}`;
+  if (!(key in data.cases)) {
+    throw new Error(`There is no formula for ${name}, ${key}; known: ${Object.keys(data.cases).join(", ")}`);
+  }
+  const window = (values.use_sliding_window ?? true) ? value(values, "sliding_window") : null;
+  return { name, data, key, sizes, window };
+}
+
+function mostTokens(asked) {
+  const limits = [asked.sizes.positions, asked.window].filter(Boolean);
+  return Math.min(...limits);
+}
+
+function checkLength(asked, seqLen) {
+  if (asked.data.learned_positions && seqLen > asked.sizes.positions) {
+    throw new Error(`${asked.name} has learned positions for ${asked.sizes.positions} tokens.`);
+  }
+  if (asked.window && seqLen > asked.window) {
+    throw new Error(`Its attention reaches ${asked.window} tokens back, and the formula holds up to that many; `
+      + "`hf-actcompress estimate` counts the masks that longer sequences need.");
+  }
+}
+
+function answer(asked, strategy, batchSize, seqLen, optimizer = "adamw") {
+  checkLength(asked, seqLen);
+  const sizes = { ...asked.sizes, batch: batchSize, seq: seqLen };
+  return evaluate(asked.data, asked.data.cases[asked.key][strategy], optimizer, sizes);
+}
+
+if (typeof module !== "undefined") module.exports = { question, answer, largest, mostTokens };

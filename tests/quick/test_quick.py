@@ -1,0 +1,180 @@
+"""The formula beside `estimate`, in Python and in the page's JavaScript, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_actcompress.errors import ModelConfigError
+from hf_actcompress.quick import formula, page
+from hf_actcompress.quick.question import classes, question
+from tests.cli.invoke import run
+from tests.quick.reference import FILE, MODES, PRESETS, STRATEGIES, estimated
+
+HERE, RESOURCES = Path(__file__).parent, Path(page.__file__).parent / "resources"
+CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
+WITHIN = 0.03
+ROOM = 24 * 2**30
+LLAMA = PRESETS["Llama-3.2-1B"]
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+
+
+def named(case: dict[str, Any]) -> str:
+    return f"{case['model']}-{case['mode']}-{case['strategy']}"
+
+
+def answered(case: dict[str, Any]) -> formula.QuickEstimate:
+    asked = question(PRESETS[case["model"]], **MODES[case["mode"]])
+    return asked.answer(case["strategy"], case["batch_size"], case["seq_len"], case["optimizer"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_within_three_percent_of_the_estimate(case):
+    found = answered(case)
+    assert found.device_bytes == pytest.approx(case["device_bytes"], rel=WITHIN)
+    assert found.kept_bytes == pytest.approx(case["kept_bytes"], rel=WITHIN, abs=2**20)
+
+
+@pytest.mark.daily(40)
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_the_reference_is_what_the_estimate_says_today(case):
+    for name, size in estimated(case).items():
+        assert size == pytest.approx(case[name], rel=0.002), name
+
+
+def test_every_class_and_strategy_has_a_reference():
+    assert {PRESETS[case["model"]]["architectures"][0] for case in CASES} == set(classes())
+    assert {case["strategy"] for case in CASES} == set(STRATEGIES) and len({case["model"] for case in CASES}) >= 20
+    assert {case["mode"] for case in CASES} == set(MODES)
+
+
+REFUSED = {
+    "class": ({"architectures": ["OtherForCausalLM"]}, {}, "no formula for OtherForCausalLM; known: "),
+    "nothing": ({}, {}, "no formula for a config without"),
+    "structure": ({**LLAMA, "attention_bias": True}, {}, "attention_bias"),
+    "quantised": ({**LLAMA, "quantization_config": {"bits": 4}}, {}, "QLoRA"),
+    "heads": ({**LLAMA, "num_key_value_heads": 7}, {}, "multiple"),
+    "sizes": ({**LLAMA, "num_hidden_layers": 0}, {}, "num_hidden_layers"),
+    "dtype": (LLAMA, {"dtype": "float32"}, "no formula for weights in float32"),
+    "int8": (LLAMA, {"quantization": "int8", "lora": True}, "nf4"),
+    "head": ({**PRESETS["GPT-2"], "n_head": 6}, {"dtype": "bf16"}, "heads of 64"),
+    "positions": ({**PRESETS["GPT-2"], "n_positions": 64}, {"dtype": "bf16"}, "learned positions"),
+    "window": ({**PRESETS["Mistral-7B-v0.3"], "sliding_window": 64}, {}, "tokens back"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_it_does_not_know(name):
+    config, training, message = REFUSED[name]
+    with pytest.raises(ModelConfigError, match=message):
+        question(config, **training).answer("exact", 2, 128)
+
+
+@needs_node
+def test_the_page_computes_the_same():
+    """Every case, and every refusal."""
+    questions = [
+        {
+            "config": PRESETS[case["model"]], "training": MODES[case["mode"]], "strategy": case["strategy"],
+            "batch": case["batch_size"], "seq": case["seq_len"], "optimizer": case["optimizer"], "room": ROOM,
+        }
+        for case in CASES
+    ]  # fmt: skip
+    common = {"strategy": "exact", "batch": 2, "seq": 128, "optimizer": "adamw", "room": ROOM}
+    refused = [{"config": config, "training": training, **common} for config, training, _ in REFUSED.values()]
+    text = json.dumps({"classes": classes(), "questions": questions + refused})
+    command = ["node", str(HERE / "run.js"), str(RESOURCES / "formula.js")]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    answers = json.loads(done.stdout)
+    for case, there in zip(CASES, answers, strict=False):
+        here = answered(case)
+        assert there["kept_by_role"].keys() == here.kept_by_role.keys()
+        for part in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "step_peak_bytes", "device_bytes"):
+            assert there[part] == pytest.approx(getattr(here, part), abs=8), named(case)
+        most = formula.largest(lambda b, c=case: answered({**c, "batch_size": b}).device_bytes, ROOM, 1024)
+        assert there["largest"] == most
+    for there, (_, _, message) in zip(answers[len(CASES) :], REFUSED.values(), strict=True):
+        assert message in there["error"]
+
+
+def test_the_page_is_one_file_that_fetches_nothing(tmp_path):
+    path = tmp_path / "page.html"
+    assert run("page", "--out", str(path)).exit_code == 0
+    text = path.read_text()
+    assert not re.search(r"https?://|\bsrc=|<link|@import|url\(|fetch\(|XMLHttpRequest", text)
+    assert text.count("</script>") == 3 and "/*" + "DATA*/" not in text
+
+
+@needs_node
+def test_what_the_page_shows(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(page.page())
+    pasted = [json.dumps(LLAMA), '{"architectures": ["OtherForCausalLM"]}', "{", "[]"]
+    done = subprocess.run(
+        ["node", str(HERE / "view.js"), str(path), *pasted], capture_output=True, text=True, check=True
+    )
+    first, llama, *refused = json.loads(done.stdout)
+    assert not first["hidden"] and not first["problem"]
+    expected = question(LLAMA, dtype="bf16")
+    peaks = [expected.answer(strategy, 4, 512).device_bytes for strategy in expected.strategies]
+    assert [row[0] for row in llama["rows"]] == expected.strategies
+    assert [row[1] for row in llama["rows"]] == [f"{peak / 2**30:.2f} GiB" for peak in peaks]
+    compile(llama["code"], "the code to copy", "exec")
+    assert 'patch_model(model, "exact")' in llama["code"]
+    for shown, message in zip(refused, ("no formula for OtherForCausalLM", "no JSON", "JSON object"), strict=True):
+        assert shown["hidden"] and message in shown["problem"]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
+def test_a_browser_shows_it(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(page.page())
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run([*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, check=True)
+    asked = question(next(iter(PRESETS.values())), dtype="bf16")
+    for strategy in asked.strategies:
+        peak = asked.answer(strategy, 4, 512).device_bytes / 2**30
+        assert f'<th scope="row">{strategy}</th><td class="number">{peak:.2f} GiB</td>' in done.stdout
+
+
+def test_the_command_answers_without_torch(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom hf_actcompress.cli import app\n"
+        f"sizes = ['--batch-size', '4', '--seq-len', '2048', '--gpu', 'rtx4090', '--max-context', '--json']\n"
+        f"result = CliRunner().invoke(app, ['estimate', {str(path)!r}, '--quick', *sizes])\n"
+        "assert result.exit_code == 0, result.output\nprint(result.stdout)\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    rows = {row["strategy"]: row for row in json.loads(done.stdout)["rows"]}
+    asked = question(LLAMA)
+    for strategy, row in rows.items():
+        room, at = 24564 * 2**20, row["largest_batch_size"]
+        assert row["peak_bytes"] == asked.answer(strategy, 4, 2048).device_bytes
+        assert asked.answer(strategy, at, 2048).device_bytes <= room < asked.answer(strategy, at + 1, 2048).device_bytes
+        longest = row["longest_sequences"]
+        assert (
+            asked.answer(strategy, 4, longest).device_bytes
+            <= room
+            < asked.answer(strategy, 4, longest + 64).device_bytes
+        )
+
+
+def test_the_command_says_what_it_cannot(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"architectures": ["OtherForCausalLM"], "model_type": "other"}))
+    unknown = run("estimate", str(path), "--quick")
+    assert unknown.exit_code == 3 and "no formula for OtherForCausalLM" in unknown.stderr
+    path.write_text(json.dumps(LLAMA))
+    assert run("estimate", str(path), "--quick", "--engine", "compile").exit_code == 2
+    assert run("estimate", str(path), "--quick", "--gpu", "1GiB").exit_code == 1
