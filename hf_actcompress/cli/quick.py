@@ -141,7 +141,7 @@ def _show(
                    "largest_batch_size": "largest batch", "longest_sequences": "longest"}  # fmt: skip
         shown = [name for name in columns if name in rows[0]]
         texts = [[columns[name] for name in shown], *([_text(name, row) for name in shown] for row in rows)]
-        widths = {column: max(map(len, of_column)) for column, of_column in zip(texts[0], zip(*texts), strict=True)}
+        widths = {column: max(len(line[i]) for line in texts) for i, column in enumerate(texts[0])}
         for line in texts:
             Rows(widths, _RIGHT).echo(line)
     return room is None or any(row["fits"] for row in rows)

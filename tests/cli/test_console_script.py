@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import hf_actcompress
 from hf_actcompress.cli import app
-from hf_actcompress.cli.common import Exit, echo_table
+from hf_actcompress.cli.common import Exit, Rows
 from tests.cli.invoke import run
 
 
@@ -169,14 +169,11 @@ def test_env_of_a_checkout_that_is_not_installed(monkeypatch):
     assert result.exit_code == 0 and "not installed, runs from its source" in result.stdout
 
 
-def test_tables_on_a_terminal(monkeypatch, capsys):
-    rows = [("a [b]", "1"), ("long name", "22")]
-    echo_table(("name", "size"), rows, ("size",))
+def test_rows_are_aligned_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Rows({"name": 9, "size": 2}, ("size",))
+    for row in (("name", "size"), ("a [b]", "1"), ("long name", "22")):
+        rows.echo(row)
     assert capsys.readouterr().out == "name       size\na [b]         1\nlong name    22\n"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    echo_table(("name", "size"), rows, ("size",))
-    shown = capsys.readouterr().out
-    assert "a [b]" in shown and "─" in shown
 
 
 def test_the_package_logs_afterwards_as_before(tmp_path: Path) -> None:
