@@ -95,11 +95,10 @@ def estimate(
         raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
     writable("--html", html)
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
-    options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank)}
-    options |= {"quantization": quantization_of(quantization, qlora), "trust_remote_code": trust_remote_code}
+    options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank), "trust_remote_code": trust_remote_code}
+    options["quantization"] = quantization_of(quantization, qlora)
     if quick:
-        by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
-        return
+        return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
     columns = _columns(room, max_context)
     printed = None if as_json else Rows({name: _WIDTHS.get(name, 0) for name in columns}, _RIGHT)
     with exit_codes(), frozen_imports():

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from ..errors import ModelConfigError
 from ..models.adapters import with_lora
 from ..private_apis import FakeTensorMode
+from .estimating.batch import fake_batch
 from .estimating.source import dtype_of, skeleton
-from .estimating.step import Setting, fake_batch
+from .estimating.step import Setting
 from .report import readable_size
 
 # what configs call their number of layers

@@ -5,6 +5,7 @@ It takes some minutes. The test of the formula reads the file, and computes a fe
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,5 +68,6 @@ def estimated(case: dict[str, Any]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     lines = [json.dumps({**case, **estimated(case)}) for case in cases()]
     FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ...config import CompressionConfig
-from ...errors import ModelConfigError
 from ...models.checkpointing import below, checkpointable
 from ...models.probe import Answers, answers_kept
 from ...models.root import name_default_loss
@@ -27,6 +25,7 @@ from ...reference.device_rules import under_rules
 from ..allocator import loss_of
 from ..attribution import module_roles, role_of
 from ..saved import saved_tensors, storages
+from .batch import fake_batch
 from .compiled import CompiledStep
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
 from .fake_kernels import KernelResults
@@ -277,31 +276,3 @@ class _Eager:
 
 def _autocast(setting: Setting) -> torch.autocast:
     return torch.autocast("cpu", dtype=setting.autocast or torch.bfloat16, enabled=setting.autocast is not None)
-
-
-def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode) -> dict[str, Any]:
-    """A batch without padding whose labels all count.
-
-    Raises:
-        ModelConfigError: The model's forward takes no labels, or an input that is not known here.
-    """
-    b, s = setting.batch_size, setting.seq_len
-    outer = model.get_base_model() if hasattr(model, "get_base_model") else model
-    known = inspect.signature(type(outer).forward).parameters
-    name = type(outer).__name__
-    main = getattr(outer, "main_input_name", "input_ids")
-    if "labels" not in known or main not in ("input_ids", "pixel_values"):
-        raise ModelConfigError(
-            f"{name} takes {main} and {'labels' if 'labels' in known else 'no labels'}; an estimate is made for models "
-            "of input_ids or pixel_values that compute their loss from labels (the ...For... classes)"
-        )
-    with mode:
-        one_per_row = "ForSequenceClassification" in name or "ForImageClassification" in name
-        labels = torch.empty((b,) if one_per_row else (b, s), dtype=torch.int64)
-        if main == "input_ids":
-            return {main: torch.empty(b, s, dtype=torch.int64), "labels": labels}
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        size = outer.config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        channels = getattr(outer.config, "num_channels", 3)
-        return {main: torch.empty(b, channels, height, width, dtype=dtype), "labels": labels}
