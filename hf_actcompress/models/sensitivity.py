@@ -109,7 +109,7 @@ def _gradients(
     devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=devices), generators.undisturbed():
         output = forward()
-        loss = output.get("loss") if isinstance(output, dict) else None
+        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return None
         grads = torch.autograd.grad(loss, list(parameters), allow_unused=True)
