@@ -67,11 +67,11 @@ class CompressionConfig:
             Takes 4 bytes per sample, token and linear layer on the host, and a copy of the ids to the host per forward.
             Not in compiled graphs, which sample by x alone.
         refresh_bits: For codecs whose bits are measured (GACT): before the tenth training forward and then before each
-            that is a multiple of this number, measure how much the gradient suffers from each layer's rounding, and
-            set the bits anew. It takes a forward and backward per layer and role, and two copies of the gradient.
-            Nothing is measured where the forward returns no loss, parameters are sharded, or in compiled graphs. A
-            graph of a checkpointed layer that is still to be gone through when bits change raises: one backward per
-            forward. 0 is off: the bits stay equal.
+            that is a multiple of this number, measure how much the gradient suffers from each layer's rounding, and set
+            the bits anew. It takes a forward and backward per layer and role, and two copies of the gradient. Nothing
+            is measured where the forward returns no loss, under reentrant checkpointing, where parameters are sharded,
+            or in compiled graphs. Call backward for one forward before the next one if layers are checkpointed: what
+            was packed before the bits change is not what their recomputation packs. 0 is off: the bits stay equal.
         net: Look at what code without a rule saves, too: keep nothing of it that can be computed again bit by bit, and
             the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
             `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.

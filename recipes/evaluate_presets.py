@@ -4,9 +4,11 @@
     python recipes/evaluate_presets.py --jobs llama --presets exact int8 --seeds 1 --steps 50
 
 The models are a pretrained MiniLM (classification) and a GPT-2- and a Llama-like one trained here first (language
-modelling). Kept bytes are those of the layers in bf16; gradient errors in fp32 with dropout off; step times are medians
-of interleaved steps on this machine; losses are held-out means over seeds, beside stock from the same seeds. Writes
-evaluation-JOB.json as it goes, and goes on from there (jobs may run side by side); then evaluation.md and .png of all.
+modelling). Kept bytes are those of the layers in bf16; gradient errors in fp32 with dropout off, also in units of what
+bf16 autocast does to the gradient of the same batch; step times are medians of interleaved steps on this machine.
+Losses are held-out means over seeds, beside stock from the same seeds: the mean of the paired differences, and its 95%
+confidence interval (Student's t). Writes evaluation-JOB.json as it goes, and goes on from there (jobs may run side by
+side); then evaluation.md and .png of all.
 """
 
 import argparse
@@ -59,6 +61,22 @@ def step_ratio(job: Job, config: CompressionConfig | str, rounds: int) -> float:
     return statistics.median(times[id(ours)][2:]) / statistics.median(times[id(stock)][2:])
 
 
+def gradient(model: Any, batch: dict[str, torch.Tensor], bf16: bool) -> torch.Tensor:
+    """Of all parameters, in one vector; with bf16 under autocast."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        loss = model(**batch).loss
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def bf16_error(job: Job) -> float:
+    """What training in bf16 does to the gradient of the batch on which the presets' errors are measured."""
+    model, batch = without_dropout(copy.deepcopy(job.model)).train(), next(job.batches(0, 1))
+    exact = gradient(model, batch, bf16=False)
+    return float((gradient(model, batch, bf16=True) - exact).norm() / exact.norm())
+
+
 def fine_tuned_loss(job: Job, config: CompressionConfig | str | None, seed: int, steps: int) -> float:
     """Held-out loss after fine-tuning a copy of the job's model; None is stock."""
     run = copy.copy(job)
@@ -104,9 +122,11 @@ def run_job(name: str, args: argparse.Namespace) -> None:
     results = load_results(path, {"seeds": args.seeds, "steps": args.steps, "rounds": args.rounds})
     results["command"] = args.command
     missing = [row for row in ("stock", *args.presets) if row not in results["rows"]]
-    if not missing:
+    if not missing and "bf16_error" in results:
         return
     job = make_job(name, args.steps)
+    results["bf16_error"] = bf16_error(job)
+    path.write_text(json.dumps(results, indent=2) + "\n")
     for row in tqdm(missing, desc=name):
         results["rows"][row] = measure(job, row, args)
         path.write_text(json.dumps(results, indent=2) + "\n")

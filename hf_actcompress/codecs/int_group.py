@@ -21,10 +21,8 @@ ROUNDINGS = ("nearest", "stochastic")
 class IntGroup(Codec):
     """Group quantisation: each group of neighbouring features has its own range, each feature its code in it.
 
-    Mesa (arXiv 2111.11124) is the configuration of 8 bits, stochastic, with groups of the head size: one range per
-    head of q, k and v, and as many chunks of a hidden state. Mesa smooths its ranges over steps, so that a value of
-    today can lie above the range of yesterday, and its packing does not clamp: the code wraps around, and the largest
-    activation comes back as the smallest. Here ranges are always those of the tensor itself, which costs one reading.
+    Ranges are those of the tensor itself, which costs one reading; Mesa's running ranges are `IntRunning`, ActNN's wider
+    codes for wide groups `IntRanked`, GACT's measured bits `IntMeasured`.
 
     Bytes: ``bits / 8 + 4 / group_size`` per element (scale and zero point in bf16), plus ``outliers`` channels in x's
         dtype. bf16 has the range of fp32, where an fp16 scale would overflow. It is rounded outwards, so that nothing

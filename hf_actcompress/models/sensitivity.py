@@ -24,6 +24,8 @@ from ..reference.rng import Generators
 _log = logging.getLogger(__name__)
 # of a group whose rounding is measured; what other widths would do follows from it
 _PROBE = 4
+# what torch says of a gradient with respect to given tensors through reentrant checkpointing
+_REENTRANT = "incompatible with .grad()"
 
 
 def refresh_bits(
@@ -33,7 +35,8 @@ def refresh_bits(
 
     One forward and backward without rounding, and one for each layer and role with the rounding of that alone, on the
     batch in hand. Parameters, their ``.grad``, buffers and the generators stay as they are. Nothing is done where the
-    forward returns no loss, where parameters are sharded, and while a report watches what is saved.
+    forward returns no loss or is checkpointed in torch's reentrant way, where parameters are sharded, and while a
+    report watches what is saved.
 
     Args:
         model: The PreTrainedModel that is called, in training.
@@ -51,17 +54,19 @@ def refresh_bits(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not widths or not parameters or not _can_be_measured(model, parameters):
         return
-    before = [width.bits for width in widths.values()]
-    found = None
+    before = {place: width.bits for place, width in widths.items()}
+    found: dict[str, Sensitivity] = {}
     try:
         with _buffers_restored(model):
             found = _sensitivities(widths, partial(_gradients, model, forward, parameters, generators))
+    except RuntimeError as error:
+        if _REENTRANT not in str(error):
+            raise
+        _say_left(type(model).__name__, "its checkpointing is reentrant (use_reentrant=False can be measured)")
     finally:
-        chosen = before if found is None else allocate(found, mean_bits(config))
-        for index, (width, bits) in enumerate(zip(widths.values(), chosen, strict=True)):
-            width.bits, width.elements = bits, found[index].elements if found is not None else 0
-    if found is None:
-        _say_no_loss(type(model).__name__)
+        chosen = dict(zip(found, allocate(list(found.values()), mean_bits(config)), strict=True))
+        for place, width in widths.items():
+            width.bits = chosen.get(place, before[place])
 
 
 def mean_bits(config: CompressionConfig) -> float:
@@ -78,27 +83,25 @@ def _can_be_measured(model: nn.Module, parameters: Sequence[Tensor]) -> bool:
     return plain and not any(is_sharded(module) for module in model.modules())
 
 
-def _sensitivities(widths: dict[str, Width], gradients: Callable[[], list[Tensor] | None]) -> list[Sensitivity] | None:
-    """What 4 bits do at each place; None if the forward returns no loss."""
+def _sensitivities(widths: dict[str, Width], gradients: Callable[[], list[Tensor] | None]) -> dict[str, Sensitivity]:
+    """What 4 bits do at each place where something is stored; nothing if the forward returns no loss."""
     for width in widths.values():
         width.bits, width.elements = 0, 0
     exact = gradients()
     if exact is None:
-        return None
-    norm, found = _norm(exact), []
-    # the next passes count them again
-    elements = {place: width.elements for place, width in widths.items()}
-    for place, width in widths.items():
-        error = 0.0
-        if elements[place]:
-            width.bits = _PROBE
-            rounded = gradients()
-            assert rounded is not None
-            error = _norm([a - b for a, b in zip(rounded, exact, strict=True)]) / max(norm, 1e-30)
-            width.bits = 0
+        return {}
+    # the next passes count them again; of two towers only one may run
+    elements = {place: width.elements for place, width in widths.items() if width.elements}
+    norm, found = _norm(exact), {}
+    for place, count in elements.items():
+        widths[place].bits = _PROBE
+        rounded = gradients()
+        assert rounded is not None
+        widths[place].bits, widths[place].elements = 0, count
+        error = _norm([a - b for a, b in zip(rounded, exact, strict=True)]) / max(norm, 1e-30)
         layer, _, role = place.rpartition(" ")
         # of a batch that overflows nothing is learnt
-        found.append(Sensitivity(layer, role, elements[place], error if math.isfinite(error) else 0.0))
+        found[place] = Sensitivity(layer, role, count, error if math.isfinite(error) else 0.0)
     return found
 
 
@@ -109,8 +112,9 @@ def _gradients(
     devices = {p.device.index or 0 for p in model.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices=devices), generators.undisturbed():
         output = forward()
-        loss = output.get("loss") if isinstance(output, dict) else None
+        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
+            _say_left(type(model).__name__, "its forward returns no loss (pass labels to it)")
             return None
         grads = torch.autograd.grad(loss, list(parameters), allow_unused=True)
     return [g for g in grads if g is not None]
@@ -132,8 +136,5 @@ def _buffers_restored(model: nn.Module) -> Iterator[None]:
 
 
 @cache
-def _say_no_loss(model: str) -> None:
-    _log.warning(
-        "the bits of %s stay as they are: its forward returns no loss (pass labels to it), so nothing can be measured",
-        model,
-    )
+def _say_left(model: str, reason: str) -> None:
+    _log.warning("the bits of %s stay as they are, because nothing can be measured: %s", model, reason)

@@ -142,6 +142,21 @@ def test_the_measurement_leaves_no_trace() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_measured_under_checkpointing(reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """torch's reentrant way takes no gradient but that of a whole backward: training goes on without."""
+    model, batch = FAMILY.build(torch.float32), FAMILY.make_batch("none")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    patch_model(model, MEASURED)
+    for _ in range(11):
+        assert gradient(model, batch).isfinite().all()
+    root = root_of(model)
+    assert root is not None and ({w.bits for w in root.generators.learnt.values()} == {4}) == reentrant
+    assert ("reentrant" in caplog.text) == reentrant
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_without_a_loss_bits_stay(caplog: pytest.LogCaptureFixture) -> None:
     batch = {name: x for name, x in FAMILY.make_batch("none").items() if name != "labels"}
     model = patch_model(FAMILY.build(torch.float32), MEASURED)

@@ -2,10 +2,12 @@
 
 Inverted Activations report BERT-base at 16 x 512 tokens in fp32 with 23.1% less, and a Mistral-7B in 4-bit weights at
 1 x 4096 tokens with 15.7% less, after a forward. Tempo's four techniques are about BERT-large with eager attention.
+In-Place ABN keeps one tensor per convolution, BatchNorm and activation; so does `exact` (``-s -k in_place`` prints it).
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.bert import modeling_bert
 from transformers.models.mistral import modeling_mistral
 
-from hf_actcompress import patch_model, patch_report
+from hf_actcompress import memory_report, patch_model, patch_report
 from tests.slopes import VOCAB, bert, slope
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -222,3 +224,57 @@ def test_tempo_on_bert_large_with_the_masks_of_cuda() -> None:
     kept = Kept(mask=1)
     assert kept.stock <= stock <= kept.stock + 0.02
     assert (kept.stock, kept.tempo) == (138, 72.5)
+
+
+# -- In-Place Activated BatchNorm --------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Convolution, BatchNorm, activation, several times: what In-Place ABN (arXiv 1712.02616) is about."""
+
+    def __init__(self, layers: int, activation: type[nn.Module]) -> None:
+        super().__init__()
+        parts = [(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS), activation())] * layers
+        self.layers = nn.Sequential(*(copy.deepcopy(part) for layer in parts for part in layer))
+        self.last = nn.Conv2d(CHANNELS, 1, 1)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.layers(pixel_values)).mean()
+        return loss
+
+
+IMAGES, CHANNELS, SIDE = 2, 32, 48
+
+# bytes per element of a feature map and layer, in fp32. In-Place ABN keeps the activation's output alone, which the
+# next convolution reads, and inverts activation and BatchNorm: so it takes invertible activations, such as a leaky ReLU
+# in place of a ReLU. Ours keeps the BatchNorm's input alone, and makes the output again, of any activation
+IN_PLACE_ABN = 4.0
+
+
+@pytest.mark.parametrize(
+    ("activation", "stock"),
+    [
+        # the BatchNorm's input, and the activation's output, of which a ReLU reads its sign
+        (nn.ReLU, 8.0),
+        # and the activation's input, where that does not work in place
+        (nn.LeakyReLU, 12.0),
+        (nn.SiLU, 12.0),
+    ],
+)
+def test_in_place_abn(activation: type[nn.Module], stock: float) -> None:
+    """`exact` keeps what In-Place ABN keeps, by memory_report, with gradients that are stock's bit by bit."""
+    pixels = torch.randn(IMAGES, CHANNELS, SIDE, SIDE, requires_grad=True)
+    reports = [memory_report(Chain(layers, activation).train(), {"pixel_values": pixels}) for layers in (2, 4)]
+    elements = 2 * IMAGES * CHANNELS * SIDE * SIDE
+    stock_kept, ours = (
+        (getattr(reports[1], name) - getattr(reports[0], name)) / elements for name in ("stock_bytes", "patched_bytes")
+    )
+    # mean and 1 / deviation of each channel, in fp32
+    statistics = 2 * 2 * CHANNELS * 4 / elements
+    print(f"{activation.__name__}: stock {stock_kept:.3f}, ours {ours:.3f}, In-Place ABN {IN_PLACE_ABN} bytes")
+    assert stock_kept == pytest.approx(stock + statistics, abs=0.01)
+    assert ours == pytest.approx(IN_PLACE_ABN + statistics, abs=0.01)
+    model = Chain(2, activation).train()
+    patched = patch_model(copy.deepcopy(model))
+    grads = [torch.autograd.grad(m(pixels), [pixels, *m.parameters()]) for m in (model, patched)]
+    assert all(map(torch.equal, *grads))

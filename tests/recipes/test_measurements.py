@@ -79,9 +79,15 @@ def test_evaluate_presets(tmp_path: Path) -> None:
     assert rows["int8"]["kept_h"] < rows["exact"]["kept_h"] < rows["stock"]["kept_h"]
     assert rows["exact"]["losses"] == pytest.approx(rows["stock"]["losses"], rel=1e-5)
     assert rows["exact"]["gradient_error"] < 1e-4 < rows["int8"]["gradient_error"] < 0.05
-    assert (tmp_path / "evaluation.png").stat().st_size > 1000 and "| int8 |" in (
-        tmp_path / "evaluation.md"
-    ).read_text()
+    # 8 bits of mantissa, through some layers
+    own = json.loads(path.read_text())["bf16_error"]
+    assert 2**-9 < own < 0.1
+    table = (tmp_path / "evaluation.md").read_text()
+    assert f"| {rows['int8']['gradient_error'] / own:.2f} |" in table
+    assert (tmp_path / "evaluation.png").stat().st_size > 1000 and "| int8 |" in table
+    # of 1, 2, 3: Student's t of 2 degrees of freedom, times 1 / sqrt(3)
+    report = importlib.import_module("common.evaluation_report")
+    assert report.interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
     # a second run has nothing left to measure
     before = path.stat().st_mtime_ns
     recipe.main([*options, "--output-dir", str(tmp_path)])
