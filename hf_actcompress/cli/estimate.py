@@ -104,11 +104,16 @@ def estimate(
     with exit_codes(), frozen_imports():
         found = _Table(model, columns, room, gpu)
         _fill(found, printed, batch_size, seq_len, max_context, preset or [], options)
-        echo_json(_as_data(found)) if as_json else _explain(found)
-        if html is not None:
-            _write_page(html, found)
+        _finish(found, as_json, html)
     if not found.fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
+
+
+def _finish(found: _Table, as_json: bool, html: Path | None) -> None:
+    """What stands below the rows, or all of it as JSON; and the page."""
+    echo_json(_as_data(found)) if as_json else _explain(found)
+    if html is not None:
+        _write_page(html, found)
 
 
 def _columns(room: int | None, max_context: bool) -> tuple[str, ...]:
