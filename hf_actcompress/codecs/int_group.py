@@ -21,8 +21,8 @@ ROUNDINGS = ("nearest", "stochastic")
 class IntGroup(Codec):
     """Group quantisation: each group of neighbouring features has its own range, each feature its code in it.
 
-    Ranges are those of the tensor itself, which costs one reading; Mesa's running ranges are `IntRunning`, ActNN's wider
-    codes for wide groups `IntRanked`, GACT's measured bits `IntMeasured`.
+    Ranges are those of the tensor itself, which costs one reading. Mesa's running ranges are `IntRunning`, ActNN's
+    wider codes for wide groups `IntRanked`, GACT's measured bits `IntMeasured`.
 
     Bytes: ``bits / 8 + 4 / group_size`` per element (scale and zero point in bf16), plus ``outliers`` channels in x's
         dtype. bf16 has the range of fp32, where an fp16 scale would overflow. It is rounded outwards, so that nothing
