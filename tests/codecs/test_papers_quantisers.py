@@ -170,6 +170,17 @@ def test_without_a_loss_bits_stay(caplog: pytest.LogCaptureFixture) -> None:
     assert "returns no loss" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_learnt_of_an_overflow() -> None:
+    batch, model = FAMILY.make_batch("none"), patch_model(FAMILY.build(torch.float32), MEASURED)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.inf)
+    for _ in range(10):
+        model(**batch)
+    root = root_of(model)
+    assert root is not None and {w.bits for w in root.generators.learnt.values()} == {4}
+
+
 def test_options_that_do_not_fit() -> None:
     with pytest.raises(UnknownOptionError, match="int4_measured"):
         CompressionConfig(refresh_bits=10)
