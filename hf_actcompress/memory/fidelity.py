@@ -114,7 +114,8 @@ def fidelity_report(
 
     Dropout draws the same masks in both, so what differs is what the preset loses. The model's patch, modes,
     gradients, buffers and the generators are afterwards as before. Under `gradient_norms` the batch is gone through
-    once before: the figure is that of a later epoch, at its best, since no weight has moved in between.
+    once before: the figure is that of a later epoch, at its best, since no weight has moved in between. Under
+    `refresh_bits` the bits are those that this batch gives.
 
     Args:
         model: Stock or patched, on the device where it trains.
@@ -143,7 +144,10 @@ def fidelity_report(
         for seed in range(seeds):
             unpatch_model(model)
             patch_model(model, asked, strict=False, seed=seed)
-            if asked.gradient_norms:
+            patched_root = root_of(model)
+            if asked.refresh_bits and patched_root is not None:
+                patched_root.measure_bits_next()
+            if asked.gradient_norms or asked.refresh_bits:
                 # the samples as they are met in a later epoch, with what was learnt of them at these very weights
                 gradients(model, inputs)
             draws.append(gradients(model, inputs))

@@ -110,6 +110,10 @@ class PatchedForward:
         with frame(), dropping(padding), net:
             yield
 
+    def measure_bits_next(self) -> None:
+        """Let the next training forward measure the bits, for who looks at what a training does later."""
+        self._forwards = _FIRST_REFRESH - 1
+
     def _refresh_bits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Measure the bits anew if it is time. A cache that a forward fills would be filled again and again."""
         if not (self.model.training and torch.is_grad_enabled()) or kwargs.get("past_key_values") is not None:

@@ -90,18 +90,20 @@ def _sensitivities(widths: dict[str, Width], gradients: Callable[[], list[Tensor
     exact = gradients()
     if exact is None:
         return {}
+    norm, found = _norm(exact), {}
+    if not norm or not math.isfinite(norm):
+        # of a batch without a gradient, or that overflows, nothing is learnt
+        return {}
     # the next passes count them again; of two towers only one may run
     elements = {place: width.elements for place, width in widths.items() if width.elements}
-    norm, found = _norm(exact), {}
     for place, count in elements.items():
         widths[place].bits = _PROBE
         rounded = gradients()
         assert rounded is not None
         widths[place].bits, widths[place].elements = 0, count
-        error = _norm([a - b for a, b in zip(rounded, exact, strict=True)]) / max(norm, 1e-30)
+        error = _norm([a - b for a, b in zip(rounded, exact, strict=True)]) / norm
         layer, _, role = place.rpartition(" ")
-        # of a batch that overflows nothing is learnt
-        found[place] = Sensitivity(layer, role, count, error if math.isfinite(error) else 0.0)
+        found[place] = Sensitivity(layer, role, count, error)
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress import CompressionConfig, fidelity_report, patch_model
 from hf_actcompress.codecs import Codec, IntGroup, IntMeasured, IntRanked, IntRunning
 from hf_actcompress.codecs.int_measured import Width
 from hf_actcompress.errors import UnknownOptionError
@@ -117,7 +117,10 @@ def test_bits_follow_the_gradient() -> None:
     elements = sum(w.elements for w in widths.values())
     assert elements and sum(w.bits * w.elements for w in widths.values()) <= 4 * elements
     # from 8.5% to 5.0%
-    assert error(model, batch, exact) < 0.8 * before
+    after = error(model, batch, exact)
+    assert after < 0.8 * before
+    # which is what a report says of it
+    assert fidelity_report(stock, batch, MEASURED).relative_error == pytest.approx(after, rel=0.25)
     # a copy goes on with what was measured
     root = root_of(copy.deepcopy(model))
     assert root is not None
@@ -165,6 +168,17 @@ def test_without_a_loss_bits_stay(caplog: pytest.LogCaptureFixture) -> None:
     root = root_of(model)
     assert root is not None and {w.bits for w in root.generators.learnt.values()} == {4}
     assert "returns no loss" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_learnt_of_an_overflow() -> None:
+    batch, model = FAMILY.make_batch("none"), patch_model(FAMILY.build(torch.float32), MEASURED)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.inf)
+    for _ in range(10):
+        model(**batch)
+    root = root_of(model)
+    assert root is not None and {w.bits for w in root.generators.learnt.values()} == {4}
 
 
 def test_options_that_do_not_fit() -> None:

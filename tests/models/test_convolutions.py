@@ -133,6 +133,32 @@ PER_LAYER = {
 }
 
 
+# what a ResNet-18 keeps of stock's bytes on two images of 224 x 224. The stem's pooling keeps its indices, under all
+RESNET_18 = {
+    "exact": 0.72,
+    "dropit": 0.74,
+    "blocksparse": 0.80,
+    "pooled": 0.78,
+    "sampled": 0.80,
+    "int8": 0.31,
+    "mesa": 0.30,
+    "gact": 0.29,
+    "actnn": 0.20,
+}
+
+
+def test_a_resnet_18() -> None:
+    """The bounds are the measured shares, rounded up; ``pytest -s`` prints them."""
+    config = hf.ResNetConfig(embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2] * 4, layer_type="basic")
+    model = hf.ResNetForImageClassification(config).train()
+    images = {"pixel_values": torch.randn(2, 3, 224, 224), "labels": torch.tensor([1, 0])}
+    stock = kept_bytes(lambda: model(**images), "cpu")
+    for preset, bound in RESNET_18.items():
+        share = kept_bytes(lambda preset=preset: patch_model(model, preset)(**images), "cpu") / stock
+        print(f"{preset}: {share:.3f}")
+        assert bound - 0.02 < share <= bound, preset
+
+
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_bytes_per_layer(name: str) -> None:
     kept = []
