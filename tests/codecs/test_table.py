@@ -102,6 +102,8 @@ def test_lossless_and_equality(name: str) -> None:
 )
 def test_it_traces_in_one_graph(name: str) -> None:
     codec: Codec = CODECS[name]
+    # all of these compile one code object, which Dynamo does only so many times
+    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="eager")
     def through(x: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ def test_what_the_hub_says_is_left_to_transformers(cache, monkeypatch, answer, s
     answers(monkeypatch, answer)
 
     def refuse(name: str, **options: Any) -> Any:
-        assert name == NAME and not options
+        # False, in so many words: without it transformers asks on the console
+        assert (name, options) == (NAME, {"trust_remote_code": False})
         raise OSError(said)
 
     monkeypatch.setattr(hf.AutoConfig, "from_pretrained", refuse)
