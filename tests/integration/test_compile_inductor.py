@@ -23,6 +23,10 @@ pytestmark = pytest.mark.daily(3)
 ROOT = Path(__file__).parent.parent.parent
 
 
+# of the machine's linker
+_ATTEMPTS = 4
+
+
 class _BadLibraryError(Exception):
     """The machine's linker made a library that cannot be loaded. Inductor keeps it in its cache."""
 
@@ -38,16 +42,22 @@ def _in_a_process(preset: str, cache: Path) -> dict[str, int]:
     return found
 
 
+def _in_processes(presets: tuple[str, ...], folder: Path) -> list[dict[str, int]]:
+    for attempt in range(_ATTEMPTS):
+        try:
+            return [_in_a_process(preset, folder / f"cache{attempt}") for preset in presets]
+        except _BadLibraryError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
 def test_caches_that_processes_share(tmp_path: Path) -> None:
     """Stock, exact, int8, stock over one cache: each has its own graphs, and the second time finds them.
 
-    A loaded machine linked a stock graph once without the C++ library. Such a cache is thrown away and made again.
+    A loaded machine now and then links a stock graph without the C++ library. That cache is thrown away, and made again.
     """
-    presets = ("stock", "exact", "int8", "stock")
-    try:
-        stock, exact, int8, again = (_in_a_process(preset, tmp_path / "cache") for preset in presets)
-    except _BadLibraryError:
-        stock, exact, int8, again = (_in_a_process(preset, tmp_path / "again") for preset in presets)
+    stock, exact, int8, again = _in_processes(("stock", "exact", "int8", "stock"), tmp_path)
     assert [run["hits"] for run in (stock, exact, int8)] == [0, 0, 0]
     assert again["hits"] and not again["misses"] and again["kept"] == stock["kept"]
     # GELU's input, half of what stock keeps of it, and the residual stream
