@@ -55,7 +55,7 @@ def _in_processes(presets: tuple[str, ...], folder: Path) -> list[dict[str, int]
 def test_caches_that_processes_share(tmp_path: Path) -> None:
     """Stock, exact, int8, stock over one cache: each has its own graphs, and the second time finds them.
 
-    A loaded machine now and then links a stock graph without the C++ library. That cache is thrown away, and made again.
+    A loaded machine now and then links a stock graph without the C++ library. That cache is given up, and made again.
     """
     stock, exact, int8, again = _in_processes(("stock", "exact", "int8", "stock"), tmp_path)
     assert [run["hits"] for run in (stock, exact, int8)] == [0, 0, 0]
