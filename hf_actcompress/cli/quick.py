@@ -116,35 +116,23 @@ def by_formula(
     if more or (options["device"], options["engine"]) != ("cuda", "eager"):
         raise typer.BadParameter("--quick goes without --preset, --html, --device cpu and --engine compile")
     with exit_codes():
-        fits = _show(model, batch_size, seq_len, room, max_context, as_json, options)
-    if not fits:
+        training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}
+        asked = question(config_of(model), **training)
+        rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
+        echo_json({"model": model, "gpu_bytes": room, "rows": rows}) if as_json else _echo(rows)
+    if room is not None and not any(row["fits"] for row in rows):
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def _show(
-    model: str,
-    batch_size: int,
-    seq_len: int,
-    room: int | None,
-    max_context: bool,
-    as_json: bool,
-    options: dict[str, Any],
-) -> bool:
-    """Whether one of the rows fits."""
-    training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}
-    asked = question(config_of(model), **training)
-    rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
-    if as_json:
-        echo_json({"model": model, "gpu_bytes": room, "rows": rows})
-    else:
-        columns = {"strategy": "strategy", "peak_bytes": "peak", "kept_bytes": "kept", "fits": "fits",
-                   "largest_batch_size": "largest batch", "longest_sequences": "longest"}  # fmt: skip
-        shown = [name for name in columns if name in rows[0]]
-        texts = [[columns[name] for name in shown], *([_text(name, row) for name in shown] for row in rows)]
-        widths = {column: max(len(line[i]) for line in texts) for i, column in enumerate(texts[0])}
-        for line in texts:
-            Rows(widths, _RIGHT).echo(line)
-    return room is None or any(row["fits"] for row in rows)
+def _echo(rows: list[dict[str, Any]]) -> None:
+    columns = {"strategy": "strategy", "peak_bytes": "peak", "kept_bytes": "kept", "fits": "fits",
+               "largest_batch_size": "largest batch", "longest_sequences": "longest"}  # fmt: skip
+    shown = [name for name in columns if name in rows[0]]
+    texts = [[columns[name] for name in shown], *([_text(name, row) for name in shown] for row in rows)]
+    widths = {column: max(len(line[i]) for line in texts) for i, column in enumerate(texts[0])}
+    table = Rows(widths, _RIGHT)
+    for line in texts:
+        table.echo(line)
 
 
 def _text(name: str, row: dict[str, Any]) -> str:

@@ -25,8 +25,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
-        dtype = _keep(ctx, x, weight, bias, codec, derive)
-        ctx.transposed = transposed
+        dtype = _keep(ctx, x, weight, bias, transposed, codec, derive)
         if autocast_dtype(x) is not None:
             # nothing else is cast: mixed dtypes are an error, as in stock
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
@@ -60,18 +59,20 @@ class UnreadLinearFunction(LinearFunction):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
-        dtype = _keep(ctx, x, weight, bias, codec, derive)
-        ctx.transposed = transposed
+        dtype = _keep(ctx, x, weight, bias, transposed, codec, derive)
         return x.new_zeros((*x.shape[:-1], weight.shape[1 if transposed else 0]), dtype=dtype)
 
 
-def _keep(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, codec: Codec, derive: bool) -> torch.dtype:
+def _keep(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
+) -> torch.dtype:
     """Keep what backward needs; the dtype of the product."""
     dtype = autocast_dtype(x) or x.dtype
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     record = input_record(x, dtype, codec, derive) if needs_weight else None
     save(ctx, record, parameter(weight) if needs_x else None)
     ctx.dtypes = (dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
+    ctx.transposed = transposed
     return dtype
 
 

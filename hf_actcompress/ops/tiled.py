@@ -82,7 +82,7 @@ class TiledFunction(torch.autograd.Function):
         sums = _Sums(ctx.own.tensors, needed, one_tile=_in_rows(x).shape[-2] <= ctx.tile)
         drawn = replayed_rng(ctx.drawn.state, ctx.drawn.device) if ctx.drawn is not None else nullcontext()
         with ctx.own.read_as(sums.aliases), stock_only(ctx.unread), drawn:
-            dx = _backward(ctx, x, dy, sums, x if is_ours else None)
+            dx = _backward(ctx, x, dy, sums, is_ours)
         return dx, None, None, None, None, None, *sums.gradients()
 
 
@@ -137,12 +137,12 @@ def _forward(stock: _Rows, x: Tensor, tile: int) -> Tensor:
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _backward(ctx: Any, x: Tensor, dy: Tensor, sums: _Sums, ours: Tensor | None) -> Tensor | None:
+def _backward(ctx: Any, x: Tensor, dy: Tensor, sums: _Sums, is_ours: bool) -> Tensor | None:
     """dx, written over x if x is ours: a tile of it is not read again."""
     rows, grads = _in_rows(x), _in_rows(dy)
     dx = None
     if ctx.needs_input_grad[0]:
-        dx = rows if ours is not None else torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dx = rows if is_ours else torch.empty_like(rows, memory_format=torch.contiguous_format)
     for part in tiles(rows, ctx.tile):
         given = alias(rows[..., part, :], dx is not None)
         with torch.enable_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,11 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.codecs import IDENTITY
 from hf_actcompress.records import frame, live_entries, nodes
 from hf_actcompress.records.net import netted
@@ -190,132 +187,3 @@ def test_nothing_outlives_the_graph() -> None:
     finally:
         gc.enable()
     assert live_entries() == 0
-
-
-class Foreign(nn.Module):
-    """A layer of ours between calls that no rule knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 32)
-        self.norm = nn.LayerNorm(32)
-        for p in self.parameters():
-            p.data = torch.randn(p.shape, generator=generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(F.dropout(F.silu(gate) * up, 0.1, self.training))
-
-
-def trained(model: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
-    torch.manual_seed(5)
-    x = torch.linspace(-1, 1, 24 * 32).view(SHAPE).requires_grad_()
-    run(model, x).square().sum().backward()
-    return [x.grad, *(p.grad for p in model.parameters())]
-
-
-def _saved_on_cpu(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        return model(model(x))
-
-
-def _in_other_hooks(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.detach().clone(),), lambda held: held[0]):
-        return model(x)
-
-
-RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "plain": lambda model, x: model(model(x)),
-    "checkpoint": lambda model, x: checkpoint(model, model(x), use_reentrant=False),
-    "reentrant checkpoint": lambda model, x: checkpoint(model, model(x), use_reentrant=True),
-    "saved on cpu": _saved_on_cpu,
-    "other hooks": _in_other_hooks,
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_in_company(name: str) -> None:
-    ours = patch_model(Foreign())
-    assert_equal_bits(trained(Foreign(), RUNS[name]), trained(ours, RUNS[name]))
-    assert live_entries() == 0
-
-
-def test_hooks_outside_get_what_the_net_keeps() -> None:
-    sizes = {}
-    for patched in (False, True):
-        seen: list[int] = []
-
-        def pack(x: Tensor, seen: list[int] = seen) -> Tensor:
-            seen.append(x.nbytes)
-            return x.detach()
-
-        model = patch_model(Foreign()) if patched else Foreign()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            model(torch.randn(SHAPE, requires_grad=True))
-        sizes[patched] = sum(seen)
-    assert sizes[True] < 0.8 * sizes[False]
-
-
-def test_transforms_of_torch_func() -> None:
-    stock, model, x = Foreign().eval(), patch_model(Foreign().eval()), torch.randn(SHAPE)
-    expected = torch.func.grad(lambda x: stock(x).sum())(x)
-    assert_equal_bits([torch.func.grad(lambda x: model(x).sum())(x)], [expected])
-
-
-def test_it_can_be_switched_off() -> None:
-    x = torch.randn(SHAPE, requires_grad=True)
-    on, off = (patch_model(Foreign(), CompressionConfig(net=net)) for net in (True, False))
-    assert kept_bytes(lambda: on(x)) < kept_bytes(lambda: off(x)) - 2 * x.nbytes
-
-
-class Head(nn.Module):
-    """Two layers of ours behind a GELU of nobody's: the second keeps what the first keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(F.gelu(self.first(x))))
-
-
-@pytest.mark.parametrize("kind", [Foreign, Head])
-def test_as_much_is_kept_with_hooks_outside(kind: type[nn.Module]) -> None:
-    """An estimate has such hooks, a training has none."""
-    model, x = patch_model(kind()), torch.randn(SHAPE, requires_grad=True)
-
-    def watched() -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-            return model(x)
-
-    assert kept_bytes(lambda: model(x)) == kept_bytes(watched)
-
-
-class CopiedAttention(nn.Module):
-    """Torch's attention on queries in the order of the heads, as rotary angles leave them: its output is copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.out = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, swapped: tuple[int, int] = (1, 2)) -> Tensor:
-        q = self.q(x).view(6, 4, 4, 8).transpose(1, 2)
-        q = torch.cat([q[..., :4].sin(), q[..., 4:]], -1)
-        y = F.scaled_dot_product_attention(q, q, q)
-        y = y.view(6, 4, 4, 8).transpose(*swapped).contiguous()
-        out: Tensor = self.out(y.reshape(24, 32))
-        return out
-
-
-@pytest.mark.parametrize("swapped", [(1, 2), (-3, -2), (0, 1), (2, 3)])
-def test_the_copy_of_an_attentions_output(swapped: tuple[int, int]) -> None:
-    """Other transpositions give the same shapes, and are no such copy."""
-    torch.manual_seed(0)
-    stock = CopiedAttention()
-    ours = patch_model(copy.deepcopy(stock), CompressionConfig(selective=False))
-    results = [trained(model, lambda model, x: model(x.detach(), swapped)) for model in (stock, ours)]
-    assert_equal_bits(results[0][1:], results[1][1:])
-    x = torch.randn(SHAPE)
-    saved = kept_bytes(lambda: stock(x, swapped)) - kept_bytes(lambda: ours(x, swapped))
-    assert saved == (x.nbytes if swapped in [(1, 2), (-3, -2)] else 0)
