@@ -28,9 +28,9 @@ if TYPE_CHECKING:
         memory_report,
         memory_timeline,
     )
-    from .memory.estimate import Estimate, estimate
-    from .memory.largest import max_batch_size, max_seq_len
-    from .memory.plan import Plan, plan
+    from .memory.estimation.estimates import Estimate, estimate
+    from .memory.estimation.largest import max_batch_size, max_seq_len
+    from .memory.planning.plans import Plan, plan
     from .patching import patch_model, patched, unpatch_model
     from .reporting import PatchReport, patch_report
     from .training import ActCompressCallback, GradientNorms, MemoryCallback, log_memory

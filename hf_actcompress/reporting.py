@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch import nn
 
 from .codecs import CODECS
 from .config import CompressionConfig
+from .display.report import Report
+from .display.tables import Table
 from .errors import NotPatchedError
 from .models import Declined, Site, find_site
 from .models.checkpointing import is_switched_on
@@ -46,7 +47,7 @@ class PatchRow:
 
 
 @dataclass(frozen=True)
-class PatchReport:
+class PatchReport(Report):
     """Every module that a rule knows. Prints with rich (`print()`), serialises (`to_json()`)."""
 
     rows: tuple[PatchRow, ...]
@@ -59,9 +60,6 @@ class PatchReport:
     def left_alone(self) -> tuple[PatchRow, ...]:
         return tuple(row for row in self.rows if row.reason)
 
-    def to_json(self) -> str:
-        return json.dumps([asdict(row) for row in self.rows], indent=2)
-
     def __str__(self) -> str:
         roles = Counter(row.role for row in self.patched)
         patched = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "nothing"
@@ -72,17 +70,14 @@ class PatchReport:
             lines.append(f"left alone: {count} {role}: {reason}")
         return "\n".join(lines)
 
-    def print(self) -> None:
-        """A table of all modules on the console."""
-        from rich.console import Console
-        from rich.table import Table
-
+    def tables(self) -> tuple[Table, ...]:
+        """A row per module."""
         columns = ("module", "type", "role", "variant", "codec", "keeps", "left alone or otherwise because")
-        table = Table(*columns, title="hf_actcompress")
-        for row in self.rows:
-            reason = row.reason or row.note
-            table.add_row(row.name, row.module, row.role, row.variant, row.codec, row.keeps, reason)
-        Console().print(table)
+        rows = [
+            (row.name, row.module, row.role, row.variant, row.codec, row.keeps, row.reason or row.note)
+            for row in self.rows
+        ]
+        return (Table(columns, rows, title="hf_actcompress"),)
 
 
 def patch_report(model: nn.Module) -> PatchReport:

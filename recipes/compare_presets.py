@@ -78,7 +78,7 @@ def publish(comparison: FidelityComparison, args: argparse.Namespace, tokens: in
     lines += [f"| {' | '.join(row)} |" for row in rows_of(comparison, tokens)]
     (args.output_dir / "presets.md").write_text("\n".join(lines) + "\n")
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    reports = json.loads(comparison.to_json())
+    reports = json.loads(comparison.to_json())["reports"]
     record = {"command": command, "versions": versions, "tokens": tokens, "reports": reports}
     (args.output_dir / "presets.json").write_text(json.dumps(record, indent=2) + "\n")
     comparison.plot(args.output_dir / "presets.png")

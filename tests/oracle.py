@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_actcompress.memory.allocator import trace
+from hf_actcompress.memory.measurement.allocator import trace
 
 Function = Callable[..., Tensor]
 

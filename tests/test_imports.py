@@ -23,6 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "private_apis"),
     # a formula over data, which imports no torch
     ("quick",),
+    ("display",),
     ("reference",),
     # they read the reference's tables and its random numbers
     ("kernels",),
@@ -48,7 +49,7 @@ CONFINED = {
     "peft": ("models", "training"),
     "accelerate": ("training",),
     "triton": ("kernels",),
-    "matplotlib": ("memory", "training", "cli"),
+    "matplotlib": ("display", "training", "cli"),
     "typer": ("cli",),
 }
 

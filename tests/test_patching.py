@@ -111,7 +111,7 @@ def test_an_unknown_preset_leaves_a_patched_model_alone(family: Family) -> None:
 def test_report_prints_and_serialises(capsys: pytest.CaptureFixture[str]) -> None:
     model = patch_model(BERT.build(), BODY)
     report = patch_report(model)
-    rows = json.loads(report.to_json())
+    rows = json.loads(report.to_json())["rows"]
     assert len(rows) == len(report.rows) == len(report.patched) + len(report.left_alone)
     assert rows[0].keys() == {"name", "module", "role", "variant", "codec", "keeps", "reason", "note"}
     assert "embedding: keeps only its indices" in str(report)

@@ -108,7 +108,7 @@ def exit_codes() -> Iterator[None]:
     except ActCompressError as error:
         code = Exit.NO_MODEL if isinstance(error, of_model) else Exit.USAGE
         fail(str(error), codes.get(type(error), code))
-    except (typer.Exit, typer.BadParameter):
+    except (typer.Exit, typer.BadParameter, BrokenPipeError):
         raise
     except Exception as error:
         if os.environ.get("ACTCOMPRESS_TRACEBACK"):

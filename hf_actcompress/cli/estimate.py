@@ -47,7 +47,7 @@ from .remedies import STRATEGY, Remedy, remedies
 from .strategies import DEFAULT, MOST, TIME_CLASSES, Row, chosen, rows
 
 if TYPE_CHECKING:
-    from ..memory.estimate import Estimates
+    from ..memory.estimation.estimates import Estimates
 
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
@@ -161,7 +161,7 @@ def _fill(
     strategies, room = chosen(presets), table.room
     names = [strategy.name for strategy in strategies]
     with busy(f"estimating {table.model}: {names[0]}"):
-        from ..memory.estimate import Estimates
+        from ..memory.estimation.estimates import Estimates
 
         several = Estimates(table.model, **options)
         left = rows(several, strategies, room, batch_size, seq_len, max_context)
@@ -204,7 +204,7 @@ def _assumed(several: Estimates, options: dict[str, Any], batch: str) -> str:
 
 
 def _cells(row: Row, table: _Table) -> tuple[str, ...]:
-    from ..memory.report import readable_size
+    from ..quick.sizes import readable_size
 
     strategy, columns = row.strategy, table.columns
     if row.estimate is None:
@@ -233,8 +233,8 @@ def _at_least(largest: int | None) -> str:
 
 
 def _explain(table: _Table) -> None:
-    from ..memory.report import readable_size
     from ..quick.headroom import ADVICE
+    from ..quick.sizes import readable_size
 
     found, room = table.rows, table.room
     used = {row.strategy.time for row in found}
@@ -290,8 +290,8 @@ def _as_data(table: _Table) -> dict[str, Any]:
 
 
 def _write_page(path: Path, table: _Table) -> None:
-    from ..memory.html import HtmlTable
+    from ..display.tables import Table
     from .html_pages import write_estimates
 
-    cells = HtmlTable(table.columns, [_cells(row, table) for row in table.rows], _RIGHT)
+    cells = Table(table.columns, [_cells(row, table) for row in table.rows], _RIGHT)
     write_estimates(path, table.model, table.rows, cells, table.room, table.gpu)

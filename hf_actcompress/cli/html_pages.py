@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..memory.html import HtmlBars, HtmlSection, HtmlTable, write_html
-from ..memory.report import readable_size
+from ..display.html import HtmlBars, HtmlSection, write_html
+from ..display.tables import Table
+from ..quick.sizes import readable_size
 
 if TYPE_CHECKING:
-    from ..memory.plan import Plan
+    from ..memory.planning.plans import Plan
     from .strategies import Row
 
 
 def write_estimates(
-    path: Path, model: str, found: Sequence[Row], table: HtmlTable, room: int | None, gpu: str | None
+    path: Path, model: str, found: Sequence[Row], table: Table, room: int | None, gpu: str | None
 ) -> None:
     """The page of a table of strategies.
 
@@ -43,9 +44,9 @@ def write_estimates(
         HtmlSection("Kept for backward, by role", bars=[HtmlBars(kept)]),
         HtmlSection(
             "Peak by batch size",
-            tables=[HtmlTable(("strategy", "batch size", "peak"), sizes, ("batch size", "peak"))],
+            tables=[Table(("strategy", "batch size", "peak"), sizes, ("batch size", "peak"))],
         ),
-        HtmlSection("Parts of the peak", tables=[HtmlTable(("strategy", "part", "bytes"), parts, ("bytes",))]),
+        HtmlSection("Parts of the peak", tables=[Table(("strategy", "part", "bytes"), parts, ("bytes",))]),
     ]
     write_html(path, f"{model}: batch {first.batch_size} x {first.seq_len} on {first.device}", sections)
 
@@ -61,8 +62,8 @@ def write_plan(path: Path, title: str, found: Plan) -> None:
         HtmlSection(
             "Layers",
             bars=[HtmlBars(layers)],
-            tables=[HtmlTable(("layer", "option", "keeps"), cells, ("keeps",))],
+            tables=[Table(("layer", "option", "keeps"), cells, ("keeps",))],
         ),
-        HtmlSection("Parts of the peak", tables=[HtmlTable(("part", "bytes"), parts, ("bytes",))]),
+        HtmlSection("Parts of the peak", tables=[Table(("part", "bytes"), parts, ("bytes",))]),
     ]
     write_html(path, title, sections)

@@ -35,7 +35,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..memory.plan import Plan
+    from ..memory.planning.plans import Plan
 
 Objective = Annotated[str, typer.Option(help="fidelity: exact if that fits; or speed: errors count like time.")]
 Allow = Annotated[
@@ -97,7 +97,7 @@ def plan(
 
 
 def _planned(model: str, **options: Any) -> Plan:
-    from ..memory.plan import plan as plan_of
+    from ..memory.planning.plans import plan as plan_of
 
     with frozen_imports():
         return plan_of(model, **options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..memory.estimate import Estimates
+    from ..memory.estimation.estimates import Estimates
 
 # what a remedy is compared by: the smallest exact strategy
 STRATEGY = "exact + checkpointing"

@@ -24,8 +24,8 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..memory.report import MemoryReport
-    from ..memory.timeline import MemoryTimeline
+    from ..memory.measurement.report import MemoryReport
+    from ..memory.measurement.timeline import MemoryTimeline
 
 HtmlPictures = Annotated[
     Path | None, typer.Option("--html", help="Also write one self-contained page with pictures. Needs matplotlib.")
@@ -56,7 +56,7 @@ def report(
     writable("--html", html)
     with exit_codes():
         with busy(f"measuring {model}"):
-            from ..memory.local import local_model, random_batch
+            from ..memory.estimation.random_model import local_model, random_batch
 
             built = local_model(
                 model,
@@ -79,7 +79,7 @@ def report(
 
 
 def _measure(model: Any, batch: dict[str, Any], preset: str) -> MemoryReport:
-    from ..memory.attribution import memory_report
+    from ..memory.measurement.memory_report import memory_report
 
     return memory_report(model, batch, preset)
 
@@ -93,7 +93,7 @@ def _host_bytes() -> int | None:
 
 
 def _timelines(model: Any, batch: dict[str, Any], preset: str) -> dict[str, MemoryTimeline]:
-    from ..memory.timeline import memory_timeline
+    from ..memory.measurement.timeline import memory_timeline
     from ..patching import patched
 
     def step() -> None:
@@ -109,9 +109,10 @@ def _timelines(model: Any, batch: dict[str, Any], preset: str) -> dict[str, Memo
 
 
 def _write_page(path: Path, title: str, found: MemoryReport, timelines: dict[str, MemoryTimeline]) -> None:
-    from ..memory.html import HtmlSection, HtmlTable, write_html
-    from ..memory.pictures import draw_roles, draw_timelines
-    from ..memory.report import readable_size
+    from ..display.html import HtmlSection, write_html
+    from ..display.pictures import draw_roles, draw_timelines
+    from ..display.tables import Table
+    from ..quick.sizes import readable_size
 
     names = list(timelines)
     bars = {name: {role: sizes[i] for role, sizes in found.by_role().items()} for i, name in enumerate(names)}
@@ -119,7 +120,7 @@ def _write_page(path: Path, title: str, found: MemoryReport, timelines: dict[str
         (row.module or "(model)", row.role, readable_size(row.stock_bytes), readable_size(row.patched_bytes))
         for row in found.rows
     ]
-    table = HtmlTable(("module", "role", *names), cells, names)
+    table = Table(("module", "role", *names), cells, names)
     sections = [
         HtmlSection("Kept for backward", str(found), pictures=[("by role", lambda to: draw_roles(bars, to))]),
         HtmlSection(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..config import CompressionConfig
-    from ..memory.estimate import Estimate, Estimates
+    from ..memory.estimation.estimates import Estimate, Estimates
 
 TIME_CLASSES = {
     "none": "as stock",
@@ -198,7 +198,7 @@ def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: i
 
 def _longest(several: Estimates, row: Row, room: int) -> int:
     """The longest sequences within `room`, up to the positions that the model has."""
-    from ..memory.largest import longest
+    from ..memory.estimation.largest import longest
 
     strategy, found = row.strategy, row.estimate
     assert found is not None
@@ -211,8 +211,8 @@ def _longest(several: Estimates, row: Row, room: int) -> int:
 
 def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int]) -> int:
     """The largest batch size within `room`, by the same search as on a card; adds what it looks at to `peaks`."""
-    from ..memory.batch_size_report import BatchSizeTrial
-    from ..memory.batch_size_search import Search
+    from ..memory.batch_size.report import BatchSizeTrial
+    from ..memory.batch_size.search import Search
 
     start = next(iter(peaks))
     search = Search(start, max(MOST, start), _ESTIMATES)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from .allocator import AllocatorTrace, StepMemory, kept_bytes, measure_step, trace
-from .attribution import memory_report
-from .batch_size import find_batch_size
-from .batch_size_report import BatchSizeReport, BatchSizeTrial
-from .calibration import Calibration, CalibrationRow, calibrate
-from .estimate import Estimate, estimate
-from .fidelity import FidelityComparison, FidelityReport, ParameterFidelity, compare_presets, fidelity_report
-from .largest import max_batch_size, max_seq_len
-from .plan import Plan, PlanRow, plan
-from .report import Advice, MemoryReport, MemoryRow
-from .timeline import MemoryTimeline, memory_timeline
+from .batch_size.find import find_batch_size
+from .batch_size.report import BatchSizeReport, BatchSizeTrial
+from .estimation.estimates import Estimate, estimate
+from .estimation.largest import max_batch_size, max_seq_len
+from .fidelity.calibration import Calibration, CalibrationRow, calibrate
+from .fidelity.gradient_error import (
+    FidelityComparison,
+    FidelityReport,
+    ParameterFidelity,
+    compare_presets,
+    fidelity_report,
+)
+from .measurement.allocator import AllocatorTrace, StepMemory, kept_bytes, measure_step, trace
+from .measurement.memory_report import memory_report
+from .measurement.report import Advice, MemoryReport, MemoryRow
+from .measurement.timeline import MemoryTimeline, memory_timeline
+from .planning.plans import Plan, PlanRow, plan
 
 __all__ = [
     "Advice",

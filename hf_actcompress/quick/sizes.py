@@ -26,3 +26,13 @@ def parse_size(size: int | str) -> int:
     if nbytes <= 0:
         raise ValueError(f"a size has to be above 0 bytes, got {size!r}")
     return nbytes
+
+
+def readable_size(nbytes: int) -> str:
+    """Bytes for people."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

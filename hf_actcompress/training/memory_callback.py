@@ -9,15 +9,15 @@ import torch
 from transformers import TrainerCallback
 
 from ..errors import MeasurementError
-from ..memory.report import readable_size
-from ..memory.restored import resident_bytes
-from ..memory.timeline import memory_profiler, timeline_of
+from ..memory.measurement.timeline import memory_profiler, timeline_of
+from ..memory.measurement.training_restored import resident_bytes
+from ..quick.sizes import readable_size
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from transformers import Trainer
 
-    from ..memory.estimating.result import Estimate
+    from ..memory.estimation.result import Estimate
 
 logger = logging.getLogger(__name__)
 

@@ -90,7 +90,7 @@ def test_the_longest_sequences_and_an_evaluation(model):
 
 
 def test_where_nothing_fits_it_says_what_would(model):
-    from hf_actcompress.memory.estimate import CONTEXT_BYTES
+    from hf_actcompress.memory.estimation.estimates import CONTEXT_BYTES
 
     lora = estimate(model, batch_size=1, seq_len=16, gradient_checkpointing=True, lora=True, quantization="nf4")
     result = run("estimate", model, *SIZES, "--preset", "exact", "--gpu", f"{lora.device_bytes}B")
@@ -163,7 +163,7 @@ def test_without_matplotlib(model, tmp_path, monkeypatch):
 
 
 def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
-    from hf_actcompress.memory.plan import Plan
+    from hf_actcompress.memory.planning.plans import Plan
 
     exact = estimate(model, batch_size=8, seq_len=128).device_bytes
     page, out = tmp_path / "page.html", tmp_path / "plan.json"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_actcompress.codecs import Float8
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.memory.allocator import trace
+from hf_actcompress.memory.measurement.allocator import trace
 from tests.codecs.helpers import DTYPES, activations, rounding, roundtrip
 
 # largest relative error of a normal number, largest error of a subnormal one, largest number

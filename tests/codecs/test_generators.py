@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_actcompress import CompressionConfig, calibrate, fidelity_report, memory_report, patch_model, patched
 from hf_actcompress.codecs import CODECS, Offload
-from hf_actcompress.memory.restored import training_restored
+from hf_actcompress.memory.measurement.training_restored import training_restored
 from hf_actcompress.models.root import root_of
 from hf_actcompress.reference.rng import Generators, seed_codecs
 from tests.families import BY_NAME

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_actcompress.codecs import Codec, IntGroup
 from hf_actcompress.errors import CodecError, UnknownOptionError
-from hf_actcompress.memory.allocator import trace
+from hf_actcompress.memory.measurement.allocator import trace
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import DTYPES, activations, hoeffding, relative, rounding, roundtrip
 

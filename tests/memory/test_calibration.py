@@ -13,7 +13,7 @@ from hf_actcompress import CompressionConfig, calibrate, fidelity_report, patch_
 from hf_actcompress.codecs import CODECS
 from hf_actcompress.codecs.bit_allocation import BITS, Sensitivity, allocate
 from hf_actcompress.errors import MeasurementError
-from hf_actcompress.memory.calibration import codec_name, layer_of
+from hf_actcompress.memory.fidelity.calibration import codec_name, layer_of
 from tests.families import BY_NAME
 
 FAMILY = BY_NAME["llama"]

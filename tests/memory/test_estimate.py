@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_actcompress import PRESETS, kept_bytes, measure_step, patch_model
 from hf_actcompress.memory import estimate
-from hf_actcompress.memory.estimate import Estimates
+from hf_actcompress.memory.estimation.estimates import Estimates
 from tests.slopes import bert, gpt2, llama
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.modules import module as nn_module
 
 from hf_actcompress import Estimate, estimate, patch_model
-from hf_actcompress.memory.estimating.source import skeleton
+from hf_actcompress.memory.estimation.meta_model import skeleton
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.daily(3)]
 STEPS, VOCAB = 40, 97

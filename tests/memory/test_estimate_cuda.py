@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_actcompress.memory import estimate
-from hf_actcompress.memory.estimating.cuda_rules import CudaRules
+from hf_actcompress.memory.estimation.fake_step.cuda_rules import CudaRules
 
 BATCH, LENGTH = 2, 512
 BERT = hf.BertConfig(num_hidden_layers=6, architectures=["BertForMaskedLM"])

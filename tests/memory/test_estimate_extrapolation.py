@@ -15,10 +15,10 @@ from torch import nn
 
 from hf_actcompress import kept_bytes, measure_step, patch_model
 from hf_actcompress.memory import estimate
-from hf_actcompress.memory.estimate import Estimates
-from hf_actcompress.memory.estimating.extrapolation import whole_step
-from hf_actcompress.memory.estimating.layers import find_runs
-from hf_actcompress.memory.estimating.step import FakeStep
+from hf_actcompress.memory.estimation.estimates import Estimates
+from hf_actcompress.memory.estimation.extrapolation import whole_step
+from hf_actcompress.memory.estimation.fake_step.step import FakeStep
+from hf_actcompress.memory.estimation.layers import find_runs
 from tests.memory.test_estimate import BF16, BUILDS, check, lora
 
 pytestmark = pytest.mark.daily(3)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory import estimate
-from hf_actcompress.memory.estimating import source
+from hf_actcompress.memory.estimation import source
 from tests.families import BY_NAME
 
 SIZES = {"batch_size": 2, "seq_len": 16, "device": "cpu"}

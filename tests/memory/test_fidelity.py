@@ -64,7 +64,7 @@ def test_comparison_draws_and_serialises(tmp_path: Path) -> None:
     comparison = compare_presets(FAMILY.build(torch.float32), BATCH, ("exact", "int8"), seeds=1)
     comparison.plot(tmp_path / "fidelity.png")
     assert (tmp_path / "fidelity.png").stat().st_size > 1000
-    assert [row["preset"] for row in json.loads(comparison.to_json())] == ["exact", "int8"]
+    assert [row["preset"] for row in json.loads(comparison.to_json())["reports"]] == ["exact", "int8"]
     assert "int8: gradient error" in str(comparison)
 
 

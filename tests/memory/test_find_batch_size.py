@@ -13,10 +13,10 @@ from torch import nn
 
 from hf_actcompress.errors import MeasurementError
 from hf_actcompress.memory import find_batch_size, measure_step
-from hf_actcompress.memory.batch_size import out_of_memory
-from hf_actcompress.memory.batch_size_report import BatchSizeTrial
-from hf_actcompress.memory.batch_size_search import Search
-from hf_actcompress.memory.restored import resident_bytes
+from hf_actcompress.memory.batch_size.find import out_of_memory
+from hf_actcompress.memory.batch_size.report import BatchSizeTrial
+from hf_actcompress.memory.batch_size.search import Search
+from hf_actcompress.memory.measurement.training_restored import resident_bytes
 from tests.memory.small_training import LENGTH, make_batch, training
 
 

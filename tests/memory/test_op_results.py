@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actcompress.memory.estimating.op_results import OpCalls, OpResults
+from hf_actcompress.memory.estimation.fake_step.op_results import OpCalls, OpResults
 from hf_actcompress.private_apis import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten

@@ -8,10 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hf_actcompress.display.html import HtmlSection, write_html
+from hf_actcompress.display.pictures import PeakLine, draw_batch_sizes, draw_roles, draw_timelines
+from hf_actcompress.display.tables import Table
 from hf_actcompress.errors import MissingExtraError
 from hf_actcompress.memory import MemoryTimeline
-from hf_actcompress.memory.html import HtmlSection, HtmlTable, write_html
-from hf_actcompress.memory.pictures import PeakLine, draw_batch_sizes, draw_roles, draw_timelines
 
 GIB = 2**30
 TIMELINE = MemoryTimeline((0.0, 0.1, 0.2, 0.3), (10 * 2**20, 30 * 2**20, 20 * 2**20, 0), (0.15, 0.25))
@@ -89,7 +90,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_needs_nothing_but_itself(tmp_path):
-    table = HtmlTable(("role", "bytes"), [("<mlp> & co", "12")], numbers=("bytes",))
+    table = Table(("role", "bytes"), [("<mlp> & co", "12")], numbers=("bytes",))
     section = HtmlSection("Kept", "first\nsecond", [table], [("by role", DRAWINGS["roles"])])
     path = tmp_path / "new" / "report.html"
     write_html(path, "A & B", [section])

@@ -13,7 +13,7 @@ import torch
 from hf_actcompress import measure_step, patch_model, patch_report, unpatch_model
 from hf_actcompress.errors import DoesNotFitError, MeasurementError, UnknownOptionError, UnsupportedModelError
 from hf_actcompress.memory import Plan, estimate, max_batch_size, max_seq_len, plan
-from hf_actcompress.memory.largest import largest
+from hf_actcompress.memory.estimation.largest import largest
 from hf_actcompress.memory.planning.costs import DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
 from hf_actcompress.memory.planning.knapsack import Weighed, choose, undominated
 from tests.slopes import gpt2

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_actcompress.memory import find_batch_size
-from hf_actcompress.memory.restored import training_restored
+from hf_actcompress.memory.measurement.training_restored import training_restored
 from tests.memory.small_training import make_batch, training
 
 

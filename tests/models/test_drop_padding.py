@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_actcompress import CompressionConfig, patch_model, patch_report
 from hf_actcompress.config import PRESETS
 from hf_actcompress.errors import PaddingError
-from hf_actcompress.memory.allocator import kept_bytes
+from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import (
     BY_NAME,
     FAMILIES,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_actcompress import CompressionConfig, ops, patch_model
-from hf_actcompress.memory.allocator import trace
+from hf_actcompress.memory.measurement.allocator import trace
 from hf_actcompress.records import live_entries
 from hf_actcompress.reference import linear_cross_entropy
 from tests.models.loss_head_models import batch, error, gemma2, gpt2, llama, pair

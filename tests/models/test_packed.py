@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening, masking_utils
 from transformers.models.llama import modeling_llama
 
 from hf_actcompress import CompressionConfig, memory_report, patch_model, unpatch_model
-from hf_actcompress.memory.allocator import allocator_events, collected
+from hf_actcompress.memory.measurement.allocator import allocator_events, collected
 from hf_actcompress.models import packed_masks
 from hf_actcompress.ops import PackedMask
 from hf_actcompress.private_apis import FakeTensorMode

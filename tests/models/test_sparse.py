@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_actcompress import estimate, memory_report, patch_model
 from hf_actcompress.errors import ModelConfigError
-from hf_actcompress.memory.restored import resident_bytes
+from hf_actcompress.memory.measurement.training_restored import resident_bytes
 from tests.families import FAMILIES
 
 FAMILY = next(family for family in FAMILIES if family.name == "vit")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import CompressionConfig, estimate, patch_model
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.memory.allocator import trace
+from hf_actcompress.memory.measurement.allocator import trace
 from hf_actcompress.modules.base import settings_of
 from hf_actcompress.modules.tiled import TiledMixin
 from hf_actcompress.reference import tiles

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_actcompress import patch_model, unpatch_model
-from hf_actcompress.memory.allocator import kept_bytes
+from hf_actcompress.memory.measurement.allocator import kept_bytes
 from hf_actcompress.records import live_entries
 from tests.families import BY_NAME, step
 from tests.programs.pairs import DTYPES, MODES, PROGRAMS, assert_same, calls, every_family, pair

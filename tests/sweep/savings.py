@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import patch_model
-from hf_actcompress.memory.allocator import kept_bytes
-from hf_actcompress.memory.saved import saved_tensors, storages
+from hf_actcompress.memory.measurement.allocator import kept_bytes
+from hf_actcompress.memory.measurement.saved_tensors import saved_tensors, storages
 
 from .modes import Mode
 from .step import Batch, has_labels, loss_of, prepare, seed_all

@@ -15,10 +15,10 @@ from torch import nn
 
 from ...config import CompressionConfig, resolve
 from ...records import storage_sizes
-from ..estimate import CONTEXT_BYTES
-from ..estimating.optimizers import OPTIMIZERS
-from ..estimating.source import skeleton
-from ..estimating.step import Setting
+from ..estimation.estimates import CONTEXT_BYTES
+from ..estimation.fake_step.step import Setting
+from ..estimation.meta_model import skeleton
+from ..estimation.optimizers import OPTIMIZERS
 from .probes import FAMILIES, HEAD, probe, sizes_of
 from .pruning import points, pruned, shortened
 from .symbols import SYMBOLS, Polynomial, Reader

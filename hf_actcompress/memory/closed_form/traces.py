@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ..estimating.extrapolation import growth_of
-from ..estimating.step import FakeStep, Setting, run_step
+from ..estimation.extrapolation import growth_of
+from ..estimation.fake_step.step import FakeStep, Setting, run_step
 from .symbols import Polynomial, Reader
 
 FEWEST = 2

@@ -10,8 +10,8 @@ from torch import nn
 
 from ...config import PRESETS, CompressionConfig
 from ...errors import UnsupportedModelError
-from ..estimating.layers import LayerRun, find_runs, shortened
-from ..estimating.step import FakeStep
+from ..estimation.fake_step.step import FakeStep
+from ..estimation.layers import LayerRun, find_runs, shortened
 from .costs import GROUPS, DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
 from .knapsack import Weighed
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...config import CompressionConfig
-from ..estimating.result import Estimate
-from ..pictures import new_figure
-from ..report import readable_size
+from ...display.pictures import new_figure
+from ...display.report import Report
+from ...display.tables import Table, print_tables
+from ...quick.sizes import readable_size
+from ..estimation.result import Estimate
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -36,7 +37,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Report):
     """How to keep each layer so that training fits a budget. `patch_model` takes it; prints, serialises, draws.
 
     Args:
@@ -63,25 +64,6 @@ class Plan:
         """Relative error of what is stored, averaged over the layers; 0: gradients are exact."""
         return sum(row.error for row in self.rows) / len(self.rows)
 
-    def to_json(self) -> str:
-        """Everything; `from_json` reads it."""
-        return json.dumps(asdict(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote."""
-        data = json.loads(text)
-        config = {**data["config"], "overrides": tuple(map(tuple, data["config"]["overrides"]))}
-        config["checkpoint"] = tuple(config["checkpoint"])
-        estimate = {**data["estimate"], "notes": tuple(data["estimate"]["notes"])}
-        return cls(
-            budget_bytes=data["budget_bytes"],
-            objective=data["objective"],
-            rows=tuple(PlanRow(**row) for row in data["rows"]),
-            config=CompressionConfig(**config),
-            estimate=Estimate(**_known(Estimate, estimate)),
-        )
-
     def groups(self) -> tuple[tuple[str, str, int], ...]:
         """Neighbouring layers that are kept in the same way: (layers, option, bytes)."""
         found = []
@@ -98,20 +80,14 @@ class Plan:
         lines += [f"{names}: {option}, keep {readable_size(size)}" for names, option, size in self.groups()]
         return "\n".join(lines)
 
-    def print(self) -> None:
-        """A table of the layers on the console; plain text where the output is no terminal."""
-        from rich.box import ASCII2, ROUNDED
-        from rich.console import Console
-        from rich.table import Table
+    def tables(self) -> tuple[Table, ...]:
+        """How the layers are kept, neighbours that are alike in one row."""
+        rows = [(names, option, readable_size(size)) for names, option, size in self.groups()]
+        return (Table(("layers", "kept as", "kept"), rows, ("kept",), "plan"),)
 
-        terminal = Console().is_terminal
-        console = Console() if terminal else Console(width=120)
-        table = Table("layers", "kept as", box=ROUNDED if terminal else ASCII2, title="plan")
-        table.add_column("kept", justify="right")
-        for names, option, size in self.groups():
-            table.add_row(names, option, readable_size(size))
-        console.print(table)
-        console.print(str(self).splitlines()[0], markup=False, highlight=False, soft_wrap=True)
+    def print(self) -> None:
+        """The table and the first line: the others say what the table says."""
+        print_tables(self.tables(), str(self).splitlines()[0])
 
     def plot(self, path: str | PathLike[str]) -> None:
         """A bar per layer, its height what the layer keeps, its colour how.
@@ -131,8 +107,3 @@ class Plan:
         axes.set_ylabel("MiB kept for backward")
         figure.legend(loc="outside right upper")
         figure.savefig(path)
-
-
-def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in data.items() if name in names}

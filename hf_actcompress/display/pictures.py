@@ -1,0 +1,164 @@
+"""Pictures of memory: bytes by role, bytes over time, peaks over batch sizes. matplotlib is imported to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from ..errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+
+# a path whose suffix decides the format, or a binary file for a PNG
+Target: TypeAlias = "str | PathLike[str] | IO[bytes]"
+
+# GiB; what cards are sold with
+CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
+
+
+@dataclass(frozen=True)
+class PeakLine:
+    """Peaks of one strategy.
+
+    Args:
+        batch_sizes: Ascending.
+        peak_bytes: One for each.
+    """
+
+    batch_sizes: Sequence[int]
+    peak_bytes: Sequence[int]
+
+
+class Curve(Protocol):
+    """Bytes held over time, such as a MemoryTimeline."""
+
+    @property
+    def seconds(self) -> Sequence[float]: ...
+    @property
+    def bytes(self) -> Sequence[int]: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def backward(self) -> tuple[float, float] | None: ...
+    @property
+    def optimizer(self) -> tuple[float, float] | None: ...
+
+
+def new_figure(what: str, **options: Any) -> Any:
+    """A matplotlib figure of its own, outside of pyplot.
+
+    Args:
+        what: Named in the error.
+        options: Of the figure.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{what} needs matplotlib, which is not installed: pip install 'hf-actcompress[plot]'"
+        ) from error
+    return Figure(layout="constrained", **options)
+
+
+def draw_roles(bars: Mapping[str, Mapping[str, int]], target: Target) -> None:
+    """Stacked bars of kept bytes by role, one bar per strategy, in the order given.
+
+    Args:
+        bars: Strategy -> role -> bytes.
+        target: A path, or a binary file for a PNG.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure = new_figure("a picture of roles", figsize=(9, 1.6 + 0.4 * len(bars)))
+    axes = figure.add_subplot()
+    names = list(bars)
+    totals: dict[str, int] = {}
+    for sizes in bars.values():
+        for role, size in sizes.items():
+            totals[role] = totals.get(role, 0) + size
+    scale, unit = _unit(max((sum(sizes.values()) for sizes in bars.values()), default=0))
+    left = [0.0] * len(names)
+    for role in sorted(totals, key=lambda role: -totals[role]):
+        widths = [bars[name].get(role, 0) / scale for name in names]
+        axes.barh(names, widths, left=left, label=role)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{unit} kept for backward")
+    figure.legend(loc="outside right upper")
+    _save(figure, target)
+
+
+def draw_timelines(timelines: Mapping[str, Curve], target: Target) -> None:
+    """Memory over time in a step, one curve per strategy; a dotted line where backward begins.
+
+    Args:
+        timelines: Strategy -> its curve.
+        target: A path, or a binary file for a PNG.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure = new_figure("a picture of a timeline", figsize=(9, 3.6))
+    axes = figure.add_subplot()
+    scale, unit = _unit(max((t.peak_bytes for t in timelines.values()), default=0))
+    for name, timeline in timelines.items():
+        milliseconds = [1e3 * second for second in timeline.seconds]
+        (curve,) = axes.step(milliseconds, [size / scale for size in timeline.bytes], where="post", label=name)
+        for span in (timeline.backward, timeline.optimizer):
+            if span is not None:
+                axes.axvline(1e3 * span[0], color=curve.get_color(), linestyle=":", linewidth=1)
+    axes.set(xlabel="ms (profiled); dotted: backward begins, the optimizer begins", ylabel=f"{unit} above the start")
+    axes.set_ylim(bottom=0)
+    if any(timelines):
+        axes.legend()
+    _save(figure, target)
+
+
+def draw_batch_sizes(lines: Mapping[str, PeakLine], target: Target, cards: Iterable[int] = CARDS) -> None:
+    """Peak over batch size, one line per strategy, with the sizes of cards drawn in.
+
+    Args:
+        lines: Strategy -> its peaks.
+        target: A path, or a binary file for a PNG.
+        cards: In GiB; those below all peaks and far above them are left out.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure = new_figure("a picture of batch sizes", figsize=(9, 4.5))
+    axes = figure.add_subplot()
+    for name, line in lines.items():
+        axes.plot(line.batch_sizes, [peak / 2**30 for peak in line.peak_bytes], "o-", markersize=3, label=name)
+    highest = max((max(line.peak_bytes) / 2**30 for line in lines.values()), default=0.0)
+    left = min((min(line.batch_sizes) for line in lines.values()), default=0)
+    lowest = min((min(line.peak_bytes) / 2**30 for line in lines.values()), default=0.0)
+    sizes = sorted(card for card in cards if card > lowest)
+    for card in [card for card in sizes if card <= highest] + [card for card in sizes if card > highest][:1]:
+        axes.axhline(card, color="gray", linestyle="--", linewidth=0.8)
+        axes.annotate(f"{card} GiB", (left, card), textcoords="offset points", xytext=(0, 3), fontsize=8)
+    axes.set(xlabel="batch size", ylabel="peak in GiB")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    _save(figure, target)
+
+
+def _unit(nbytes: int) -> tuple[int, str]:
+    for exponent, unit in ((30, "GiB"), (20, "MiB")):
+        if nbytes >= 2**exponent:
+            return 2**exponent, unit
+    return 2**10, "KiB"
+
+
+def _save(figure: Any, target: Target) -> None:
+    if hasattr(target, "write"):
+        figure.savefig(target, format="png", dpi=120)
+    else:
+        figure.savefig(target, dpi=120)

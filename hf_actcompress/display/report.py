@@ -1,0 +1,76 @@
+"""The base of what the package's functions find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from .tables import Table, print_tables
+
+_Report = TypeVar("_Report", bound="Report")
+
+
+class Report:
+    """A result that prints and serialises. A subclass is a frozen dataclass.
+
+    It says in `__str__` what was found in a few lines, in `tables` what stands above them on a console, and in
+    `derived` which figures besides its fields belong into the JSON.
+    """
+
+    def tables(self) -> Iterable[Table]:
+        """What `print` shows above the text."""
+        return ()
+
+    def derived(self) -> dict[str, Any]:
+        """Figures that follow from the fields, or a field with more in it: first in the JSON. `from_json` skips them."""
+        return {}
+
+    def to_json(self) -> str:
+        """All fields, and what follows from them; `from_json` reads it."""
+        derived = self.derived()
+        return json.dumps({**derived, **asdict(self), **derived}, indent=2)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls: type[_Report], text: str) -> _Report:
+        """What `to_json` wrote.
+
+        Raises:
+            ValueError: The text is no JSON of this kind of report.
+        """
+        data = json.loads(text)
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{cls.__name__}.from_json takes what {cls.__name__}.to_json wrote")
+        found: _Report = _built(cls, data)
+        return found
+
+    def print(self) -> None:
+        """The tables and the text on the console; plain text with whole columns where the output is no terminal."""
+        print_tables(self.tables(), str(self))
+
+
+def _built(kind: Any, data: Any) -> Any:
+    """A value of the annotated type: JSON has no tuples and no dataclasses."""
+    if is_dataclass(kind):
+        assert isinstance(kind, type)
+        hints = get_type_hints(kind)
+        missing = [f.name for f in fields(kind) if f.name not in data and not _has_default(f)]
+        if missing:
+            raise ValueError(f"no JSON of a {kind.__name__}: it has no {', '.join(missing)}")
+        return kind(**{f.name: _built(hints[f.name], data[f.name]) for f in fields(kind) if f.name in data})
+    if isinstance(data, list) and get_origin(kind) is tuple:
+        inner = get_args(kind)
+        each = [inner[0]] * len(data) if len(inner) == 2 and inner[1] is Ellipsis else inner
+        return tuple(_built(part, value) for part, value in zip(each, data, strict=True))
+    if isinstance(data, list):
+        # a union with a tuple in it
+        found = next((part for part in get_args(kind) if get_origin(part) is tuple), None)
+        return data if found is None else _built(found, data)
+    return data
+
+
+def _has_default(field: Any) -> bool:
+    from dataclasses import MISSING
+
+    return field.default is not MISSING or field.default_factory is not MISSING

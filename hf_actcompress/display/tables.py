@@ -1,0 +1,61 @@
+"""Tables on the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+# where the output is no terminal, no column is cut
+_PIPE_WIDTH = 10_000
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts under column names.
+
+    Args:
+        columns: Their names.
+        rows: A text for each column.
+        numbers: The columns that stand to the right.
+        title: Above the table.
+        total: A last row, below a line.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[str] = ()
+    title: str = ""
+    total: Sequence[str] = ()
+
+
+def print_tables(tables: Iterable[Table], text: str) -> None:
+    """The tables, then the text, with rich. Plain characters and whole columns where the output is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and not console.is_jupyter:
+        console = Console(width=_PIPE_WIDTH)
+    for table in tables:
+        console.print(_as_rich(table, console.is_terminal or console.is_jupyter))
+    # sizes and names are data: no markup, no highlighting
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _as_rich(table: Table, on_terminal: bool) -> RichTable:
+    from rich.box import ASCII2, ROUNDED
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    found = RichTable(box=ROUNDED if on_terminal else ASCII2, title=table.title or None)
+    for column in table.columns:
+        found.add_column(column, justify="right" if column in table.numbers else "left")
+    for row in table.rows:
+        found.add_row(*map(escape, row))
+    if table.total:
+        found.add_section()
+        found.add_row(*map(escape, table.total))
+    return found

@@ -1,0 +1,105 @@
+"""Which batch size to try next, from those that were tried: pure arithmetic."""
+
+from __future__ import annotations
+
+from .report import BatchSizeTrial
+
+# of one trial over the next, where the peaks give no bound
+_GROWTH = 16
+
+
+class Search:
+    """Which batch size to try next: by a line through the measured peaks, within the bracket of what is known.
+
+    Args:
+        start: The first.
+        largest: The last that is of interest.
+        trials: How many there are.
+
+    Attributes:
+        tried: So far.
+    """
+
+    def __init__(self, start: int, largest: int | None, trials: int) -> None:
+        for name, value in (("start", start), ("largest", largest), ("trials", trials)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} has to be 1 or more, got {value}")
+        self.start, self.largest, self.trials = start, largest, trials
+        self.tried: list[BatchSizeTrial] = []
+        self._state = 0
+
+    def add(self, trial: BatchSizeTrial, state_bytes: int) -> None:
+        """Note a trial, and what is on the device without any activations."""
+        self.tried.append(trial)
+        self._state = max(self._state, state_bytes)
+
+    @property
+    def _fits(self) -> int:
+        return max((trial.batch_size for trial in self.tried if trial.fits), default=0)
+
+    @property
+    def _fails(self) -> int | None:
+        beyond = self.largest + 1 if self.largest is not None else None
+        return min((trial.batch_size for trial in self.tried if not trial.fits), default=beyond)
+
+    def settled(self, aim: int) -> bool:
+        """Whether nothing is left to be found between what fits and what does not."""
+        fits, fails = self._fits, self._fails
+        if fails is not None and fits + 1 >= fails:
+            return True
+        line = self._line(aim)
+        return fits > 0 and len(self._points) > 1 and line is not None and line <= fits
+
+    def candidate(self, aim: int) -> int | None:
+        """The next batch size for a peak of `aim` bytes, None when there is nothing left to learn."""
+        left = self.trials - len(self.tried)
+        if left <= 0:
+            return None
+        if not self.tried:
+            return min(self.start, self.largest or self.start)
+        if self._fits == 0:
+            return self._smaller(left, aim)
+        if self.settled(aim):
+            # of use for its throughput
+            half = self._fits // 2
+            return half if half and all(trial.batch_size != half for trial in self.tried) else None
+        return self._between(aim)
+
+    def _smaller(self, left: int, aim: int) -> int | None:
+        fails = self._fails
+        assert fails is not None
+        if fails <= 1:
+            return None
+        if left == 1:
+            return 1
+        line = self._line(aim)
+        guess = line if line is not None else fails * 7 // 8 if len(self.tried) == 1 else fails // 4
+        return min(max(guess, 1), fails - 1)
+
+    def _between(self, aim: int) -> int:
+        fits, fails, line = self._fits, self._fails, self._line(aim)
+        if line is not None and line <= fits:
+            # by a line through one point, which is too steep: a second one, that cannot fail
+            return fits // 2 if fits > 1 else 2
+        top = min(fits * _GROWTH, fails - 1 if fails is not None else fits * _GROWTH)
+        if line is not None and line <= top:
+            return line
+        ran_out = [trial for trial in self.tried if not trial.fits and trial.batch_size == fails]
+        if not ran_out:
+            return top
+        # the line was wrong by a little if it was wrong once
+        failed = sum(not trial.fits for trial in self.tried)
+        return max((fits + top + 1) // 2, top * 7 // 8 if failed == 1 else 0)
+
+    @property
+    def _points(self) -> list[tuple[int, int]]:
+        return sorted((t.batch_size, t.peak_bytes) for t in self.tried if t.peak_bytes is not None)
+
+    def _line(self, aim: int) -> int | None:
+        """The batch size whose peak is `aim`; None if the peaks say nothing."""
+        if not self._points:
+            return None
+        (b0, p0), (b1, p1) = [(0, self._state), *self._points][-2:]
+        if p1 <= p0:
+            return None
+        return b0 + int((aim - p0) * (b1 - b0) // (p1 - p0))

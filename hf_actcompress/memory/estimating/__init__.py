@@ -1,1 +1,0 @@
-"""How an estimate is made: a step on fake tensors, counted as the allocator would."""

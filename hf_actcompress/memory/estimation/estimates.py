@@ -1,0 +1,299 @@
+"""`estimate`: what training will need, before there are weights or a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config import CompressionConfig, Configured, resolve
+from ...errors import ModelConfigError, UnknownOptionError
+from ...models.root import root_module
+from ...records import storage_sizes
+from ..measurement.compiled import compiled_modules, uncompiled
+from ..measurement.saved_tensors import layer_names
+from .extrapolation import Extrapolated, whole_step
+from .fake_step.step import FakeStep, Setting, run_evaluation, run_step
+from .layers import LayerRun, find_runs
+from .meta_model import dtype_of, skeleton
+from .optimizers import OptimizerRule, optimizer_rule
+from .result import Estimate
+
+__all__ = ["Estimate", "estimate"]
+
+DEVICES = ("cuda", "cpu")
+ENGINES = ("eager", "compile")
+
+# an allowance and no measurement: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
+CONTEXT_BYTES = 640 * 2**20
+
+
+def estimate(
+    model: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    config: CompressionConfig | Configured | str | None = "exact",
+    dtype: torch.dtype | str | None = None,
+    optimizer: str = "adamw",
+    lora: Any = None,
+    gradient_checkpointing: bool = False,
+    device: str = "cuda",
+    autocast: torch.dtype | str | None = None,
+    engine: str | None = None,
+    quantization: Any = None,
+    trust_remote_code: bool = False,
+) -> Estimate:
+    """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
+
+    The model runs one forward and backward on fake tensors, which have shapes and no data, with two to four of its
+    layers; where its layers are of one kind each further one adds the same bytes, which is checked, and where they are
+    not all are run. The batch has no padding and all its labels count: with padding `drop_padding` keeps less than
+    this, so it is an upper bound there.
+
+    Args:
+        model: A module (stock or patched; it is not touched), a transformers config, or a name: a folder with a
+            config.json, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
+        batch_size, seq_len: Of the batch; for images seq_len is ignored.
+        config: What the model is patched with: a preset's name, a config or what carries one. None or "stock": it
+            is not patched.
+        dtype: Of the weights, a torch dtype or its name; by default the module's own, or what the config says.
+        optimizer: "adamw", "adamw_8bit", "adafactor", "sgd_momentum" or "sgd".
+        lora: True (peft's defaults on all linear layers), a rank, or a peft LoraConfig; the rest is frozen.
+        gradient_checkpointing: Switch it on; False leaves a module as it is.
+        device: "cuda": by the table of rules in estimating/cuda_rules.py. "cpu": what the CPU's allocator would show.
+        autocast: Dtype of mixed precision (with weights in fp32), by the CPU's list of ops. None: none.
+        engine: "eager", or "compile": under `torch.compile` with Inductor; by default whichever the model is for, and
+            "eager" if it is no module. In the second case the model is traced, no code is generated; what is kept
+            is what the graphs keep, and the peak is that of their buffers, where pointwise ops are fused into what
+            reads them.
+        quantization: Of the linear layers' frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a
+            `quantization_config` of transformers (bitsandbytes, GPTQ, AWQ). None: what the config or the module has.
+        trust_remote_code: Run code that comes with the model's config, where transformers has none of its own.
+
+    Returns:
+        The estimate: `.print()`, `.to_json()`, bytes by part and role.
+
+    Raises:
+        ModelConfigError: No config can be had under that name, the model computes no loss from labels, or it needs
+            code of its own that was not trusted. With engine="compile" also: it cannot be traced as one graph.
+        UnknownOptionError: Unknown preset, optimizer, dtype, device or engine.
+        MissingExtraError: LoRA without peft.
+    """
+    several = Estimates(
+        model,
+        dtype=dtype,
+        optimizer=optimizer,
+        lora=lora,
+        device=device,
+        autocast=autocast,
+        engine=engine,
+        quantization=quantization,
+        trust_remote_code=trust_remote_code,
+    )
+    return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
+
+
+class Estimates:
+    """Estimates of one model for several configs and sizes, which share what does not depend on these.
+
+    Args:
+        model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code: As for `estimate`.
+
+    Raises:
+        As `estimate`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        dtype: torch.dtype | str | None = None,
+        optimizer: str = "adamw",
+        lora: Any = None,
+        device: str = "cuda",
+        autocast: torch.dtype | str | None = None,
+        engine: str | None = None,
+        quantization: Any = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if device not in DEVICES:
+            raise UnknownOptionError("device", device, DEVICES)
+        if engine is None:
+            compiled = isinstance(model, nn.Module) and compiled_modules(model) == [uncompiled(model)]
+        elif engine in ENGINES:
+            compiled = engine == "compile"
+        else:
+            raise UnknownOptionError("engine", engine, ENGINES)
+        self._rule = optimizer_rule(optimizer)
+        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled)
+        self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
+        # by whether checkpointing is switched on
+        self._models: dict[bool, nn.Module] = {}
+        self._states: dict[bool, tuple[int, int, int]] = {}
+        # (config, checkpointing) -> `Extrapolated.alike`
+        self._alike: dict[Any, bool] = {}
+        # what a config has for single layers -> the runs of equal layers
+        self._runs: dict[Any, list[LayerRun]] = {}
+        # (setting, checkpointing, whether the roles were asked for) -> the step
+        self._steps: dict[Any, Extrapolated] = {}
+
+    def changed(self, *, optimizer: str | None = None, lora: Any = None, quantization: Any = None) -> Estimates:
+        """Estimates with something else than these; what was found out and holds there is not found out again.
+
+        Args:
+            optimizer, lora, quantization: As for `estimate`. None: as here.
+        """
+        other = copy.copy(self)
+        if optimizer is not None:
+            other._rule, other._states = optimizer_rule(optimizer), {}
+        if lora is not None or quantization is not None:
+            source = list(self._source)
+            source[2], source[4] = lora or source[2], quantization or source[4]
+            other._source = tuple(source)
+            other._models, other._states, other._alike, other._runs, other._steps = {}, {}, {}, {}, {}
+        return other
+
+    @property
+    def model(self) -> nn.Module:
+        """The model on the meta device, without checkpointing."""
+        return self._model(False)
+
+    def estimate(
+        self,
+        batch_size: int,
+        seq_len: int,
+        config: CompressionConfig | Configured | str | None,
+        gradient_checkpointing: bool = False,
+    ) -> Estimate:
+        """As the function."""
+        setting = self._case(batch_size, seq_len, config)
+        found = self._step(setting, gradient_checkpointing, roles=True)
+        whole, states = self._model(gradient_checkpointing), self._state_bytes(gradient_checkpointing)
+        return _estimate(found, whole, setting, states, _named(config))
+
+    def device_bytes(
+        self,
+        batch_size: int,
+        seq_len: int,
+        config: CompressionConfig | Configured | str | None,
+        gradient_checkpointing: bool = False,
+    ) -> int:
+        """`Estimate.device_bytes` alone, in less time."""
+        setting = self._case(batch_size, seq_len, config)
+        found = self._step(setting, gradient_checkpointing, roles=False)
+        return sum(self._state_bytes(gradient_checkpointing)) + found.step.peak + context_bytes(setting)
+
+    def evaluation_bytes(self, batch_size: int, seq_len: int) -> int:
+        """What a device has to have for an evaluation of such a batch with labels, beside the training's states.
+
+        The outputs, logits among them, are there as a whole, as `Trainer.evaluate` has them.
+        """
+        setting, whole = self._case(batch_size, seq_len, None), self._model(False)
+        found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))
+        return sum(self._state_bytes(False)) + found.step.peak + context_bytes(setting)
+
+    def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
+        resolved = None if config is None or config == "stock" else resolve(config)
+        if self._setting.compiled and resolved is not None and resolved.offloads:
+            raise ModelConfigError('what offloading keeps under torch.compile is not estimated; use engine="eager"')
+        return replace(self._setting, batch_size=batch_size, seq_len=seq_len, config=resolved)
+
+    def _model(self, checkpointing: bool) -> nn.Module:
+        if checkpointing not in self._models:
+            # out of the other one, which is there already
+            source = (self._model(False), None, None, True) if checkpointing else self._source
+            self._models[checkpointing] = skeleton(*source)
+        return self._models[checkpointing]
+
+    def _state_bytes(self, checkpointing: bool) -> tuple[int, int, int]:
+        if checkpointing not in self._states:
+            self._states[checkpointing] = state_bytes(self._model(checkpointing), self._setting, self._rule)
+        return self._states[checkpointing]
+
+    def _step(self, setting: Setting, checkpointing: bool, *, roles: bool) -> Extrapolated:
+        for known in {roles, True}:
+            if (setting, checkpointing, known) in self._steps:
+                return self._steps[setting, checkpointing, known]
+        whole, config = self._model(checkpointing), setting.config or CompressionConfig()
+        single = config.overrides, config.checkpoint
+        if single not in self._runs:
+            self._runs[single] = find_runs(whole, config)
+        # layers that are alike under one config are alike under another; that they are not is looked at again
+        key = setting.config, checkpointing
+        alike = self._alike.get(key, True if True in self._alike.values() else None)
+        found = _step(whole, setting, self._runs[single], roles, alike)
+        self._alike[key] = found.alike
+        self._steps[setting, checkpointing, roles] = found
+        return found
+
+
+def _step(
+    whole: nn.Module, setting: Setting, layers: Sequence[LayerRun], roles: bool, alike: bool | None = None
+) -> Extrapolated:
+    def run(part: nn.Module, wanted: bool) -> FakeStep:
+        return run_step(part, setting, roles=roles and wanted)
+
+    return whole_step(whole, run, layers, alike)
+
+
+def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
+    """The estimate of a model on the meta device; `name` is what its config is called."""
+    found = _step(whole, setting, find_runs(whole, setting.config), True)
+    return _estimate(found, whole, setting, state_bytes(whole, setting, rule), name)
+
+
+def _estimate(
+    found: Extrapolated, whole: nn.Module, setting: Setting, state: tuple[int, int, int], name: str
+) -> Estimate:
+    weights, gradients, states = state
+    return Estimate(
+        model=type(root_module(whole)).__name__,
+        device="cuda" if setting.cuda else "cpu",
+        batch_size=setting.batch_size,
+        seq_len=setting.seq_len,
+        config=name,
+        engine=ENGINES[setting.compiled],
+        weights_bytes=weights,
+        gradients_bytes=gradients,
+        optimizer_bytes=states,
+        kept_bytes=found.step.kept,
+        kept_by_role=_complete(found.step),
+        kept_per_layer=found.per_layer,
+        layers=len(list(layer_names(whole))),
+        step_peak_bytes=found.step.peak,
+        context_bytes=context_bytes(setting),
+    )
+
+
+def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tuple[int, int, int]:
+    """Bytes of weights and buffers, gradients and optimizer states."""
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    return (
+        sum(map(setting.rounded, storage_sizes(chain(whole.parameters(), whole.buffers())).values())),
+        sum(setting.rounded(p.nbytes) for p in trained),
+        sum(setting.rounded(size) for p in trained for size in rule.states(p)),
+    )
+
+
+def context_bytes(setting: Setting) -> int:
+    """The allowance for what a device takes beside tensors."""
+    return CONTEXT_BYTES if setting.cuda else 0
+
+
+def _complete(step: FakeStep) -> dict[str, int]:
+    """By role, with what no module saved (the loss, copies that are alive and not saved) as "other"."""
+    rest = step.kept - sum(step.by_role.values())
+    roles = {**step.by_role, "other": step.by_role.get("other", 0) + rest}
+    return {role: size for role, size in roles.items() if size}
+
+
+def _named(config: Any) -> str:
+    if config is None:
+        return "stock"
+    return config if isinstance(config, str) else str(resolve(config))

@@ -1,0 +1,42 @@
+"""The batch of a step on fake tensors."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ....errors import ModelConfigError
+from ....private_apis import FakeTensorMode
+
+if TYPE_CHECKING:
+    from .step import Setting
+
+
+def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode) -> dict[str, Any]:
+    """A batch without padding whose labels all count.
+
+    Raises:
+        ModelConfigError: The model's forward takes no labels, or an input that is not known here.
+    """
+    b, s = setting.batch_size, setting.seq_len
+    outer = model.get_base_model() if hasattr(model, "get_base_model") else model
+    known = inspect.signature(type(outer).forward).parameters
+    name = type(outer).__name__
+    main = getattr(outer, "main_input_name", "input_ids")
+    if "labels" not in known or main not in ("input_ids", "pixel_values"):
+        raise ModelConfigError(
+            f"{name} takes {main} and {'labels' if 'labels' in known else 'no labels'}; an estimate is made for models "
+            "of input_ids or pixel_values that compute their loss from labels (the ...For... classes)"
+        )
+    with mode:
+        one_per_row = "ForSequenceClassification" in name or "ForImageClassification" in name
+        labels = torch.empty((b,) if one_per_row else (b, s), dtype=torch.int64)
+        if main == "input_ids":
+            return {main: torch.empty(b, s, dtype=torch.int64), "labels": labels}
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        size = outer.config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = getattr(outer.config, "num_channels", 3)
+        return {main: torch.empty(b, channels, height, width, dtype=dtype), "labels": labels}

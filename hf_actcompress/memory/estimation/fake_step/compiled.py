@@ -1,0 +1,106 @@
+"""A compiled step on fake tensors: Inductor's graphs of the model, without the code that it would make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....compilation.observation import observed
+from ....errors import ModelConfigError
+from ....private_apis import FakeTensorMode, run_backward
+from ...measurement.allocator import loss_of
+from ...measurement.compiled import Names, of_its_own_code
+from .cuda_rules import CudaCalls
+from .fake_allocator import FakeAllocator
+
+Batch = dict[str, Any]
+
+
+class CompiledStep:
+    """The forward of a model as one compiled graph, to be run again on the same fake tensors.
+
+    Args:
+        model: On fake tensors, patched or not. It is traced; nothing is generated.
+        batch: Fake tensors.
+        mode: Theirs.
+        cuda: Trace the calls of a CUDA device.
+        autocast: The context of the forward.
+
+    Raises:
+        ModelConfigError: torch.compile cannot trace the model as one graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        mode: FakeTensorMode,
+        *,
+        cuda: bool,
+        autocast: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._mode = mode
+        self._watcher = _Watcher()
+        self._call: Callable[..., Any] | None = None
+        self._args: tuple[Any, ...] = ()
+        self._results: Sequence[Tensor] = ()
+        backend = observed(model, self._watcher)
+
+        def capture(graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
+            return self._first_call(backend(graph, inputs))
+
+        with ExitStack() as stack:
+            stack.enter_context(CudaCalls() if cuda else nullcontext())
+            stack.enter_context(autocast())
+            try:
+                compiled = torch.compile(of_its_own_code(model), backend=capture, fullgraph=True, dynamic=False)
+                loss = loss_of(compiled(**batch))
+            except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
+                raise ModelConfigError(_help(model, error)) from error
+        self._position = list(map(id, self._results)).index(id(loss))
+        self._results = ()
+        with mode:
+            # the graph of the backward may be made at its first run
+            run_backward(loss)
+        model.zero_grad(set_to_none=True)
+
+    def _first_call(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self._call, self._args = compiled, args
+            with self._mode:
+                self._results = tuple(compiled(*args))
+            return self._results
+
+        return call
+
+    def loss(self, allocator: FakeAllocator) -> Tensor:
+        """The loss; what is made on the way is counted but for what a kernel has in registers."""
+        assert self._call is not None
+        self._watcher.allocator = allocator
+        loss: Tensor = self._call(*self._args)[self._position]
+        return loss
+
+    def module_of(self, x: Tensor) -> str | None:
+        """The module that reads a tensor that the forward has saved."""
+        return self._watcher.module_of(x)
+
+
+class _Watcher(Names):
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator: FakeAllocator | None = None
+
+    def fused(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.allocator is None else self.allocator.elsewhere()
+
+
+def _help(model: nn.Module, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        f'{type(model).__name__} cannot be traced as one graph ({reason}), and engine="compile" estimates models that '
+        'can; engine="eager" is an upper bound of what the parts of its graph keep'
+    )

@@ -1,0 +1,217 @@
+"""A stand-in for the allocator: which storages a step would hold, without any of its data.
+
+torch's own trackers (`torch.distributed._tools`) sort storages into parameters, gradients and the rest by hooks on the
+modules, and know neither what backward keeps nor data-dependent ops; so this counts for itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ....private_apis import ENGINE_CALLS, FakeTensor
+from ....records import storages_of
+from .op_results import OpCalls, OpResults
+from .workspaces import CPU_WORKSPACES, Workspace
+
+aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+
+IGNORE_INDEX = -100
+# of a CPU's fused attention, as torch counts
+_MATH, _FUSED = 0, 1
+
+
+def _grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """The result of a grouped product: of rows [S, k] with [E, k, n], or of [m, S] with [S, n] for each group."""
+    if a.dim() == b.dim() == 2:
+        return a.new_empty(offsets.numel(), a.size(0), b.size(1))
+    return a.new_empty(*a.shape[:-1], b.size(-1))
+
+
+class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the fake storages that are made while it is on. Enter it inside the FakeTensorMode.
+
+    It also answers what programs ask of values that are not there, as for a batch without padding whose labels all
+    count but for those that the model itself appends (the last position of a causal model).
+
+    Args:
+        block: Sizes are rounded up to a multiple of this (512 bytes in CUDA's caching allocator).
+        workspaces: Bytes that kernels take while they run, by op.
+        in_fp32: Which results of an op the device has in fp32, whatever a CPU has.
+        results: What ops are known to make; what is found out is added.
+
+    Attributes:
+        live_bytes: Of the storages that are alive now.
+        peak_bytes: The highest `live_bytes` so far.
+        draws: How often random numbers have been drawn.
+        timeline: `live_bytes` each time that something was added to them.
+        changes: The size of each storage without rounding: positive when it was made, negative when it was dropped.
+        marks: How many changes there had been at each entry of the timeline.
+    """
+
+    # of compiled graphs, such as an op whose generator's state is kept
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        block: int = 1,
+        workspaces: Mapping[Any, Workspace] = CPU_WORKSPACES,
+        in_fp32: Mapping[Any, tuple[int, ...]] = MappingProxyType({}),
+        results: OpResults | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
+        self._calls = OpCalls({} if results is None else results)
+        self.live_bytes = self.peak_bytes = self.draws = 0
+        self.timeline: list[int] = []
+        self.changes: list[int] = []
+        self.marks: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        # results of `all`: nothing is padded
+        self._true: list[weakref.ref[Tensor]] = []
+        self._appended_labels = 0
+        self._muted = self._elsewhere = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap each of the calls below, to keep a compiler out that is not there
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # more than half of all calls: autograd asks for every tensor that it touches
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        # a higher-order op has no tags
+        self.draws += torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        answer = self._answer(func, args)
+        if answer is not None:
+            return answer()
+        if func is aten.add.Tensor and sys._getframe(1).f_code in ENGINE_CALLS:
+            return self._accumulated(func, args, kwargs)
+        result = self._calls(func, args, kwargs)
+        self._learn(func, args, result)
+        for position in self.in_fp32.get(func, ()):
+            self.count(result[position], 4 * result[position].numel())
+        for x in (result,) if type(result) is FakeTensor else tree_leaves(result):
+            # logits that are not computed are on the meta device, where there is no memory
+            if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
+                self.count(x)
+        workspace = self.workspaces.get(func)
+        if workspace is not None and not self._elsewhere:
+            self._note_peak(self.live_bytes + self.rounded(workspace(args, kwargs)))
+        return result
+
+    def rounded(self, nbytes: int) -> int:
+        """A size as the allocator sees it."""
+        return -(-nbytes // self.block) * self.block
+
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """What a storage counts for."""
+        return self.rounded(self._sizes.get(storage._cdata, 0))
+
+    def count(self, x: Tensor, nbytes: int | None = None) -> None:
+        """Add x's storage if it is not known yet, with its own size or another."""
+        for storage in storages_of(x):
+            if storage._cdata not in self._sizes:
+                self._count(storage, storage.nbytes() if nbytes is None else nbytes)
+
+    def _count(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        key = storage._cdata
+        size = 0 if self._elsewhere else nbytes
+        self._sizes[key] = size
+        self._references[key] = weakref.ref(storage, lambda _: self._drop(key))
+        self.live_bytes += self.rounded(size)
+        self.changes.append(size)
+        self._note_peak(self.live_bytes)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """What was there before, or is not on the device."""
+        for x in tensors:
+            self.count(x, 0)
+
+    @contextmanager
+    def results_only(self, note: bool = True) -> Iterator[None]:
+        """A call that becomes one kernel: what it makes on the way is not counted, what it leaves behind is.
+
+        With `note=False` what it leaves behind is not noted before the next allocation.
+        """
+        muted, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = muted
+            if note:
+                self._note_peak(self.live_bytes)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is made inside lies in host memory, or stands for something that was counted."""
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            self._elsewhere = False
+
+    def _accumulated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The sum of two gradients of one tensor, as the engine makes it.
+
+        The engine writes the sum into the first gradient if nobody else holds that, but never into a fake tensor. So
+        both are not there at once. A first gradient that somebody holds stays, and the next allocation notes that.
+        """
+        with self.results_only(note=False):
+            result = self._calls(func, args, kwargs)
+            self.count(result)
+        return result
+
+    def _note_peak(self, nbytes: int) -> None:
+        if not self._muted:
+            self.timeline.append(nbytes)
+            self.marks.append(len(self.changes))
+            self.peak_bytes = max(self.peak_bytes, nbytes)
+
+    def _drop(self, key: int) -> None:
+        self._references.pop(key, None)
+        size = self._sizes.pop(key, 0)
+        self.live_bytes -= self.rounded(size)
+        self.changes.append(-size)
+
+    def _learn(self, func: Any, args: Any, result: Any) -> None:
+        if func in (aten.all.default, aten.all.dim):
+            self._true.append(weakref.ref(result))
+        if func is aten.constant_pad_nd.default and args[2:3] == (IGNORE_INDEX,):
+            self._appended_labels = result.numel() - args[0].numel()
+
+    def _answer(self, func: Any, args: Any) -> Callable[[], Any] | None:
+        if func is aten._fused_sdp_choice.default:
+            dropout = args[4] if len(args) > 4 else 0.0
+            return lambda: _FUSED if dropout == 0 else _MATH
+        x = args[0] if args else None
+        if not isinstance(x, FakeTensor):
+            return None
+        if func is aten._local_scalar_dense.default:
+            # "are all of them ...": yes; "is any ...", "how many ...": none
+            return lambda: any(known() is x for known in self._true) if x.dtype == torch.bool else 0
+        if func is aten.equal.default:
+            return lambda: True
+        if func is aten._grouped_mm.default and x.dtype != torch.bfloat16:
+            # torch knows the shape of its result for bf16 alone
+            return lambda: self._counted(_grouped(*args[:3]))
+        if func is aten.nonzero.default:
+            return lambda: self._counted(x.new_empty(x.numel() - self._appended_labels, x.dim(), dtype=torch.int64))
+        return None
+
+    def _counted(self, x: Tensor) -> Tensor:
+        self.count(x)
+        return x

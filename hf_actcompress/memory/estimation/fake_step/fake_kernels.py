@@ -1,0 +1,131 @@
+"""The reference functions as a CUDA device has them: one kernel each, which makes nothing but its results.
+
+What a kernel makes follows from the shapes of its arguments. A reference function goes through its chunks with hundreds
+of ops, so it runs once for each set of shapes; after that its results are made anew, empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from .... import reference
+from ....kernels import KERNELS, ON_REQUEST
+from ....private_apis import FakeTensor
+from .fake_allocator import FakeAllocator
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A tensor that a kernel made, with a storage of its own."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of the smallest storage that holds it."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+
+    def made(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a function returned: plain values, and tensors in place of which stands what they were."""
+
+    leaves: tuple[Any, ...]
+    form: TreeSpec
+
+    def made(self) -> Any:
+        return tree_unflatten([x.made() if isinstance(x, Fresh) else x for x in self.leaves], self.form)
+
+
+# (name, arguments) -> the result, None for one that has to be computed each time
+KernelResults = dict[Hashable, Result | None]
+
+
+class Kernels:
+    """The functions of `reference` for a step on fake tensors.
+
+    Args:
+        allocator: Counts results alone.
+        known: Earlier results, to which others are added.
+    """
+
+    def __init__(self, allocator: FakeAllocator, known: KernelResults) -> None:
+        self._allocator, self._known = allocator, known
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The function of that name, as one kernel if it is one on the device."""
+        function: Callable[..., Any] = getattr(reference, name)
+        if name not in KERNELS or name in ON_REQUEST:
+            return function
+
+        @wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            return self._run(name, function, args, kwargs)
+
+        return kernel
+
+    def _run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        key = _key(name, args, kwargs)
+        result = self._known.get(key) if key is not None else None
+        with self._allocator.results_only():
+            if result is not None:
+                return result.made()
+            made = function(*args, **kwargs)
+        if key is not None and key not in self._known:
+            self._known[key] = self._described(made, (args, kwargs))
+        return made
+
+    def _described(self, made: Any, arguments: Any) -> Result | None:
+        """None if a result is part of an argument or of another one, or the device has it in another size."""
+        leaves, form = tree_flatten(made)
+        taken = {x.untyped_storage()._cdata for x in tree_leaves(arguments) if isinstance(x, Tensor)}
+        found: list[Any] = []
+        for x in leaves:
+            if not isinstance(x, Tensor):
+                if not isinstance(x, _PLAIN):
+                    return None
+                found.append(x)
+                continue
+            fresh = Fresh(tuple(x.shape), x.stride(), x.dtype)
+            storage = x.untyped_storage()
+            whole = type(x) is FakeTensor and not x.requires_grad and fresh.nbytes == storage.nbytes()
+            counted = self._allocator.size_of(storage) == self._allocator.rounded(fresh.nbytes)
+            if storage._cdata in taken or not whole or not counted:
+                return None
+            taken.add(storage._cdata)
+            found.append(fresh)
+        return Result(tuple(found), form)
+
+
+def _key(name: str, args: Any, kwargs: Any) -> Hashable:
+    """What the sizes of the results depend on; None if that is not known."""
+    leaves, form = tree_flatten((args, kwargs))
+    parts: list[Any] = [name, form, torch.is_autocast_enabled("cpu")]
+    for x in leaves:
+        if isinstance(x, Tensor):
+            if x.requires_grad and torch.is_grad_enabled():
+                return None
+            parts.append((type(x), x.shape, x.stride(), x.dtype))
+        elif isinstance(x, _PLAIN):
+            parts.append((type(x), x))
+        elif callable(x):
+            # of the elements of chunks: changes no size
+            parts.append(Callable)
+        else:
+            return None
+    return tuple(parts)

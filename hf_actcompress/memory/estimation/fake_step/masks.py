@@ -1,0 +1,80 @@
+"""Masks whose values transformers asks for, in a step on tensors that have none.
+
+Before transformers builds an attention mask it looks whether one is needed: is any token padding, does a row hold
+several sequences? It never looks into a fake tensor, because it takes that for a compiler's: it builds the mask. So the
+few tensors that it asks are handed out as real ones, with the values of a batch without padding and with one sequence
+in each row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ....private_apis import FakeTensor, unset_fake_temporarily
+from .fake_allocator import FakeAllocator
+
+# how transformers asks; whatever else is done with such a tensor is done on fake ones
+_ASKS = (
+    Tensor.__getitem__, Tensor.__eq__, Tensor.eq, Tensor.__invert__, Tensor.sum, Tensor.all, torch.all, Tensor.__bool__,
+)  # fmt: skip
+
+
+class KnownMasks(TorchFunctionMode):
+    """Makes those tensors real.
+
+    Args:
+        allocator: Counts them; None: they are not counted.
+    """
+
+    def __init__(self, allocator: FakeAllocator | None = None) -> None:
+        super().__init__()
+        self._allocator = allocator
+        self._known = WeakIdKeyDictionary()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKS and self._all_known(args, kwargs):
+            with unset_fake_temporarily():
+                return self._noted(func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        if func is Tensor.to and _is_padding_mask(result, kwargs):
+            # every token counts
+            return self._real(result, torch.ones)
+        if func is Tensor.cumsum and _is_count_of_sequences(args):
+            # every token belongs to the first sequence of its row
+            return self._real(result, torch.zeros)
+        return result
+
+    def _all_known(self, args: Any, kwargs: Any) -> bool:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        return bool(tensors) and all(x in self._known for x in tensors)
+
+    def _real(self, fake: Tensor, fill: Any) -> Tensor:
+        with unset_fake_temporarily():
+            # one element, seen in every place
+            real: Tensor = fill((), dtype=fake.dtype).expand(fake.shape)
+        if self._allocator is not None:
+            self._allocator.count(real, fake.untyped_storage().nbytes())
+        self._known[real] = None
+        return real
+
+    def _noted(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            self._known[x] = None
+        return x
+
+
+def _is_padding_mask(x: Any, kwargs: Any) -> bool:
+    """``attention_mask.to(device=..., dtype=torch.bool)`` in masking_utils."""
+    return kwargs.get("dtype") is torch.bool and "device" in kwargs and isinstance(x, FakeTensor) and x.dim() == 2
+
+
+def _is_count_of_sequences(args: Any) -> bool:
+    """``(position_diff != 1).cumsum(-1)`` in `find_packed_sequence_indices`."""
+    return len(args) == 2 and args[1] == -1 and args[0].dtype == torch.bool and args[0].dim() == 2

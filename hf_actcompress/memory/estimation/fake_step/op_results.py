@@ -1,0 +1,193 @@
+"""What ops make of fake tensors of certain shapes, found out once.
+
+Torch works out the result of each call anew, or looks for it under a key that is slow to make: that was most of the
+time of a step on fake tensors. The ops of a step are few, and each is called with the same shapes for every layer and
+for every strategy. So the first call goes to torch, and its result is noted by shape, stride, dtype and storage. A
+further call with such arguments makes tensors of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....private_apis import (
+    FakeTensor,
+    FakeTensorMode,
+    active_fake_mode,
+    fake_tensor,
+    unset_fake_temporarily,
+    without_torch_function_modes,
+)
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_PLAIN = frozenset(
+    (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+)
+
+
+class _NotPlain(Exception):
+    """An argument whose effect on the result is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that an op returns.
+
+    Args:
+        shape, stride, offset, dtype: Of it.
+        of: The tensor argument whose storage it has; None: one of its own.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    of: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the smallest storage that holds it."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
+
+    def tensor(self, arguments: Sequence[Any]) -> Tensor:
+        """Such a tensor on the meta device."""
+        if self.of is None:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
+        storage = arguments[self.of].untyped_storage()
+        return torch.empty(0, dtype=self.dtype, device=_META).set_(storage, self.offset, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """The tensor argument of that number, returned as it is."""
+
+    number: int
+
+
+# the last is a plain value, or None
+_Leaf = _Made | _Same | Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What an op returns: one leaf, or several in a tuple or list."""
+
+    leaves: tuple[_Leaf, ...]
+    several: type | None
+
+
+# (op, arguments) -> its result; None: it is not the same for all such arguments
+OpResults = dict[Hashable, _Result | None]
+
+
+class OpCalls:
+    """Calls of ops in one step.
+
+    Args:
+        known: What ops are known to make; what is found out is added.
+    """
+
+    def __init__(self, known: OpResults) -> None:
+        self._known = known
+        # of the mode of the latest call
+        self._template: Any = None
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func(*args, **kwargs)``, inside of a dispatch."""
+        arguments: list[Any] = []
+        with without_torch_function_modes():
+            key = _key(func, args, kwargs, arguments)
+            mode = arguments[0].fake_mode if arguments else active_fake_mode()
+            if mode is None:
+                # of real tensors
+                key = None
+            found = self._known.get(key) if key is not None else None
+            if found is not None and mode is not None:
+                return self._made(found, arguments, mode)
+            before = _storages(arguments)
+        result = func(*args, **kwargs)
+        if key is not None and key not in self._known:
+            with without_torch_function_modes():
+                # not of an op that gives an argument another shape or memory
+                same = _storages(arguments) == before and _key(func, args, kwargs, []) == key
+                self._known[key] = _described(result, arguments, before) if same else None
+        return result
+
+    def _made(self, result: _Result, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
+        with unset_fake_temporarily():
+            found = [self._leaf(leaf, arguments, mode) for leaf in result.leaves]
+        return found[0] if result.several is None else result.several(found)
+
+    def _leaf(self, leaf: _Leaf, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
+        if type(leaf) is _Same:
+            return arguments[leaf.number]
+        if type(leaf) is not _Made:
+            return leaf
+        if self._template is None or self._template.fake_mode is not mode:
+            self._template = FakeTensor(mode, torch.empty(0, device=_META), _CPU)
+        return fake_tensor(leaf.tensor(arguments), self._template)
+
+
+def _key(func: Any, args: Any, kwargs: Any, arguments: list[Any]) -> Hashable:
+    """What decides the sizes of the result; None if that is not known. The fake tensors are added to `arguments`."""
+    try:
+        return func, _part(args, arguments), _part(tuple(kwargs.items()), arguments) if kwargs else None
+    except _NotPlain:
+        return None
+
+
+def _part(x: Any, arguments: list[Any]) -> Hashable:
+    kind = type(x)
+    if kind is FakeTensor:
+        if not _is_plain(x):
+            raise _NotPlain
+        arguments.append(x)
+        return x.shape, x.stride(), x.storage_offset(), x.dtype
+    if kind in _PLAIN:
+        return kind, x
+    if kind is list or kind is tuple:
+        return (kind, *[_part(part, arguments) for part in x])
+    raise _NotPlain
+
+
+def _is_plain(x: Any) -> bool:
+    return (
+        type(x) is FakeTensor
+        and x.constant is None
+        and x.layout is torch.strided
+        and x.fake_device == _CPU
+        and not x.dtype.is_complex
+    )
+
+
+def _storages(arguments: Sequence[Any]) -> list[tuple[int, int]]:
+    return [(storage._cdata, storage.nbytes()) for storage in (x.untyped_storage() for x in arguments)]
+
+
+def _described(result: Any, arguments: Sequence[Any], storages: Sequence[tuple[int, int]]) -> _Result | None:
+    """None for what is no tensor of torch's plain kind, or shares a storage in another way than a view does."""
+    several = type(result) if type(result) in (tuple, list) else None
+    owners = {key: index for index, (key, _) in reversed(list(enumerate(storages)))}
+    leaves: list[_Leaf] = []
+    fresh: set[int] = set()
+    for x in (result,) if several is None else result:
+        position = next((index for index, argument in enumerate(arguments) if argument is x), None)
+        if position is not None or type(x) in _PLAIN:
+            leaves.append(x if position is None else _Same(position))
+            continue
+        if not _is_plain(x) or x.requires_grad:
+            return None
+        storage = x.untyped_storage()
+        made = _Made(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, owners.get(storage._cdata))
+        if made.of is None:
+            if made.offset or storage.nbytes() != made.nbytes or storage._cdata in fresh:
+                return None
+            fresh.add(storage._cdata)
+        leaves.append(made)
+    return _Result(tuple(leaves), several)

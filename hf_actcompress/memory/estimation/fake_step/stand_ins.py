@@ -1,0 +1,126 @@
+"""What a step on fake tensors gets in place of the real thing. Nothing is exchanged: other threads go on as before.
+
+Our own functions ask for `StepRules` through a context variable. What torch and transformers ask is answered by modes
+of this thread (`masks.py`) and in the copy of the model that the step runs on (`counted_checkpoints`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .... import reference
+from .fake_allocator import FakeAllocator
+from .fake_kernels import KernelResults, Kernels
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+
+class StepRules:
+    """The rules of the device that is estimated.
+
+    Args:
+        allocator: Counts.
+        kernels: For a CUDA device: what its kernels are known to make; what is found out is added. None for a CPU.
+    """
+
+    def __init__(self, allocator: FakeAllocator, kernels: KernelResults | None) -> None:
+        self._allocator = allocator
+        self._kernels = None if kernels is None else Kernels(allocator, kernels)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self._kernels is None
+
+    def function(self, name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = (
+            getattr(reference, name) if self._kernels is None else self._kernels.function(name)
+        )
+        return function
+
+    def turns(self, starts: range) -> Sequence[int]:
+        """The first turns and the last: those between hold no more than the second."""
+        return starts if len(starts) <= 3 else (*starts[:2], starts[-1])
+
+    def parts(self, every: list[slice]) -> Iterator[slice]:
+        """The same; the turns between are one that counts nothing, because the results of all are joined."""
+        if len(every) <= 4:
+            yield from every
+            return
+        yield from every[:2]
+        with self._allocator.elsewhere():
+            yield slice(every[2].start, every[-2].stop)
+        yield every[-1]
+
+    def rng_state(self) -> Tensor:
+        """A real tensor, which no dispatch sees; that of a CUDA device is kept on the host."""
+        state = torch.get_rng_state()
+        self._allocator.count(state, None if self.on_cpu else 0)
+        return state
+
+    @property
+    def draws(self) -> int:
+        return self._allocator.draws
+
+    def to_host(self, x: Tensor) -> Tensor:
+        with nullcontext() if self.on_cpu else self._allocator.elsewhere():
+            return x.clone()
+
+    def to_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tensors if self.on_cpu else tuple(x.clone() for x in tensors)
+
+
+def counted_checkpoints(model: nn.Module, *, cuda: bool) -> None:
+    """Let the layers of the estimate's own copy of a model be checkpointed without the generator of the process.
+
+    torch's checkpoint sets the default generator for the second pass, which a training beside the estimate would draw
+    from. A step on fake tensors draws nothing. The state that is kept per layer is counted all the same.
+    """
+    for module in model.modules():
+        stock = module.__dict__.get(_CHECKPOINT)
+        if stock is not None:
+            module.__dict__[_CHECKPOINT] = _Checkpoint(stock, cuda)
+
+
+class _Checkpoint:
+    """A layer's checkpoint function, which keeps a stand-in for the generator's state."""
+
+    def __init__(self, stock: Callable[..., Any], cuda: bool) -> None:
+        self._stock, self._cuda = stock, cuda
+
+    def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        preset = self._stock.keywords if isinstance(self._stock, functools.partial) else {}
+        function = self._stock.func if isinstance(self._stock, functools.partial) else self._stock
+        if function is not checkpoint or not {**preset, **kwargs}.pop("preserve_rng_state", True):
+            return self._stock(layer, *args, **kwargs)
+        # on the device of the step, so that it is counted; a CUDA device's state is kept on the host
+        state = None if self._cuda else torch.empty(_state_bytes(), dtype=torch.uint8)
+        return self._stock(_Held(layer, state), *args, **{**kwargs, "preserve_rng_state": False})
+
+
+class _Held:
+    """A layer, and the state that lives as long as its checkpoint does."""
+
+    def __init__(self, layer: Callable[..., Any], state: Tensor | None) -> None:
+        self._layer, self._state = layer, state
+        self._called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # while a layer is computed again, torch's checkpoint has the state of then and that of now
+        now = torch.empty_like(self._state) if self._called and self._state is not None else None
+        self._called = True
+        try:
+            return self._layer(*args, **kwargs)
+        finally:
+            del now
+
+
+@functools.cache
+def _state_bytes() -> int:
+    return torch.get_rng_state().numel()

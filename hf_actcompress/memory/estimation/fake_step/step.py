@@ -1,0 +1,278 @@
+"""One forward and backward on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ....config import CompressionConfig
+from ....models.checkpointing import below, checkpointable
+from ....models.probe import Answers, answers_kept
+from ....models.root import name_default_loss
+from ....patching import apply_config, unpatch_model
+from ....private_apis import FakeTensorMode, run_backward
+from ....reference.device_rules import under_rules
+from ...measurement.allocator import loss_of
+from ...measurement.memory_report import module_roles, role_of
+from ...measurement.saved_tensors import saved_tensors, storages
+from ..meta_model import empty_like
+from .batch import fake_batch
+from .compiled import CompiledStep
+from .cuda_rules import BLOCK, IN_FP32, CudaRules
+from .fake_allocator import FakeAllocator
+from .fake_kernels import KernelResults
+from .masks import KnownMasks
+from .op_results import OpResults
+from .positions import check_length
+from .stand_ins import StepRules, counted_checkpoints
+from .workspaces import CPU_WORKSPACES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the step is run.
+
+    Args:
+        batch_size, seq_len: Of the batch.
+        config: What the model is patched with; None: not at all.
+        cuda: By the rules of a CUDA device, otherwise those of a CPU.
+        autocast: Dtype of an autocast context around the forward, or None.
+        compiled: As torch.compile divides it, where it is one graph.
+        kernels: What each kernel was found to make, by the shapes of its arguments; a copy by `replace` shares it.
+        ops: What each op was found to make; shared likewise.
+        answers: Of the probes, by what they looked at; shared likewise.
+    """
+
+    batch_size: int
+    seq_len: int
+    config: CompressionConfig | None
+    cuda: bool
+    autocast: torch.dtype | None = None
+    compiled: bool = False
+    kernels: KernelResults = field(default_factory=dict, compare=False, repr=False)
+    ops: OpResults = field(default_factory=dict, compare=False, repr=False)
+    answers: Answers = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def block(self) -> int:
+        """The allocator's smallest block in bytes."""
+        return BLOCK if self.cuda else 1
+
+    def rounded(self, nbytes: int) -> int:
+        """A size as the allocator sees it."""
+        return -(-nbytes // self.block) * self.block
+
+
+@dataclass(frozen=True)
+class History:
+    """The sizes of single storages in one step.
+
+    Args:
+        changes, marks: As `FakeAllocator` has them; the marks of the forward come first.
+        at_end: How many changes there were when the backward began.
+        kept: (role, bytes) of each tensor that is kept; empty where no roles were asked for.
+    """
+
+    changes: Sequence[int]
+    marks: Sequence[int]
+    at_end: int
+    kept: Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """Bytes of one step.
+
+    Args:
+        kept: Alive between forward and backward.
+        peak: The most that was alive at once above weights, gradients and the batch.
+        by_role: What is kept, by role.
+        forward, backward: What was alive at each allocation, in order; empty for what was computed out of other steps.
+        history: The single sizes behind these sums, likewise.
+    """
+
+    kept: int
+    peak: int
+    by_role: dict[str, int]
+    forward: Sequence[int] = field(default=(), compare=False, repr=False)
+    backward: Sequence[int] = field(default=(), compare=False, repr=False)
+    history: History | None = field(default=None, compare=False, repr=False)
+
+    def plus(self, other: FakeStep, times: int) -> FakeStep:
+        """This and `times` the other."""
+        roles = dict.fromkeys([*self.by_role, *other.by_role])
+        by_role = {role: self.by_role.get(role, 0) + times * other.by_role.get(role, 0) for role in roles}
+        return FakeStep(self.kept + times * other.kept, self.peak + times * other.peak, by_role)
+
+    def divided(self, by: int) -> FakeStep:
+        """A share of it, rounded down."""
+        return FakeStep(self.kept // by, self.peak // by, {role: size // by for role, size in self.by_role.items()})
+
+
+def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
+    """Forward and backward of a model on the meta device, as if it were on a real one.
+
+    Args:
+        model: Is copied.
+        setting: How.
+        roles: Attribute what is kept.
+    """
+    mode, fake, batch = _fake(model, setting)
+    # probes run on real tensors; what they ask of the weights is answered as for those of a new model
+    with FakeAllocator(), answers_kept(setting.answers):
+        names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
+        if setting.config is not None:
+            apply_config(fake, _present(setting.config, fake))
+    if setting.compiled:
+        # a stock model that is estimated beside a patched one has one graph if that has
+        name_default_loss(fake)
+    else:
+        counted_checkpoints(fake, cuda=setting.cuda)
+    return _measure(fake, batch, setting, mode, names)
+
+
+def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
+    """A forward with labels under ``no_grad``, in evaluation mode, whose outputs are held: what a Trainer does.
+
+    Patches act only under autograd, so `setting.config` does not matter. `kept` are the outputs.
+    """
+    mode, fake, batch = _fake(model, setting)
+    fake.eval()
+    allocator = _allocator(fake, batch, setting)
+    with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting):
+        outputs = fake(**batch)
+        kept = allocator.live_bytes
+    del outputs
+    return FakeStep(kept, allocator.peak_bytes, {}, allocator.timeline)
+
+
+def _fake(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Module, dict[str, Any]]:
+    """A mode, a stock copy of the model on its fake tensors, and a batch of them."""
+    check_length(model, setting.seq_len)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
+    fake = copy.deepcopy(model, fakes)
+    unpatch_model(fake)
+    return mode, fake, fake_batch(fake, setting, mode)
+
+
+def _present(config: CompressionConfig, model: nn.Module) -> CompressionConfig:
+    """The config without checkpoints of layers that a shortened model has not."""
+    layers = checkpointable(model)
+    parts = (part for part in config.checkpoint if any(below(name, part) for name in layers))
+    return replace(config, checkpoint=tuple(parts))
+
+
+@contextmanager
+def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> Iterator[None]:
+    """What the step runs in, without a collection of garbage at a moment of the interpreter's choice."""
+    enabled = gc.isenabled()
+    gc.disable()
+    # so that what the step makes is all that is young, and a young collection enough to find its cycles
+    gc.collect(0)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(under_rules(StepRules(allocator, setting.kernels if setting.cuda else None)))
+            stack.enter_context(torch.enable_grad())
+            for context in (mode, allocator):
+                stack.enter_context(context)
+            stack.enter_context(CudaRules(allocator) if setting.cuda else KnownMasks(allocator))
+            yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _older_collections() -> int:
+    """How often garbage has been collected in this process so that what is young becomes older."""
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
+    allocator = (
+        FakeAllocator(BLOCK, {}, IN_FP32, setting.ops)
+        if setting.cuda
+        else FakeAllocator(1, CPU_WORKSPACES, results=setting.ops)
+    )
+    allocator.leave_out(chain(model.parameters(), model.buffers(), batch.values()))
+    return allocator
+
+
+def _measure(
+    model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, str]
+) -> FakeStep:
+    forward = _forward(model, batch, setting, mode)
+    allocator = _allocator(model, batch, setting)
+    with mode:
+        for p in model.parameters():
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+    allocator.leave_out(p.grad for p in model.parameters() if p.grad is not None)
+    with _world(setting, mode, allocator):
+        collections = _older_collections()
+        loss, saved = _with_roles(forward, model, batch, allocator, roles)
+        # if another thread has collected, what is garbage here may have become old
+        gc.collect(0 if _older_collections() == collections else 2)
+        kept, allocations, at_end = allocator.live_bytes, len(allocator.timeline), len(allocator.changes)
+        # not the method of the tensor: inside of it the rules of a device would be off
+        run_backward(loss)
+    by_role: Counter[str] = Counter()
+    for role, nbytes in saved:
+        by_role[role] += nbytes
+    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved)
+    return FakeStep(kept, allocator.peak_bytes, dict(by_role), timeline[:allocations], timeline[allocations:], history)
+
+
+def _with_roles(
+    step: _Forward, model: nn.Module, batch: dict[str, Any], allocator: FakeAllocator, roles: dict[str, str]
+) -> tuple[Tensor, list[tuple[str, int]]]:
+    """The loss, and the role and the bytes of each tensor that is kept if there are roles."""
+    if not roles:
+        return step.loss(allocator), []
+    held: list[Tensor] = []
+
+    def forward() -> Tensor:
+        held.append(step.loss(allocator))
+        return held[0]
+
+    # hooks that hold what autograd would hold: the bytes are the same
+    seen = saved_tensors(model, forward, loss_of, storages(batch.values()), allocator.size_of, step.module_of)
+    return held[0], [(role_of(tensor, roles, seen.hidden_from_view), tensor.nbytes) for tensor in seen.tensors]
+
+
+def _forward(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode) -> _Forward:
+    if setting.compiled:
+        return CompiledStep(model, batch, mode, cuda=setting.cuda, autocast=partial(_autocast, setting))
+    return _Eager(model, batch, setting)
+
+
+class _Forward(Protocol):
+    def loss(self, allocator: FakeAllocator) -> Tensor: ...
+
+    def module_of(self, x: Tensor) -> str | None: ...
+
+
+class _Eager:
+    def __init__(self, model: nn.Module, batch: dict[str, Any], setting: Setting) -> None:
+        self._model, self._batch, self._setting = model, batch, setting
+
+    def loss(self, allocator: FakeAllocator) -> Tensor:
+        with _autocast(self._setting):
+            return loss_of(self._model(**self._batch))
+
+    def module_of(self, x: Tensor) -> str | None:
+        return None
+
+
+def _autocast(setting: Setting) -> torch.autocast:
+    return torch.autocast("cpu", dtype=setting.autocast or torch.bfloat16, enabled=setting.autocast is not None)

@@ -1,0 +1,104 @@
+"""The largest batch or sequence that fits, out of a few estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...quick.sizes import parse_size
+from .estimates import Estimates
+
+_STEP = 64
+
+
+def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: Any) -> int:
+    """The largest batch that fits, by a few estimates.
+
+    Args:
+        model: As for `estimate`.
+        seq_len: Tokens of a sequence.
+        budget: Bytes of the device, or a text such as "22GiB".
+        options: Of `estimate`: config, dtype, optimizer, lora, gradient_checkpointing, device, autocast.
+
+    Returns:
+        Sequences; 0 if not even one fits.
+
+    Raises:
+        As `estimate`.
+    """
+
+    needed = _needed(model, **options)
+    return largest(lambda batch_size: needed(batch_size, seq_len), parse_size(budget))
+
+
+def max_seq_len(
+    model: Any, *, batch_size: int, budget: int | str, limit: int | None = None, step: int = _STEP, **options: Any
+) -> int:
+    """The longest sequences that fit, by a few estimates.
+
+    Args:
+        model: As for `estimate`.
+        batch_size: Sequences.
+        budget: Bytes of the device, or a text such as "22GiB".
+        limit: No longer than this; by default as many positions as the model's config has.
+        step: The answer is a multiple of this, or the limit.
+        options: Of `estimate`.
+
+    Returns:
+        Tokens; 0 if not even `step` fit.
+
+    Raises:
+        As `estimate`.
+    """
+    needed = _needed(model, **options)
+    return longest(model, lambda seq_len: needed(batch_size, seq_len), parse_size(budget), limit, step)
+
+
+def longest(model: Any, needed: Callable[[int], int], budget: int, limit: int | None = None, step: int = _STEP) -> int:
+    """The longest sequences with ``needed(seq_len) <= budget``; limit and step as for `max_seq_len`."""
+    limit = limit or _positions(model)
+
+    def length(steps: int) -> int:
+        return steps * step if limit is None else min(steps * step, limit)
+
+    most = None if limit is None else -(-limit // step)
+    return length(largest(lambda steps: needed(length(steps)), budget, most))
+
+
+def _needed(
+    model: Any, *, config: Any = "exact", gradient_checkpointing: bool = False, **options: Any
+) -> Callable[[int, int], int]:
+    """Bytes that a device has to have for so many sequences of so many tokens."""
+    several = Estimates(model, **options)
+    return lambda batch_size, seq_len: several.device_bytes(batch_size, seq_len, config, gradient_checkpointing)
+
+
+def largest(needed: Callable[[int], int], budget: int, limit: int | None = None) -> int:
+    """The largest n >= 1, up to `limit`, with ``needed(n) <= budget``; 0 if there is none.
+
+    `needed` grows with n, nearly along a line: the next n to look at is where the line through the last two says, and
+    the middle of what is left if that does not help.
+    """
+    low, at_low = 0, 0
+    high, at_high = limit + 1 if limit is not None else None, 0
+    n = 1
+    while high is None or high - low > 1:
+        size = needed(n)
+        if size <= budget:
+            slope = (size - at_low) / (n - low) if low else 0.0
+            low, at_low = n, size
+            n = n + max(1, int((budget - size) / slope)) if slope > 0 else 2 * n
+        else:
+            high, at_high = n, size
+            slope = (at_high - at_low) / (high - low) if low else 0.0
+            n = low + int((budget - at_low) / slope) if slope > 0 else (low + high) // 2
+        if high is not None and not low < n < high:
+            # next to the border that the line points at
+            n = low + 1 if n <= low else high - 1
+    return low
+
+
+def _positions(model: Any) -> int | None:
+    config = getattr(model, "config", model)
+    found = getattr(config, "max_position_embeddings", None)
+    return int(found) if isinstance(found, int) and found > 0 else None

@@ -1,0 +1,113 @@
+"""Runs of equal layers: what lets two or three of them stand for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...config import CompressionConfig
+from ...models.checkpointing import below
+from ..measurement.saved_tensors import layer_names
+
+# attributes in which equal layers differ
+_POSITIONS = ("layer_idx", "layer_id", "layer_index", "idx", "training")
+_LONGEST_PERIOD = 8
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """Equal layers at the end of one ModuleList.
+
+    Args:
+        name: Of the list.
+        count: How many layers the list has.
+        prefix: How many there are before the run.
+        period: Layers after which the kinds repeat (1: all are of one kind).
+    """
+
+    name: str
+    count: int
+    prefix: int
+    period: int
+
+    @property
+    def units(self) -> int:
+        """Repetitions in the run."""
+        return (self.count - self.prefix) // self.period
+
+
+def find_runs(model: nn.Module, config: CompressionConfig | None = None) -> list[LayerRun]:
+    """The runs of the model's outermost lists of layers; none for a list whose layers are all of their own kind.
+
+    Args:
+        model: Stock, or patched in the same way throughout.
+        config: What it will be patched with: layers that it treats differently are of different kinds.
+    """
+    modules = dict(model.named_modules())
+    lists: dict[str, list[str]] = {}
+    for name in layer_names(model):
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    runs = (
+        _run(name, [(_kind(modules[layer]), _treatment(modules[layer], layer, config)) for layer in layers])
+        for name, layers in lists.items()
+    )
+    return [run for run in runs if run is not None]
+
+
+def _treatment(layer: nn.Module, name: str, config: CompressionConfig | None) -> Any:
+    """What a config has for one layer alone: its overrides for each module there, and whether it is checkpointed."""
+    if config is None or not (config.overrides or config.checkpoint):
+        return None
+    inside = [f"{name}.{module}" if module else name for module, _ in layer.named_modules()]
+    codecs = tuple(
+        tuple((role, codec) for part, role, codec in config.overrides if below(module, part)) for module in inside
+    )
+    return codecs, any(below(name, part) for part in config.checkpoint)
+
+
+def _run(name: str, kinds: list[Any]) -> LayerRun | None:
+    count = len(kinds)
+    for period in range(1, _LONGEST_PERIOD + 1):
+        prefix = count - period
+        while prefix > 0 and kinds[prefix - 1] == kinds[prefix - 1 + period]:
+            prefix -= 1
+        # whole units
+        prefix += (count - prefix) % period
+        if (count - prefix) // period >= 2:
+            return LayerRun(name, count, prefix, period)
+    return None
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What two layers have in common that need the same memory."""
+    parameters = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in layer.named_parameters())
+    return parameters, tuple((name, type(module), _attributes(module)) for name, module in layer.named_modules())
+
+
+def _attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    plain = (bool, int, float, str, type(None))
+    found = ((name, value) for name, value in vars(module).items() if name not in _POSITIONS)
+    return tuple((name, value) for name, value in found if isinstance(value, plain))
+
+
+@contextmanager
+def shortened(model: nn.Module, units: dict[LayerRun, int]) -> Iterator[None]:
+    """While the block runs, each list has so many units of its run, from the start."""
+    before = {run: model.get_submodule(run.name) for run in units}
+    try:
+        for run, count in units.items():
+            whole: Any = before[run]
+            _set(model, run.name, nn.ModuleList(list(whole)[: run.prefix + count * run.period]))
+        yield
+    finally:
+        for run, whole in before.items():
+            _set(model, run.name, whole)
+
+
+def _set(model: nn.Module, name: str, value: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, value)

@@ -1,0 +1,105 @@
+"""What an estimate holds, and how it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...display.report import Report
+from ...display.tables import Table
+from ...quick.sizes import readable_size
+
+
+@dataclass(frozen=True)
+class Estimate(Report):
+    """Memory of training, by part. Prints with rich, serialises.
+
+    Args:
+        model: Class of the model.
+        device: By whose rules.
+        batch_size, seq_len: Of the batch.
+        config: The preset's name or the config, "stock" for the unpatched model.
+        engine: "eager" or "compile".
+        weights_bytes: Parameters and buffers, shared ones once.
+        gradients_bytes: One per trainable parameter.
+        optimizer_bytes: The optimizer's states after its first step.
+        kept_bytes: What is alive between forward and backward above these: kept activations and the loss.
+        kept_by_role: The same by role (linear, norm, mlp, attention, loss, checkpoint, ...); adds up to `kept_bytes`.
+        kept_per_layer: Of it in one layer, on average; 0 for a model of a few layers, all of which are run.
+        layers: How many layers the model has.
+        step_peak_bytes: The highest allocation during forward and backward above the state before the step, with the
+            gradients already allocated.
+        context_bytes: An allowance for what the device takes beside tensors (CUDA context, library workspaces).
+        notes: What limits the figures.
+    """
+
+    model: str
+    device: str
+    batch_size: int
+    seq_len: int
+    config: str
+    engine: str
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    kept_bytes: int
+    kept_by_role: dict[str, int]
+    kept_per_layer: int
+    layers: int
+    step_peak_bytes: int
+    context_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def state_bytes(self) -> int:
+        """What is there between the steps: weights, gradients and optimizer states."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def transient_bytes(self) -> int:
+        """What the peak of a step has above what is kept: the workspace of one layer's or the loss's backward."""
+        return self.step_peak_bytes - self.kept_bytes
+
+    @property
+    def total_peak_bytes(self) -> int:
+        """All tensors at the peak of a step: what `torch.cuda.max_memory_allocated` shows."""
+        return self.state_bytes + self.step_peak_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """What the card has to have: the tensors and the allowance."""
+        return self.total_peak_bytes + self.context_bytes
+
+    def rows(self) -> tuple[tuple[str, int], ...]:
+        """The parts of the peak in order, their names and bytes; they add up to `device_bytes`."""
+        kept = sorted(self.kept_by_role.items(), key=lambda item: -item[1])
+        return (
+            ("weights", self.weights_bytes),
+            ("gradients", self.gradients_bytes),
+            ("optimizer states", self.optimizer_bytes),
+            *((f"kept: {role}", size) for role, size in kept),
+            ("transient", self.transient_bytes),
+            *((("device context (allowance)", self.context_bytes),) if self.context_bytes else ()),
+        )
+
+    def derived(self) -> dict[str, Any]:
+        """The sums."""
+        names = ("state_bytes", "transient_bytes", "total_peak_bytes", "device_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        compiled = ", compiled" if self.engine == "compile" else ""
+        head = (
+            f"{self.model}, {self.config}{compiled}, batch {self.batch_size} x {self.seq_len} on {self.device}: "
+            f"peak {readable_size(self.total_peak_bytes)}, kept for backward {readable_size(self.kept_bytes)}"
+        )
+        return "\n".join([head, *self.notes])
+
+    def tables(self) -> tuple[Table, ...]:
+        """The parts of the peak."""
+        parts = [(name, readable_size(size)) for name, size in self.rows()]
+        return (
+            Table(
+                ("part", "bytes"), parts, ("bytes",), "peak of training", ("total", readable_size(self.device_bytes))
+            ),
+        )

@@ -1,0 +1,165 @@
+"""`calibrate`: how much each layer's tensors matter to the gradient, measured once, and the bits that follow."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...codecs.bit_allocation import Sensitivity, allocate, layer_of
+from ...codecs.int_group import BITS
+from ...config import PRESETS, CompressionConfig
+from ...display.report import Report
+from ...display.tables import Table
+from ...errors import MeasurementError
+from ...models.root import root_module
+from ...patching import patch_model, unpatch_model
+from ...reporting import PatchReport, patch_report
+from ..measurement.allocator import loss_of
+from ..measurement.restore import patch_restored, training_forward
+from ..measurement.saved_tensors import saved_tensors, storages
+from .gradient_error import gradients, relative_error
+
+# the roles whose bits vary. attention stays where the base config has it: below 8 bits q and k no longer fit the
+# exact logsumexp
+_ROLE = {"norm": "norm", "activation": "mlp", "gated_mlp": "mlp", "linear": "linear", "dropout": "linear"}
+
+
+@dataclass(frozen=True)
+class CalibrationRow(Sensitivity):
+    """What was measured of one role in one layer, and the bits that it gets."""
+
+    bits: int = 0
+
+
+@dataclass(frozen=True)
+class Calibration(Report):
+    """Bits per layer and role. `patch_model` takes it; prints, serialises.
+
+    Args:
+        rows: What was measured and decided.
+        config: The config that stores each group in its bits.
+        average_bits: Of the codes, over all elements of the rows.
+        predicted_error: Relative gradient error if the groups' errors are independent; attention's comes on top.
+    """
+
+    rows: tuple[CalibrationRow, ...]
+    config: CompressionConfig
+    average_bits: float
+    predicted_error: float
+
+    def __str__(self) -> str:
+        counts = {bits: sum(row.bits == bits for row in self.rows) for bits in BITS}
+        groups = ", ".join(f"{count} at {bits} bits" for bits, count in counts.items() if count)
+        return f"{len(self.rows)} groups: {groups}; {self.average_bits:.2f} bits on average"
+
+    def tables(self) -> tuple[Table, ...]:
+        """A row per group."""
+        columns = ("layer", "role", "elements", "error at 4 bits", "bits")
+        rows = [(row.layer, row.role, f"{row.elements:,}", f"{row.error:.3%}", str(row.bits)) for row in self.rows]
+        return (Table(columns, rows, columns[2:]),)
+
+
+def calibrate(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    average_bits: float = 4.0,
+    *,
+    config: CompressionConfig = PRESETS["adaptive"],
+) -> Calibration:
+    """Bit widths per layer and role for this model and batch, measured once.
+
+    One forward and backward per group (a role in a layer) with that group alone in 4 bits, against the exact gradient;
+    the bits of 2, 3, 4, 8 are then given where they remove most error. The model is afterwards as it was.
+
+    Args:
+        model: Stock or patched, on the device where it trains; gradient checkpointing off.
+        batch: Keyword arguments of the forward, with labels; a typical one, it may be smaller than in training.
+        average_bits: Of the codes of norm inputs, MLP pre-activations and stored linear inputs, 2 to 8. Scales come
+            on top (0.5 bits per element at 4 and 8 bits, 1 at 2 and 3).
+        config: What holds besides: attention's codec, the variants.
+
+    Returns:
+        A Calibration; pass it to `patch_model`.
+
+    Raises:
+        MeasurementError: The forward returned no loss, nothing is stored, or gradient checkpointing is on.
+        ValueError: `average_bits` outside of 2 .. 8.
+
+    Source:
+        GACT (arXiv 2206.11357), which probes during training; here once, before it.
+    """
+    allocate((), average_bits)
+    inputs = dict(batch)
+    with patch_restored(model), training_forward(model):
+        elements = _elements(model, inputs, config)
+        if not elements:
+            raise MeasurementError("calibrate found no norm, MLP or linear tensor that the model stores")
+        groups = tuple(_sensitivities(model, inputs, elements))
+    widths = allocate(groups, average_bits)
+    return _calibration(groups, widths, config)
+
+
+def _calibration(groups: tuple[Sensitivity, ...], widths: list[int], config: CompressionConfig) -> Calibration:
+    rows = tuple(CalibrationRow(**asdict(group), bits=bits) for group, bits in zip(groups, widths, strict=True))
+    overrides = tuple((row.layer, row.role, codec_name(row.bits)) for row in rows)
+    total = sum(row.elements for row in rows)
+    return Calibration(
+        rows=rows,
+        config=replace(config, overrides=(*config.overrides, *overrides)),
+        average_bits=sum(row.elements * row.bits for row in rows) / total,
+        predicted_error=math.sqrt(sum(row.squared_error(row.bits) for row in rows)),
+    )
+
+
+def codec_name(bits: int) -> str:
+    """The codec that a width stands for: the channels with the largest values are kept apart."""
+    return f"int{bits}_outliers"
+
+
+def _elements(model: nn.Module, inputs: dict[str, Any], config: CompressionConfig) -> dict[tuple[str, str], int]:
+    """Elements that are stored, by layer and role: the bytes between 8 and 4 bits are half of them."""
+    wide, narrow = (_kept(model, inputs, config, codec) for codec in ("int8", "int4"))
+    halves = {group: wide[group] - narrow.get(group, 0) for group in wide}
+    return {group: 2 * half for group, half in halves.items() if half > 0}
+
+
+def _kept(
+    model: nn.Module, inputs: dict[str, Any], config: CompressionConfig, codec: str
+) -> dict[tuple[str, str], int]:
+    unpatch_model(model)
+    patch_model(model, replace(config, linear=codec, norm=codec, mlp=codec), strict=False)
+    roles = _roles(patch_report(model))
+    # names as the transformers model itself has them: adapters that come later are patched by those
+    outer = next((f"{name}." for name, module in model.named_modules() if name and module is root_module(model)), "")
+    before = storages(value for value in inputs.values() if isinstance(value, Tensor))
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    seen = saved_tensors(model, lambda: model(**inputs), loss_of, before)
+    if seen.hidden_from_view:
+        raise MeasurementError(
+            "calibrate does not see what is kept under gradient checkpointing (or other saved-tensor hooks); turn it "
+            "off for the calibration"
+        )
+    for tensor in seen.tensors:
+        if tensor.module in roles:
+            found[layer_of(tensor.module.removeprefix(outer)), roles[tensor.module]] += tensor.nbytes
+    return found
+
+
+def _roles(report: PatchReport) -> dict[str, str]:
+    return {row.name: _ROLE[row.role] for row in report.patched if row.role in _ROLE}
+
+
+def _sensitivities(
+    model: nn.Module, inputs: dict[str, Any], elements: dict[tuple[str, str], int]
+) -> Iterator[Sensitivity]:
+    unpatch_model(model)
+    exact = gradients(model, inputs)
+    for (layer, role), count in elements.items():
+        unpatch_model(model)
+        patch_model(model, CompressionConfig(overrides=((layer, role, codec_name(4)),)), strict=False)
+        yield Sensitivity(layer, role, count, relative_error(gradients(model, inputs), exact))

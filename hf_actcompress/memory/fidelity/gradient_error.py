@@ -1,0 +1,202 @@
+"""What a lossy preset costs: its gradient against the exact one, on the user's own model and batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config import PRESETS, CompressionConfig, resolve
+from ...display.pictures import new_figure
+from ...display.report import Report
+from ...display.tables import Table
+from ...models.root import root_of
+from ...patching import patch_model, unpatch_model
+from ..measurement.allocator import kept_bytes, loss_of
+from ..measurement.restore import patch_restored, training_forward
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+_Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ParameterFidelity:
+    """One parameter's gradient against the exact one.
+
+    Args:
+        name: The parameter's name.
+        cosine: Of the angle between the two, mean over seeds.
+        relative_error: ``|g - exact| / |exact|``, mean over seeds.
+        bias: ``|mean(g) - exact| / |exact|``: what does not average out over the seeds.
+    """
+
+    name: str
+    cosine: float
+    relative_error: float
+    bias: float
+
+
+@dataclass(frozen=True)
+class FidelityReport(Report):
+    """A preset's gradient error beside the bytes that it keeps. Prints, serialises.
+
+    Args:
+        preset: Name of the preset, or "custom".
+        parameters: One row per trainable parameter.
+        cosine, relative_error, bias: Over all parameters as one vector.
+        kept_bytes, stock_bytes: Kept for backward with the preset and in stock, by the allocator.
+        seeds: How many draws of the stochastic codecs were averaged.
+    """
+
+    preset: str
+    parameters: tuple[ParameterFidelity, ...]
+    cosine: float
+    relative_error: float
+    bias: float
+    kept_bytes: int
+    stock_bytes: int
+    seeds: int
+
+    def __str__(self) -> str:
+        error = f"gradient error {self.relative_error:.3%}, cosine {self.cosine:.6f}, bias {self.bias:.3%}"
+        kept = f"keeps {self.kept_bytes:,} bytes, {self.kept_bytes / self.stock_bytes:.3f} of stock"
+        return f"{self.preset}: {error} over {self.seeds} seeds; {kept}"
+
+    def tables(self, worst: int = 12) -> tuple[Table, ...]:
+        """The parameters with the largest errors."""
+        numbers = ("cosine", "relative error", "bias")
+        rows = [
+            (row.name, f"{row.cosine:.6f}", f"{row.relative_error:.3%}", f"{row.bias:.3%}")
+            for row in sorted(self.parameters, key=lambda row: -row.relative_error)[:worst]
+        ]
+        return (Table(("parameter", *numbers), rows, numbers),)
+
+
+@dataclass(frozen=True)
+class FidelityComparison(Report):
+    """The reports of several presets on one model and batch."""
+
+    reports: tuple[FidelityReport, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.reports))
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Gradient error against kept bytes, one point per preset. Raises MissingExtraError without matplotlib."""
+        figure = new_figure("FidelityComparison.plot", figsize=(7, 4.5))
+        axes = figure.add_subplot()
+        for report in self.reports:
+            # a log axis has no zero: what is exact to the last bit is drawn at the bottom
+            x, y = report.kept_bytes / report.stock_bytes, max(report.relative_error, 1e-8)
+            axes.plot(x, y, "o")
+            axes.annotate(report.preset, (x, y), textcoords="offset points", xytext=(5, 3))
+        axes.set(yscale="log", xlim=(0, 1.05), xlabel="kept bytes, share of stock", ylabel="relative gradient error")
+        axes.grid(alpha=0.3)
+        figure.savefig(path)
+
+
+def fidelity_report(
+    model: nn.Module, batch: Mapping[str, Any], config: CompressionConfig | str | None = None, *, seeds: int = 4
+) -> FidelityReport:
+    """Gradient of the patched model against the exact one, on one batch, without training.
+
+    Dropout draws the same masks in both, so what differs is what the preset loses. The model's patch, modes,
+    gradients, buffers and the generators are afterwards as before. Under `gradient_norms` the batch is gone through
+    once before: the figure is that of a later epoch, at its best, since no weight has moved in between. Under
+    `refresh_bits` the bits are those that this batch gives.
+
+    Args:
+        model: Stock or patched, on the device where it trains.
+        batch: Keyword arguments of the forward, with labels.
+        config: The preset to look at; by default what the model is patched with, "exact" for a stock model.
+        seeds: Draws of stochastic codecs to average over; a deterministic preset needs one.
+
+    Returns:
+        Per parameter and overall: cosine, relative error, bias; beside kept bytes.
+
+    Raises:
+        MeasurementError: The forward returned no loss.
+        UnknownOptionError: Unknown preset.
+        ValueError: ``seeds`` below 1.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds has to be 1 or more, got {seeds}")
+    root = root_of(model)
+    asked = resolve(config) if config is not None else root.config if root is not None else resolve("exact")
+    inputs = dict(batch)
+    with patch_restored(model), training_forward(model):
+        unpatch_model(model)
+        exact = gradients(model, inputs)
+        stock_bytes = _kept(model, inputs)
+        draws = []
+        for seed in range(seeds):
+            unpatch_model(model)
+            patch_model(model, asked, strict=False, seed=seed)
+            patched_root = root_of(model)
+            if asked.refresh_bits and patched_root is not None:
+                patched_root.measure_bits_next()
+            if asked.gradient_norms or asked.refresh_bits:
+                # the samples as they are met in a later epoch, with what was learnt of them at these very weights
+                gradients(model, inputs)
+            draws.append(gradients(model, inputs))
+        kept = _kept(model, inputs)
+    rows = tuple(_compare(name, [[draw[name]] for draw in draws], [exact[name]]) for name in exact)
+    total = _compare("", [list(draw.values()) for draw in draws], list(exact.values()))
+    name = next((name for name, preset in PRESETS.items() if preset == asked), "custom")
+    return FidelityReport(name, rows, total.cosine, total.relative_error, total.bias, kept, stock_bytes, seeds)
+
+
+def compare_presets(
+    model: nn.Module, batch: Mapping[str, Any], presets: Iterable[str] | None = None, *, seeds: int = 4
+) -> FidelityComparison:
+    """`fidelity_report` of several presets, by default all, for one picture of error against bytes."""
+    names = tuple(PRESETS if presets is None else presets)
+    return FidelityComparison(tuple(fidelity_report(model, batch, name, seeds=seeds) for name in names))
+
+
+def gradients(model: nn.Module, inputs: dict[str, Any]) -> _Gradients:
+    """Gradients by parameter name, without touching `.grad`; the generators are put back, so every call draws alike."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    devices = {p.device.index or 0 for p in parameters.values() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):
+        loss = loss_of(model(**inputs))
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: g.detach() for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def _kept(model: nn.Module, inputs: dict[str, Any]) -> int:
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+        return kept_bytes(lambda: model(**inputs), device)
+
+
+def _compare(name: str, draws: list[list[Tensor]], exact: list[Tensor]) -> ParameterFidelity:
+    """Statistics of some tensors, taken as one vector, in fp64."""
+    reference = [g.double() for g in exact]
+    norm = _norm(reference)
+    cosines, errors = [], []
+    mean = [torch.zeros_like(g) for g in reference]
+    for draw in draws:
+        wide = [g.double() for g in draw]
+        dot = sum(float((g * r).sum()) for g, r in zip(wide, reference, strict=True))
+        cosines.append(dot / max(norm * _norm(wide), 1e-300))
+        errors.append(_norm([g - r for g, r in zip(wide, reference, strict=True)]) / max(norm, 1e-300))
+        for total, g in zip(mean, wide, strict=True):
+            total += g / len(draws)
+    bias = _norm([m - r for m, r in zip(mean, reference, strict=True)]) / max(norm, 1e-300)
+    return ParameterFidelity(name, sum(cosines) / len(cosines), sum(errors) / len(errors), bias)
+
+
+def relative_error(found: _Gradients, exact: _Gradients) -> float:
+    """``|found - exact| / |exact|``, all parameters as one vector."""
+    return _compare("", [list(found.values())], list(exact.values())).relative_error
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(t.square().sum()) for t in tensors))

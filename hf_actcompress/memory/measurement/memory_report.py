@@ -1,0 +1,167 @@
+"""`memory_report`: one forward as stock and one as patched, and where each keeps what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config import CompressionConfig, resolve
+from ...models import find_site
+from ...models.probe import answers_kept
+from ...models.root import root_of
+from ...models.sites import Declined
+from ...patching import patch_model, unpatch_model
+from .advice import advise
+from .allocator import loss_of
+from .compiled import calls_exchanged, compiled_modules, uncompiled, watched
+from .report import MemoryReport, MemoryRow
+from .restore import patch_restored, training_forward
+from .saved_tensors import SavedTensor, SavedTensors, saved_tensors, storages
+
+_CHECKPOINTED = (
+    "gradient checkpointing (or another use of saved-tensor hooks) is on: what is kept between forward and backward is "
+    "shown, not what the recomputation of one layer keeps for a while"
+)
+
+
+def memory_report(
+    model: nn.Module, batch: Mapping[str, Any], config: CompressionConfig | str | None = None
+) -> MemoryReport:
+    """What is kept for backward, per module and role, stock beside patched. Trains nothing.
+
+    Two forwards (a third to find what the cache costs), no backward. The model's patch, modes, buffers, gradients,
+    hooks and the generators are afterwards as before. Run it under the autocast context of the training. A compiled
+    model, or one with compiled layers, is compiled once more for either side, which takes as long as its tracing; its
+    figures are those of the graphs that Inductor compiles.
+
+    Args:
+        model: Stock or patched, on the device where it trains.
+        batch: Keyword arguments of the forward, with labels, of the size that the training uses.
+        config: What "patched" means. By default what the model is patched with, "exact" for a stock model.
+
+    Returns:
+        The report: `.print()`, `.to_json()`, `.plot(path)`, and rows as dataclasses.
+
+    Raises:
+        MeasurementError: The forward returned no loss.
+        UnknownOptionError: Unknown preset.
+        UnsupportedModelError: A model that `patch_model` refuses.
+    """
+    root = root_of(model)
+    asked = resolve(config) if config is not None else root.config if root is not None else resolve("exact")
+    inputs = dict(batch)
+    compiled = compiled_modules(model)
+    model = uncompiled(model)
+    run = partial(_run, model, compiled, inputs)
+    with patch_restored(model), training_forward(model):
+        seen = run() if root is not None else None
+        before = seen
+        if root is None or root.config != asked:
+            patch_model(model, asked, strict=False)
+            seen = run()
+        assert seen is not None
+        patched = seen
+        unpatch_model(model)
+        roles = module_roles(model, asked)
+        stock = run()
+    # the advice is for the model as it came: the context above has restored it
+    with patch_restored(model), training_forward(model):
+        advice = advise(model, inputs, before or stock, roles, run)
+    return _report(stock, patched, roles, advice)
+
+
+def _run(model: nn.Module, compiled: list[nn.Module], inputs: dict[str, Any], **options: Any) -> SavedTensors:
+    """One forward; the batch's own tensors do not count as kept."""
+
+    def forward() -> Any:
+        return model(**{**inputs, **options})
+
+    before = storages(_tensors(inputs))
+    if not compiled:
+        return saved_tensors(model, forward, loss_of, before)
+    with calls_exchanged(compiled), torch.no_grad():
+        eager = saved_tensors(model, forward, loss_of, before)
+    with watched(model, compiled) as names:
+        # what is traced is traced here, without our hooks
+        forward()
+        inside = {module for outer in compiled for module in outer.modules()}
+        found = saved_tensors(
+            model, forward, loss_of, before, module_of=names.module_of, left_out=inside - set(compiled)
+        )
+    return replace(found, tokens=eager.tokens, hidden_size=eager.hidden_size, hidden_from_view=False)
+
+
+def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
+    return [value for value in inputs.values() if isinstance(value, Tensor)]
+
+
+def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, str]:
+    """The role of every module of a stock model, by name."""
+    with answers_kept():
+        sites = {name: find_site(module, config) for name, module in model.named_modules()}
+    roles = {}
+    for name, module in model.named_modules():
+        found = sites[name]
+        if found is not None:
+            roles[name] = found.role if isinstance(found, Declined) else found.settings.role
+        else:
+            roles[name] = _role_by_type(name, module)
+    return roles
+
+
+def _role_by_type(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if "Attention" in kind and not hasattr(module, "config_class"):
+        return "attention"
+    # the outermost module computes the loss
+    return "loss" if name == "" or hasattr(module, "loss_function") and "For" in kind else "other"
+
+
+def _report(stock: SavedTensors, patched: SavedTensors, roles: dict[str, str], advice: Any) -> MemoryReport:
+    checkpointed = stock.hidden_from_view or patched.hidden_from_view
+    rows = _rows(stock, patched, roles, checkpointed)
+    layers = tuple(f"{name}." for name in stock.tokens)
+    of_layers = [r for r in rows if r.role == "checkpoint" or f"{r.module}.".startswith(layers)]
+    return MemoryReport(
+        rows=rows,
+        advice=advice,
+        notes=(_CHECKPOINTED,) if checkpointed else (),
+        layer_tokens=sum(stock.tokens.values()),
+        hidden_size=stock.hidden_size,
+        layer_stock_bytes=sum(row.stock_bytes for row in of_layers),
+        layer_patched_bytes=sum(row.patched_bytes for row in of_layers),
+    )
+
+
+def _rows(
+    stock: SavedTensors, patched: SavedTensors, roles: dict[str, str], checkpointed: bool
+) -> tuple[MemoryRow, ...]:
+    kept: dict[tuple[str, str], tuple[list[SavedTensor], list[SavedTensor]]] = defaultdict(lambda: ([], []))
+    for side, seen in enumerate((stock, patched)):
+        for tensor in seen.tensors:
+            kept[tensor.module, role_of(tensor, roles, checkpointed)][side].append(tensor)
+    order = {name: position for position, name in enumerate(roles)}
+    return tuple(
+        MemoryRow(module, role, _bytes(a), _bytes(b), tuple(map(str, a)), tuple(map(str, b)))
+        for (module, role), (a, b) in sorted(kept.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    )
+
+
+def _bytes(tensors: list[SavedTensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def role_of(tensor: SavedTensor, roles: dict[str, str], checkpointed: bool) -> str:
+    role = roles[tensor.module]
+    if tensor.call == "dropout" and role != "attention":
+        return "dropout"
+    # a checkpointed layer's input is saved outside of the layer, by the module that calls it
+    return "checkpoint" if checkpointed and role == "other" else role

@@ -1,0 +1,80 @@
+"""A look at a model that leaves no trace: classes, forwards, modes, buffers and RNG come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...models.root import PatchedForward
+from ...reference.rng import codecs_undisturbed
+
+_PATCH_KEYS = (
+    "forward",
+    "actcompress",
+    "actcompress_root",
+    "actcompress_checkpointing",
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+)
+
+
+@contextmanager
+def patch_restored(model: nn.Module) -> Iterator[None]:
+    """However the model is patched or unpatched inside, afterwards it is what it was, object by object."""
+    modules = [
+        (module, type(module), {key: module.__dict__[key] for key in _PATCH_KEYS if key in module.__dict__})
+        for module in model.modules()
+    ]
+    roots = [(root, dict(vars(root))) for root in _roots(model)]
+    try:
+        yield
+    finally:
+        for module, cls, attributes in modules:
+            if type(module) is not cls:
+                module.__class__ = cls
+            for key in _PATCH_KEYS:
+                module.__dict__.pop(key, None)
+            module.__dict__.update(attributes)
+        for root, state in roots:
+            vars(root).update(state)
+
+
+def _roots(model: nn.Module) -> list[PatchedForward]:
+    found = (module.__dict__.get("actcompress_root") for module in model.modules())
+    return [root for root in found if isinstance(root, PatchedForward)]
+
+
+@contextmanager
+def draws_restored(model: nn.Module) -> Iterator[None]:
+    """What stochastic codecs draw inside leaves no trace in the model's generators, nor in those of the process."""
+    of_model = {id(root.generators): root.generators for root in _roots(model)}
+    with ExitStack() as stack:
+        stack.enter_context(codecs_undisturbed())
+        for generators in of_model.values():
+            stack.enter_context(generators.undisturbed())
+        yield
+
+
+@contextmanager
+def training_forward(model: nn.Module) -> Iterator[None]:
+    """Train mode and grad inside; afterwards every module's mode, buffers and the generators are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers: list[tuple[Any, Any]] = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    try:
+        forked = torch.random.fork_rng(devices=[device.index or 0 for device in devices])
+        with forked, draws_restored(model), torch.enable_grad():
+            model.train()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                # sparse tensors have no `equal`
+                if buffer.layout is not torch.strided or not torch.equal(buffer, before):
+                    buffer.copy_(before)

@@ -1,0 +1,244 @@
+"""Who keeps what: every tensor that autograd saves in one forward, and the module that was running."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...ops import DeferredLogits
+from ...records import hooks_outside, storage_sizes, storages_of
+
+_CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
+# where hooks of our own are, which stand between an op and these
+_HOOKS = hooks_outside.__module__.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One storage that is alive after the forward because backward needs it.
+
+    Args:
+        module: Name of the innermost module that was running when it was first saved; "" is the model.
+        shape, dtype: Of the tensor that was saved first; views of the same storage are not counted again.
+        nbytes: Size of the storage.
+        call: ``dropout`` or ``softmax`` if it was saved by that function of ``torch.nn.functional``.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    call: str = ""
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass
+class SavedTensors:
+    """What one forward keeps.
+
+    Args:
+        tensors: Each storage once, in the order in which they were saved.
+        tokens: Tokens that went into each layer (the modules of the outermost ModuleLists), by name.
+        hidden_size: Width of the first layer's input.
+        hidden_from_view: Some modules ran where their saved tensors are not seen (gradient checkpointing, offloading).
+        logits: Size of ``outputs.logits`` if nothing that is kept holds it, else 0.
+        logits_shape: Its shape.
+    """
+
+    tensors: list[SavedTensor] = field(default_factory=list)
+    tokens: dict[str, int] = field(default_factory=dict)
+    hidden_size: int = 0
+    hidden_from_view: bool = False
+    logits: int = 0
+    logits_shape: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class _Packed:
+    """What autograd holds in place of a saved tensor; it dies with the graph node."""
+
+    __slots__ = ("__weakref__", "call", "module", "tensor")
+
+    def __init__(self, x: Tensor, module: str, call: str) -> None:
+        # without its graph, which may hold this
+        self.tensor, self.module, self.call = x.detach() if x.requires_grad else x, module, call
+
+
+class _Collector:
+    """Saved-tensor hooks, and the calls of the modules, which tell where the forward is."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        size_of: Callable[[torch.UntypedStorage], int],
+        module_of: Callable[[Tensor], str | None],
+        left_out: Container[nn.Module],
+    ) -> None:
+        self.size_of, self.module_of = size_of, module_of
+        self.stack = [""]
+        self.packed: list[weakref.ref[_Packed]] = []
+        self.seen = SavedTensors()
+        self.layers = set(layer_names(model))
+        self.names = {module: name for name, module in model.named_modules() if module not in left_out}
+        self.thread = threading.get_ident()
+
+    def pack(self, x: Tensor) -> _Packed:
+        # whoever calls the op is one frame up, or above the hooks of this package: a dropout that is no module shows
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
+            frame = frame.f_back
+        module = self.module_of(x)
+        packed = _Packed(x, self.stack[-1] if module is None else module, _CALLS.get(frame.f_code, ""))
+        self.packed.append(weakref.ref(packed))
+        return packed
+
+    @staticmethod
+    def unpack(packed: _Packed) -> Tensor:
+        return packed.tensor
+
+    def call(self, module: nn.Module, stock: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """``stock(*args, **kwargs)``, the call of a module, noted if this thread makes it."""
+        if threading.get_ident() != self.thread:
+            return stock(*args, **kwargs)
+        self._enter(module)
+        output = None
+        try:
+            output = stock(*args, **kwargs)
+        finally:
+            self._leave(args, output)
+        return output
+
+    def _enter(self, module: nn.Module) -> None:
+        self.stack.append(self.names[module])
+        top = hooks_outside()
+        if not torch.is_grad_enabled() or top is None or top[0] != self.pack:
+            self.seen.hidden_from_view = True
+
+    def _leave(self, args: Any, output: Any) -> None:
+        name = self.stack.pop()
+        if name in self.layers:
+            # decoder layers return a tensor or a tuple that starts with one
+            returned = output if isinstance(output, tuple) else (output,)
+            x = next((v for v in (*args, *returned) if isinstance(v, Tensor) and v.is_floating_point()), None)
+            if x is not None and x.dim() > 1:
+                self.seen.hidden_size = self.seen.hidden_size or x.shape[-1]
+                self.seen.tokens[name] = x.numel() // x.shape[-1]
+
+    def finish(self, not_counted: set[int]) -> SavedTensors:
+        """The saved tensors whose graph nodes are still alive, each storage once."""
+        for reference in self.packed:
+            packed = reference()
+            if packed is None:
+                continue
+            x = packed.tensor
+            for storage in storages_of(x):
+                size = 0 if storage._cdata in not_counted else self.size_of(storage)
+                if size > 0:
+                    not_counted.add(storage._cdata)
+                    self.seen.tensors.append(SavedTensor(packed.module, tuple(x.shape), x.dtype, size, packed.call))
+        return self.seen
+
+
+def layer_names(model: nn.Module) -> Iterator[str]:
+    """Names of the layers: the members of the outermost ModuleLists of more than one element."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        nested = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and not nested:
+            found.append(name)
+            yield from (f"{name}.{index}" for index in range(len(module)))
+
+
+# the attribute that `nn.Module.compile` sets, and `nn.Module.__call__` calls in place of what it does itself
+_CALL = "_compiled_call_impl"
+
+
+@contextmanager
+def _noted_calls(collector: _Collector) -> Iterator[None]:
+    """Every call of these modules goes through the collector.
+
+    Without hooks: those of a module make a patched parent treat it differently, and torch's hooks for all modules are
+    seen by every other model of the process.
+    """
+    before = [(module, module.__dict__.get(_CALL)) for module in collector.names]
+    try:
+        for module, compiled in before:
+            stock = module._call_impl if compiled is None else compiled
+            module.__dict__[_CALL] = partial(collector.call, module, stock)
+        yield
+    finally:
+        for module, compiled in before:
+            module.__dict__.pop(_CALL, None)
+            if compiled is not None:
+                module.__dict__[_CALL] = compiled
+
+
+def storages(tensors: Iterable[Any]) -> set[int]:
+    """Which storages these tensors have."""
+    return set(storage_sizes(tensors))
+
+
+def _unknown(x: Tensor) -> None:
+    return None
+
+
+def saved_tensors(
+    model: nn.Module,
+    forward: Callable[[], Any],
+    loss_of: Callable[[Any], Tensor],
+    before: set[int],
+    size_of: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes,
+    module_of: Callable[[Tensor], str | None] = _unknown,
+    left_out: Container[nn.Module] = (),
+) -> SavedTensors:
+    """Run `forward` once and list what backward would need, with nothing but the loss held.
+
+    Args:
+        model: The modules to attribute to; their calls are noted, and as before again, however the forward ends.
+        forward: Returns an output from which `loss_of` takes the loss.
+        loss_of: Raises if there is none.
+        before: The `storages` of what was there before (the batch), which are not counted.
+        size_of: Bytes that a storage counts for.
+        module_of: The module that a saved tensor belongs to; None: the one that is running.
+        left_out: Modules whose calls are not noted, because a compiler traces them.
+
+    Returns:
+        Each storage once, without parameters and buffers.
+    """
+    collector = _Collector(model, size_of, module_of, left_out)
+    with _noted_calls(collector), saved_tensors_hooks(collector.pack, collector.unpack):
+        output = forward()
+    loss = loss_of(output)
+    logits = _size(getattr(output, "logits", None))
+    # the output holds the logits, and through them graph nodes that the loss may not need
+    del output
+    seen = collector.finish(before | storages([*model.parameters(), *model.buffers(), loss]))
+    if logits is not None and logits[0] not in _addresses(collector):
+        _, seen.logits, seen.logits_shape = logits
+    return seen
+
+
+def _size(logits: Any) -> tuple[int, int, tuple[int, ...]] | None:
+    if not isinstance(logits, Tensor) or (isinstance(logits, DeferredLogits) and not logits.chain.root().made):
+        return None
+    return logits.untyped_storage()._cdata, logits.nbytes, tuple(logits.shape)
+
+
+def _addresses(collector: _Collector) -> set[int]:
+    alive = (reference() for reference in collector.packed)
+    return storages(packed.tensor for packed in alive if packed is not None)

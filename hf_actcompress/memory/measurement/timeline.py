@@ -1,0 +1,129 @@
+"""`memory_timeline`: memory over time in one step; the forward makes it rise, the backward makes it fall."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ...display.report import Report
+from ...errors import MeasurementError
+from ...quick.sizes import readable_size
+from .allocator import BACKWARD, OPTIMIZER, allocator_events, collected, running_sums
+
+if TYPE_CHECKING:
+    from ...display.pictures import Target
+
+
+@dataclass(frozen=True)
+class MemoryTimeline(Report):
+    """Bytes held at each allocation and free of a step, above what was there before it. Draws, serialises.
+
+    Args:
+        seconds: Since the first event. The profiler makes the step slower than it is.
+        bytes: Held after each event.
+        backward: From when to when autograd's engine ran, in seconds; None if it did not.
+        optimizer: The same for the optimizer's step.
+    """
+
+    seconds: tuple[float, ...]
+    bytes: tuple[int, ...]
+    backward: tuple[float, float] | None = None
+    optimizer: tuple[float, float] | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest point."""
+        return max(self.bytes, default=0)
+
+    @property
+    def peak_seconds(self) -> float:
+        """When it was reached."""
+        return self.seconds[self.bytes.index(self.peak_bytes)] if self.peak_bytes else 0.0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Held when the backward began: what the forward kept for it, its outputs and the loss."""
+        return self.at(self.backward[0]) if self.backward is not None else 0
+
+    @property
+    def left_bytes(self) -> int:
+        """Held at the end: gradients or optimizer states that did not exist before."""
+        return self.bytes[-1] if self.bytes else 0
+
+    def at(self, seconds: float) -> int:
+        """Bytes held at a moment."""
+        events = bisect_right(self.seconds, seconds)
+        return self.bytes[events - 1] if events else 0
+
+    def derived(self) -> dict[str, Any]:
+        """What follows from the events."""
+        return {"peak_bytes": self.peak_bytes, "kept_bytes": self.kept_bytes, "left_bytes": self.left_bytes}
+
+    def __str__(self) -> str:
+        lines = f"peak {readable_size(self.peak_bytes)}, at the end {readable_size(self.left_bytes)}"
+        if self.backward is None:
+            return lines
+        phase = "forward" if self.peak_seconds < self.backward[0] else "backward"
+        if self.optimizer is not None and self.peak_seconds >= self.optimizer[0]:
+            phase = "the optimizer's step"
+        return f"{lines}; {readable_size(self.kept_bytes)} when backward began, the peak in {phase}"
+
+    def plot(self, target: Target) -> None:
+        """The curve as a picture.
+
+        Args:
+            target: A path whose suffix decides the format (png, svg, pdf), or a binary file for a PNG.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        from ...display.pictures import draw_timelines
+
+        draw_timelines({"": self}, target)
+
+
+def memory_timeline(step: Callable[[], object], device: torch.device | str) -> MemoryTimeline:
+    """Memory over time in one step, on the allocator's own events.
+
+    Args:
+        step: Runs the step once: forward and backward, perhaps the optimizer. Run it once before for a curve without
+            the gradients' own making.
+        device: Where the model is: a CPU or a CUDA device.
+
+    Returns:
+        The curve: `.plot(path)`, `.to_json()`, peak, and what was held when backward began.
+
+    Raises:
+        MeasurementError: Another kind of device, or no allocator events.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise MeasurementError(f"memory was asked for on {device}; it can be measured on a CPU or a CUDA device")
+    with collected(), memory_profiler() as profiler:
+        step()
+    return timeline_of(profiler, device.type)
+
+
+def memory_profiler() -> Any:
+    """A profiler that sees allocations on every device."""
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def timeline_of(profiler: Any, kind: str) -> MemoryTimeline:
+    """The curve of a profiler that has ended, for the allocator of one kind of device."""
+    allocations, spans = allocator_events(profiler, kind)
+    if not allocations:
+        return MemoryTimeline((), ())
+    start = allocations[0][0]
+
+    def phase(prefix: str) -> tuple[float, float] | None:
+        found = [(begin, end) for name, begin, end in spans if name.startswith(prefix)]
+        return ((found[0][0] - start) / 1e9, (max(end for _, end in found) - start) / 1e9) if found else None
+
+    seconds = tuple((time - start) / 1e9 for time, _, _ in allocations)
+    return MemoryTimeline(seconds, tuple(running_sums(allocations)), phase(BACKWARD), phase(OPTIMIZER))

@@ -1,0 +1,142 @@
+"""Training steps that leave no trace: weights, gradients, optimizer, buffers, modes and generators come back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...records import storage_sizes
+from .restore import draws_restored
+
+_Undo = Callable[[], None]
+
+
+@contextmanager
+def training_restored(model: nn.Module, optimizer: Any = None) -> Iterator[Callable[[], None]]:
+    """However a model is trained inside, afterwards it is what it was, tensor object by tensor object.
+
+    What can change is copied to host memory: trainable parameters, buffers, gradients and the optimizer's states.
+
+    Args:
+        model: On its device, not on the meta device.
+        optimizer: A torch optimizer, or one that shows its ``state`` and ``param_groups`` (accelerate's).
+
+    Yields:
+        A function that puts everything back at once, for a start from the same state inside.
+    """
+    undo = [*_tensors(model), *_gradients(model), *_modes(model)]
+    if optimizer is not None:
+        undo += _optimizer(optimizer)
+
+    def restore() -> None:
+        with torch.no_grad():
+            for back in undo:
+                back()
+
+    with ExitStack() as stack:
+        stack.enter_context(_generators(model))
+        stack.callback(_collect)
+        stack.callback(restore)
+        yield restore
+
+
+def resident_bytes(model: nn.Module, optimizer: Any = None, others: Iterable[Any] = ()) -> int:
+    """Bytes of the storages of parameters, buffers, gradients, the optimizer's states and other tensors, each once.
+
+    Those on the device of the model's first parameter count.
+    """
+    parameters = list(model.parameters())
+    states = (
+        [state for states in optimizer.state.values() for state in states.values()] if optimizer is not None else []
+    )
+    found = chain(parameters, model.buffers(), (p.grad for p in parameters), states, others)
+    device = parameters[0].device
+    return sum(storage_sizes(x for x in found if isinstance(x, Tensor) and x.device == device).values())
+
+
+def _content(x: Tensor) -> _Undo:
+    copied = x.detach().to("cpu", copy=True)
+
+    def back() -> None:
+        x.detach().copy_(copied)
+
+    return back
+
+
+def _tensors(model: nn.Module) -> list[_Undo]:
+    return [_content(x) for x in chain((p for p in model.parameters() if p.requires_grad), model.buffers())]
+
+
+def _gradients(model: nn.Module) -> list[_Undo]:
+    parameters = list(model.parameters())
+
+    def gradient(p: nn.Parameter) -> _Undo:
+        before = p.grad
+
+        def back() -> None:
+            p.grad = before
+
+        return back
+
+    return [*map(gradient, parameters), *(_content(p.grad) for p in parameters if p.grad is not None)]
+
+
+def _modes(model: nn.Module) -> list[_Undo]:
+    modes = [(module, module.training) for module in model.modules()]
+
+    def back() -> None:
+        for module, training in modes:
+            module.training = training
+
+    return [back]
+
+
+def _optimizer(optimizer: Any) -> list[_Undo]:
+    """The states by object: what was there keeps its identity, what came is dropped."""
+    states = {p: (state, dict(state)) for p, state in optimizer.state.items()}
+    tensors = [x for _, values in states.values() for x in values.values() if isinstance(x, Tensor)]
+    plain = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+    def back() -> None:
+        optimizer.state.clear()
+        for p, (state, values) in states.items():
+            state.clear()
+            state.update(values)
+            optimizer.state[p] = state
+        for group, values in zip(optimizer.param_groups, plain, strict=True):
+            group.update(copy.deepcopy(values))
+
+    return [back, *map(_content, tensors)]
+
+
+@contextmanager
+def _generators(model: nn.Module) -> Iterator[None]:
+    """Those of torch, of the codecs, of Python, and of numpy where it is loaded."""
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    numpy = sys.modules.get("numpy")
+    plain, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=list(devices)), draws_restored(model):
+            yield
+    finally:
+        random.setstate(plain)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+def _collect() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

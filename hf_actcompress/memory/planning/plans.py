@@ -1,0 +1,272 @@
+"""`plan`: the cheapest way to keep each layer that fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config import PRESETS, CompressionConfig
+from ...errors import DoesNotFitError, MeasurementError, UnknownOptionError
+from ...models.checkpointing import checkpointable
+from ...models.root import root_module
+from ...quick.headroom import HEADROOM, usable
+from ...quick.sizes import parse_size, readable_size
+from ..estimation.estimates import context_bytes, estimate_of, state_bytes
+from ..estimation.fake_step.step import Setting, run_step
+from ..estimation.largest import max_batch_size, max_seq_len
+from ..estimation.layers import find_runs
+from ..estimation.meta_model import dtype_of, skeleton
+from ..estimation.optimizers import OptimizerRule, optimizer_rule
+from ..estimation.result import Estimate
+from ..measurement.saved_tensors import layer_names
+from .costs import DeviceModel
+from .knapsack import choose, undominated
+from .options import (
+    CHECKPOINTS,
+    OPTIONS,
+    LayerOption,
+    Measured,
+    config_of,
+    layer_options,
+    layer_work,
+    measure,
+)
+from .result import Plan, PlanRow
+
+__all__ = ["Plan", "PlanRow", "plan"]
+
+OBJECTIVES = ("speed", "fidelity")
+_ROUNDS = 5
+# unused share of the budget that is not worth another round
+_CLOSE = 64
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is planned: the model on the meta device, how its step is run, the options of each layer in order."""
+
+    model: nn.Module
+    setting: Setting
+    optimizer: str
+    names: tuple[str, ...]
+    options: tuple[tuple[LayerOption, ...], ...]
+    outside: int
+    transients: dict[str, int]
+    objective: str
+    headroom: float
+
+    @property
+    def rule(self) -> OptimizerRule:
+        return optimizer_rule(self.optimizer)
+
+    def config(self, picks: Sequence[LayerOption]) -> CompressionConfig:
+        return config_of(zip(self.names, picks, strict=True))
+
+    def estimate(self, picks: Sequence[LayerOption]) -> Estimate:
+        return estimate_of(self.model, replace(self.setting, config=self.config(picks)), self.rule, "plan")
+
+    def cost(self, picks: Iterable[LayerOption]) -> float:
+        return sum(option.weighed(self.objective).cost for option in picks)
+
+    def smallest(self) -> list[LayerOption]:
+        return _ordered(self, [min(options, key=lambda option: option.nbytes) for options in self.options])
+
+    def cheapest(self, room: int) -> list[LayerOption]:
+        """The cheapest choice whose layers keep at most `room` bytes; the smallest one if none does."""
+        picks = choose([[o.weighed(self.objective) for o in options] for options in self.options], max(room, 0))
+        if picks is None:
+            return self.smallest()
+        return _ordered(self, [options[i] for options, i in zip(self.options, picks, strict=True)])
+
+    def transient(self, picks: Iterable[LayerOption]) -> int:
+        """What the peak is expected to have above what is kept."""
+        used = {name for option in picks for name in option.name.split("/")}
+        return max(self.transients[name] for name in used)
+
+
+def plan(
+    model: Any,
+    *,
+    batch_size: int,
+    seq_len: int,
+    budget: int | str | None = None,
+    headroom: float = HEADROOM,
+    objective: str = "fidelity",
+    allow: Sequence[str] = OPTIONS,
+    dtype: torch.dtype | str | None = None,
+    optimizer: str = "adamw",
+    lora: Any = None,
+    device: str = "cuda",
+    autocast: torch.dtype | str | None = None,
+    device_model: DeviceModel | None = None,
+    quantization: Any = None,
+    trust_remote_code: bool = False,
+) -> Plan:
+    """How to keep each layer's tensors so that training fits, at the least cost. Needs no weights and no GPU.
+
+    A few steps on fake tensors say what each option keeps per layer; a dynamic programme picks one option per layer
+    and, among norm, MLP and attention tensors, per role; the whole plan is then run on fake tensors, and corrected
+    until it fits. Layers that are checkpointed come first and the least exact ones next: their peaks and errors reach
+    the fewest others.
+
+    Args:
+        model: As for `estimate`.
+        batch_size, seq_len: Of the batch.
+        budget: Bytes of the device, or a text such as "22GiB", its context included. None: all of the first CUDA
+            device.
+        headroom: The share of the budget that is left free, because an allocator cannot use every gap.
+        objective: "fidelity": an exact plan if one fits, and then the one that takes the least time. "speed": a percent
+            of error in what is stored counts as much as a percent of time.
+        allow: The options: exact, int8, fp8, int4, offload, checkpoint, compressed_checkpoint (its input in 8 bits).
+            "exact" always is one.
+        dtype, optimizer, lora, device, autocast, quantization, trust_remote_code: As for `estimate`.
+        device_model: Speeds by which time is reckoned; by default those of planning/costs.py.
+
+    Returns:
+        The plan; pass it to `patch_model`.
+
+    Raises:
+        DoesNotFitError: The smallest plan is too large; says by how much, and which batch or sequence would fit.
+        UnknownOptionError: An objective or option that does not exist, or a headroom outside of [0, 1).
+        UnsupportedModelError: No two layers of the model are alike.
+        As `estimate`.
+    """
+    if objective not in OBJECTIVES:
+        raise UnknownOptionError("objective", objective, OBJECTIVES)
+    unknown = [name for name in allow if name not in OPTIONS]
+    if unknown:
+        raise UnknownOptionError("option of a plan", unknown[0], OPTIONS)
+    optimizer_rule(optimizer)
+    room = _device_bytes() if budget is None else parse_size(budget)
+    usable(room, headroom)
+    whole = skeleton(model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
+    setting = Setting(batch_size, seq_len, PRESETS["exact"], device == "cuda", dtype_of(autocast))
+    problem = _problem(whole, setting, optimizer, ("exact", *allow), objective, device_model or DeviceModel())
+    return _solve(replace(problem, headroom=headroom), room)
+
+
+def _device_bytes() -> int:
+    if not torch.cuda.is_available():
+        raise MeasurementError('there is no CUDA device whose capacity could be the budget; pass one, as in "22GiB"')
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _problem(
+    model: nn.Module,
+    setting: Setting,
+    optimizer: str,
+    allow: Sequence[str],
+    objective: str,
+    device: DeviceModel,
+) -> _Problem:
+    names = tuple(layer_names(model))
+    # names as `patch_model` sees them below any wrapper
+    prefix = next((name for name, module in model.named_modules() if module is root_module(model)), "")
+    parts = tuple(name.removeprefix(f"{prefix}.") for name in names)
+    checkpoints = checkpointable(model)
+    measured = {}
+    for option in dict.fromkeys(allow):
+        if option in CHECKPOINTS and not set(names) <= set(checkpoints):
+            continue
+        again = CompressionConfig(checkpoint=parts, checkpoint_input=CHECKPOINTS.get(option, "identity"))
+        config = again if option in CHECKPOINTS else PRESETS[option]
+        measured[option] = _measured(model, replace(setting, config=config))
+    options = _options(model, names, measured, setting, device, objective)
+    exact = measured["exact"]
+    inside = sum(found.count * step.kept for found, step in exact.layers.items())
+    transients = {name: found.whole.peak - found.whole.kept for name, found in measured.items()}
+    outside = exact.whole.kept - inside
+    return _Problem(model, setting, optimizer, parts, options, outside, transients, objective, 0.0)
+
+
+def _measured(model: nn.Module, setting: Setting) -> Measured:
+    return measure(model, lambda part: run_step(part, setting, roles=True))
+
+
+def _options(
+    model: nn.Module,
+    names: Sequence[str],
+    measured: dict[str, Measured],
+    setting: Setting,
+    device: DeviceModel,
+    objective: str,
+) -> tuple[tuple[LayerOption, ...], ...]:
+    by_list = {}
+    width = getattr(getattr(model, "config", None), "hidden_size", 0)
+    for run in find_runs(model):
+        layer = model.get_submodule(f"{run.name}.{run.count - 1}")
+        work = layer_work(layer, setting.batch_size, setting.seq_len, width)
+        found = layer_options(run, measured, work, device)
+        by_list[run.name] = tuple(found[i] for i in undominated([option.weighed(objective) for option in found]))
+    return tuple(by_list[name.rpartition(".")[0]] for name in names)
+
+
+def _ordered(problem: _Problem, picks: list[LayerOption]) -> list[LayerOption]:
+    """The same options in another order: within a list of layers the layers are alike."""
+    lists: dict[str, list[LayerOption]] = {}
+    for name, option in zip(problem.names, picks, strict=True):
+        lists.setdefault(name.rpartition(".")[0], []).append(option)
+    for options in lists.values():
+        options.sort(key=lambda option: (option.name not in CHECKPOINTS, -option.error, option.nbytes))
+    return [option for options in lists.values() for option in options]
+
+
+def _solve(problem: _Problem, whole_budget: int) -> Plan:
+    setting, budget = problem.setting, usable(whole_budget, problem.headroom)
+    fixed = sum(state_bytes(problem.model, setting, problem.rule)) + context_bytes(setting) + problem.outside
+    room = budget - fixed - problem.transients["exact"]
+    # with the workspace of what is then picked
+    picks = problem.cheapest(room)
+    room = budget - fixed - problem.transient(picks)
+    # what was too large once is not picked again
+    most = budget
+    best: tuple[list[LayerOption], Estimate] | None = None
+    tried: list[list[LayerOption]] = []
+    while len(tried) < _ROUNDS and (picks := problem.cheapest(room)) not in tried:
+        tried.append(picks)
+        found = problem.estimate(picks)
+        left = budget - found.device_bytes
+        if left >= 0 and (best is None or problem.cost(picks) < problem.cost(best[0])):
+            best = picks, found
+        if 0 <= left < budget // _CLOSE or (left >= 0 and problem.cost(picks) == 0):
+            break
+        if left < 0:
+            most = min(most, sum(option.nbytes for option in picks) - 1)
+        room = min(room + left, most)
+    if best is None:
+        best = problem.smallest(), problem.estimate(problem.smallest())
+        if best[1].device_bytes > budget:
+            raise _does_not_fit(problem, best[1], whole_budget)
+    return _plan(problem, *best, whole_budget)
+
+
+def _plan(problem: _Problem, picks: list[LayerOption], found: Estimate, budget: int) -> Plan:
+    rows = tuple(
+        PlanRow(name, option.name, option.nbytes, option.time, option.error)
+        for name, option in zip(problem.names, picks, strict=True)
+    )
+    return Plan(budget, problem.objective, rows, problem.config(picks), found)
+
+
+def _does_not_fit(problem: _Problem, found: Estimate, budget: int) -> DoesNotFitError:
+    room = usable(budget, problem.headroom)
+    missing = found.device_bytes - room
+    setting, config = problem.setting, problem.config(problem.smallest())
+    options: dict[str, Any] = {"config": config, "device": found.device, "autocast": setting.autocast}
+    options["optimizer"] = problem.optimizer
+    b = max_batch_size(problem.model, seq_len=setting.seq_len, budget=room, **options)
+    s = max_seq_len(problem.model, batch_size=setting.batch_size, budget=room, limit=setting.seq_len, **options)
+    would = [f"a batch of {b}"] if b else []
+    would += [f"sequences of {s}"] if s else []
+    instead = f"{' or '.join(would)} would fit" if would else "no batch or sequence would fit"
+    left_free = f", of which {problem.headroom:.0%} stay free (headroom)" if problem.headroom else ""
+    message = (
+        f"the smallest plan for batch {setting.batch_size} x {setting.seq_len} needs "
+        f"{readable_size(found.device_bytes)}, {readable_size(missing)} more than the budget of "
+        f"{readable_size(budget)}{left_free}; {instead}"
+    )
+    return DoesNotFitError(message, missing, b, s)
