@@ -36,8 +36,15 @@ def _frozen_imports() -> Iterator[None]:
 def _fresh() -> Iterator[None]:
     torch.manual_seed(0)
     clear()
+    compilers = {name: os.environ.get(name) for name in ("CC", "CXX")}
     yield
     clear()
+    # PEFT leaves "gcc" in both when it cannot build BOFT's kernel: Inductor would then link without the C++ library
+    for name, value in compilers.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def pytest_configure(config: pytest.Config) -> None:

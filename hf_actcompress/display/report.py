@@ -24,7 +24,7 @@ class Report:
         return ()
 
     def derived(self) -> dict[str, Any]:
-        """Figures that follow from the fields, or a field with more in it: first in the JSON. `from_json` skips them."""
+        """Figures that follow from the fields, or a field with more in it. `from_json` skips them."""
         return {}
 
     def to_json(self) -> str:
