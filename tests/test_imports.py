@@ -176,3 +176,31 @@ print("trained", "triton" in sys.modules)
 """
     )
     assert out.strip() == "trained False"
+
+
+def _graph() -> dict[str, set[str]]:
+    """Module -> the package's modules that it names in imports, lazy ones and type-checking ones too."""
+    paths = [path for path, _, _ in modules()]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    graph = {}
+    for name, path in names.items():
+        targets = {target for _, target in imported(path, ast.parse(path.read_text()))}
+        # a name in a module, or a module in a package
+        found = {target if target in names else target.rpartition(".")[0] for target in targets}
+        graph[name] = {target for target in found if target in names and target != name}
+    return graph
+
+
+def test_no_imports_go_round():
+    """Not even lazy ones: what needs each other belongs into one file, or something below both."""
+    graph, done = _graph(), set()
+
+    def walk(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for target in sorted(graph[name]):
+                walk(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        walk(name, ())

@@ -10,7 +10,10 @@ of their results the generated code would not write to memory.
 
 from __future__ import annotations
 
+from . import breaks, install, marks
 from .backend import backend, register
 from .marks import PLAIN, keep, offer, recompute
+
+marks.ON_TRACE.extend((install.install, breaks.note_trace))
 
 __all__ = ["PLAIN", "backend", "keep", "offer", "recompute", "register"]

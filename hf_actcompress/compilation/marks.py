@@ -8,6 +8,7 @@ never taken for each other.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,6 @@ import torch
 from torch import Tensor
 
 from ..private_apis import exporting
-from .breaks import note_trace
-from .install import install
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +25,9 @@ OFFER = "offer"  # as the partitioner likes it; if it is kept, then through the 
 RECOMPUTE = "recompute"  # never keep it: compute it again, also if it is a product
 # the codec of what is kept as it is
 PLAIN = "identity"
+
+# what runs whenever a mark is traced, inside of the options of the torch.compile that traces: the package fills it
+ON_TRACE: list[Callable[[], None]] = []
 
 _LIBRARY = torch.library.Library("hf_actcompress", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")  # type: ignore[no-untyped-call]
@@ -59,9 +61,9 @@ def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
 
 @torch.library.register_fake("hf_actcompress::mark", lib=_LIBRARY)
 def _traced(x: Tensor, wish: str, codec: str) -> Tensor:
-    # every trace of a patched model comes by here, inside of the options of its own torch.compile
-    install()
-    note_trace()
+    # every trace of a patched model comes by here
+    for note in ON_TRACE:
+        note()
     return x.new_empty_strided(x.size(), x.stride())
 
 

@@ -12,77 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from ..records import Record, applied, is_dropped, load, parameter, raw, save
-from ..reference.linear_cross_entropy import Pointwise
-from ..reference.linear_rows import linear_rows, linear_rows_bwd
+from ..reference.linear_rows import linear_rows_bwd
 from .deferred_linear import LinearSource
 from .deferred_logits import DeferredLogits
-from .deferred_values import LogitsSource, Values
+from .deferred_values import Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk, Read
 from .linear_cross_entropy import exact_record
 from .logits_gradient import LogitsGradient
+from .logits_origin import HeadOrigin, ReturnedSource, operands
 from .row_set import Where, shifted, taken
 from .torch_functions import row_function
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
-_GONE = (
-    "the values of these logits were not kept and cannot be computed any more; patch the model with "
-    "CompressionConfig(logits=True), or read them before backward and before the step of the optimizer"
-)
-
-
-class HeadOrigin:
-    """The node of autograd that keeps the head's input. It holds no tensor itself."""
-
-    __slots__ = ("device", "dtype", "edge", "pointwise")
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, pointwise: Pointwise) -> None:
-        self.device, self.dtype, self.pointwise = device, dtype, tuple(pointwise)
-        self.edge: GradientEdge | None = None
-
-    def read(self) -> Read:
-        """How to compute rows of the logits [K, V] from what the node keeps."""
-        assert self.edge is not None
-        try:
-            h, weight, bias = _operands(load(self.edge.node), self.dtype)
-        except RuntimeError as error:
-            raise RuntimeError(f"{_GONE} ({error})") from error
-        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
-            raise RuntimeError(f"{_GONE} (the head's weight is sharded outside of the model's forward)")
-        return lambda rows: linear_rows(taken(h, rows), weight, bias, self.pointwise)
-
-
-def _operands(kept: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    h, weight, bias = kept
-    return h.reshape(-1, h.size(-1)), weight.to(dtype), bias.to(dtype) if bias is not None else None
-
-
-class ReturnedSource(LogitsSource):
-    """The logits of one forward: their values, or None where they were not kept, and the node of their head."""
-
-    def __init__(self, origin: HeadOrigin, values: Tensor | None, like: Tensor) -> None:
-        super().__init__(origin.device)
-        self.rows_device = torch.device("cpu")
-        self.origin, self.values, self.like = origin, values, like
-
-    def logits(self) -> Tensor:
-        if self.values is None:
-            with torch.no_grad():
-                self.values = self.origin.read()(slice(0, self.like.shape[:-1].numel())).view(self.like.shape)
-        return self.values
-
-    def read(self) -> Read:
-        """How to have rows of the logits, outside autograd."""
-        if self.values is None:
-            return self.origin.read()
-        values = self.values.flatten(0, -2)
-        return lambda rows: taken(values, rows)
-
-    def function(self, func: Any) -> Callable[..., Any] | None:
-        return row_function(func)
 
 
 class ReturnedLogitsFunction(torch.autograd.Function):
@@ -100,7 +45,7 @@ class ReturnedLogitsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> _Grads:
-        h, weight, bias = _operands(load(ctx), ctx.dtype)
+        h, weight, bias = operands(load(ctx), ctx.dtype)
 
         def gradient(part: slice, logits: Callable[[], Tensor]) -> Tensor | None:
             if not isinstance(dy, LogitsGradient):
@@ -161,7 +106,7 @@ def returned_logits(x: Tensor) -> Tensor | None:
         return None
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like)
+    source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like, row_function)
     y: Tensor = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     origin.edge = get_gradient_edge(y)
     return y

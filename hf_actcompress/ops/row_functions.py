@@ -7,7 +7,7 @@ few numbers (gather, logsumexp, sum, mean) and are computed. What they keep is w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from .first_order import once_differentiable
 from .gradient_parts import Chunk, Leaf, Mapped, Part, Steps, Times, rows_of
 from .linear import no_view
 from .logits_gradient import LogitsGradient
+from .logits_origin import HeadOrigin, ReturnedSource
 from .row_set import RowSet, Where, taken
-
-if TYPE_CHECKING:
-    from .returned_logits import HeadOrigin, ReturnedSource
 
 aten = torch.ops.aten
 

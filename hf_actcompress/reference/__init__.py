@@ -24,8 +24,9 @@ from .norm_output import (
     rms_norm_output_bwd,
     rms_norm_output_reasons,
 )
-from .packed_attention import packed_attention_bwd, packed_attention_fwd, packed_sdpa
+from .packed_attention import packed_attention_bwd, packed_attention_fwd
 from .packed_kernels import packed_kernel
+from .packed_sdpa import packed_sdpa
 from .pooled import (
     pooled_grad_weight,
     pooled_image_pack,

@@ -2,23 +2,18 @@
 
 Three kernels: "pieces" runs the CPU's fused kernel for each group of neighbouring sequences of one length; "flash" and
 "efficient" are CUDA's (see packed_kernels.py) and take the bounds of all sequences at once. For all other devices
-`packed_sdpa` computes the same through torch's public attention, differentiable.
+`packed_sdpa` (packed_sdpa.py) computes the same through torch's public attention, differentiable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from . import packed_kernels
-from .attention import attention_bwd, attention_fwd, repeat_heads
-from .sequences import Group, Sequences, chunks
-
-# begin and end of the queries in each sequence of the group, their first key, and the mask [queries, keys] of a window
-_Piece = tuple[Group, int, int, int, Tensor | None]
+from .attention import attention_bwd, attention_fwd
+from .packed_sdpa import pieces
+from .sequences import Sequences
 
 
 def packed_attention_fwd(
@@ -41,7 +36,7 @@ def packed_attention_fwd(
     width = v.size(-1)
     out = q.new_empty_strided((b, h, t, width), (t * h * width, width, h * width, 1))
     lse = q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
-    for group, begin, end, first, mask in _pieces(sequences, window, q):
+    for group, begin, end, first, mask in pieces(sequences, window, q):
         keys, values = (group.part(x, first, end) for x in (k, v))
         o, statistics = attention_fwd(group.part(q, begin, end), keys, values, mask, mask is None, scale)
         group.part(out, begin, end).copy_(o)
@@ -60,7 +55,7 @@ def packed_attention_bwd(
     wide = torch.promote_types(q.dtype, torch.float32) if window is not None and window < sequences.longest else None
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    for group, begin, end, first, mask in _pieces(sequences, window, q):
+    for group, begin, end, first, mask in pieces(sequences, window, q):
         dy, queries, y, statistics = (group.part(x, begin, end) for x in (dout, q, out, lse))
         keys, values = (group.part(x, first, end) for x in (k, v))
         found = attention_bwd(dy, queries, keys, values, y, statistics, mask, mask is None, scale)
@@ -68,32 +63,3 @@ def packed_attention_bwd(
         group.part(dk, first, end).add_(found[1])
         group.part(dv, first, end).add_(found[2])
     return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def packed_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None, scale: float | None
-) -> Tensor:
-    """out [B, T, H, Dv] of `packed_attention_fwd` through `scaled_dot_product_attention`, a call for each piece."""
-    groups = q.size(1) // k.size(1)
-    parts: dict[Group, list[Tensor]] = {}
-    for group, begin, end, first, mask in _pieces(sequences, window, q):
-        keys, values = (repeat_heads(group.part(x, first, end), groups) for x in (k, v))
-        queries = group.part(q, begin, end)
-        y = functional.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None, scale=scale)
-        parts.setdefault(group, []).append(y)
-    # [count, H, length, Dv] of each group, its tokens one after the other
-    tokens = [torch.cat(found, 2).transpose(1, 2).flatten(0, 1) for found in parts.values()]
-    return torch.cat(tokens).view(sequences.rows, sequences.tokens, q.size(1), v.size(-1))
-
-
-def _pieces(sequences: Sequences, window: int | None, q: Tensor) -> Iterator[_Piece]:
-    masks: dict[tuple[int, int], Tensor] = {}
-    for group in sequences.groups:
-        for begin, end, first in chunks(group.length, window):
-            if begin == 0 or window is None:
-                yield group, begin, end, first, None
-                continue
-            size = end - begin, end - first
-            if size not in masks:
-                masks[size] = torch.ones(size, dtype=torch.bool, device=q.device).triu_().tril_(window - 1)
-            yield group, begin, end, first, masks[size]

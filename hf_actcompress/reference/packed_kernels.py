@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .attention import repeat_heads, sum_groups
+from .packed_sdpa import packed_sdpa
 from .sequences import Sequences
 
 aten: Any = torch.ops.aten
@@ -111,8 +112,6 @@ def packed_kernel(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window:
 @cache
 def _agrees(kernel: str, device: torch.device, dtype: torch.dtype, width: int, groups: int, windowed: bool) -> bool:
     """Whether the kernel runs on a device and agrees with attention in pieces there; tried once."""
-    from .packed_attention import packed_sdpa
-
     if dtype not in _TOLERANCE or (kernel == "flash" and dtype == torch.float32):
         return False
     sequences, window = Sequences(1, 40, (0, 3, 20, 21, 40)), 4 if windowed else None

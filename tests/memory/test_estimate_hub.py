@@ -13,7 +13,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory import estimate
-from hf_actcompress.memory.estimation import source
+from hf_actcompress.memory.estimation import meta_model
 from tests.families import BY_NAME
 
 SIZES = {"batch_size": 2, "seq_len": 16, "device": "cpu"}
@@ -38,7 +38,7 @@ def answers(monkeypatch, error: Exception | None) -> list[dict[str, Any]]:
             raise error
         return object()
 
-    monkeypatch.setattr(source, "get_hf_file_metadata", metadata)
+    monkeypatch.setattr(meta_model, "get_hf_file_metadata", metadata)
     return asked
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from ...config import CompressionConfig, resolve
 from ...records import storage_sizes
 from ..estimation.estimates import CONTEXT_BYTES
-from ..estimation.fake_step.step import Setting
+from ..estimation.fake_step.setting import Setting
 from ..estimation.meta_model import skeleton
 from ..estimation.optimizers import OPTIMIZERS
 from .probes import FAMILIES, HEAD, probe, sizes_of

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..estimation.extrapolation import growth_of
-from ..estimation.fake_step.step import FakeStep, Setting, run_step
+from ..estimation.fake_step.setting import Setting
+from ..estimation.fake_step.step import FakeStep, run_step
 from .symbols import Polynomial, Reader
 
 FEWEST = 2

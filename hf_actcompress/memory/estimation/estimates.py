@@ -18,7 +18,8 @@ from ...records import storage_sizes
 from ..measurement.compiled import compiled_modules, uncompiled
 from ..measurement.saved_tensors import layer_names
 from .extrapolation import Extrapolated, whole_step
-from .fake_step.step import FakeStep, Setting, run_evaluation, run_step
+from .fake_step.setting import Setting
+from .fake_step.step import FakeStep, run_evaluation, run_step
 from .layers import LayerRun, find_runs
 from .meta_model import dtype_of, skeleton
 from .optimizers import OptimizerRule, optimizer_rule

@@ -12,7 +12,7 @@ from ...models.adapters import with_lora
 from ...private_apis import FakeTensorMode
 from ...quick.sizes import readable_size
 from .fake_step.batch import fake_batch
-from .fake_step.step import Setting
+from .fake_step.setting import Setting
 from .meta_model import dtype_of, skeleton
 
 # what configs call their number of layers

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ....errors import ModelConfigError
 from ....private_apis import FakeTensorMode
-
-if TYPE_CHECKING:
-    from .step import Setting
+from .setting import Setting
 
 
 def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode) -> dict[str, Any]:

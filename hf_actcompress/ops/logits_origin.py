@@ -1,0 +1,78 @@
+"""Where logits that left their model come from: the head's node in autograd's graph, and their values, if any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ..records import load
+from ..reference.linear_cross_entropy import Pointwise
+from ..reference.linear_rows import linear_rows
+from .deferred_values import LogitsSource
+from .gradient_parts import Read
+from .row_set import taken
+
+Function: TypeAlias = Callable[..., Any]
+
+_GONE = (
+    "the values of these logits were not kept and cannot be computed any more; patch the model with "
+    "CompressionConfig(logits=True), or read them before backward and before the step of the optimizer"
+)
+
+
+class HeadOrigin:
+    """The node of autograd that keeps the head's input. It holds no tensor itself."""
+
+    __slots__ = ("device", "dtype", "edge", "pointwise")
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, pointwise: Pointwise) -> None:
+        self.device, self.dtype, self.pointwise = device, dtype, tuple(pointwise)
+        self.edge: GradientEdge | None = None
+
+    def read(self) -> Read:
+        """How to compute rows of the logits [K, V] from what the node keeps."""
+        assert self.edge is not None
+        try:
+            h, weight, bias = operands(load(self.edge.node), self.dtype)
+        except RuntimeError as error:
+            raise RuntimeError(f"{_GONE} ({error})") from error
+        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
+            raise RuntimeError(f"{_GONE} (the head's weight is sharded outside of the model's forward)")
+        return lambda rows: linear_rows(taken(h, rows), weight, bias, self.pointwise)
+
+
+def operands(kept: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The head's input [N, h], weight and bias as it multiplied them, from what its node keeps."""
+    h, weight, bias = kept
+    return h.reshape(-1, h.size(-1)), weight.to(dtype), bias.to(dtype) if bias is not None else None
+
+
+class ReturnedSource(LogitsSource):
+    """The logits of one forward: their values, or None where they were not kept, and the node of their head."""
+
+    def __init__(
+        self, origin: HeadOrigin, values: Tensor | None, like: Tensor, function: Callable[[Any], Function | None]
+    ) -> None:
+        super().__init__(origin.device)
+        self.rows_device = torch.device("cpu")
+        self.origin, self.values, self.like, self._function = origin, values, like, function
+
+    def logits(self) -> Tensor:
+        if self.values is None:
+            with torch.no_grad():
+                self.values = self.origin.read()(slice(0, self.like.shape[:-1].numel())).view(self.like.shape)
+        return self.values
+
+    def read(self) -> Read:
+        """How to have rows of the logits, outside autograd."""
+        if self.values is None:
+            return self.origin.read()
+        values = self.values.flatten(0, -2)
+        return lambda rows: taken(values, rows)
+
+    def function(self, func: Any) -> Function | None:
+        return self._function(func)
