@@ -15,10 +15,10 @@ from torch import nn
 
 from ...config import CompressionConfig, resolve
 from ...records import storage_sizes
-from ..estimation.estimates import CONTEXT_BYTES
 from ..estimation.fake_step.setting import Setting
 from ..estimation.meta_model import skeleton
 from ..estimation.optimizers import OPTIMIZERS
+from ..estimation.states import CONTEXT_BYTES
 from .probes import FAMILIES, HEAD, probe, sizes_of
 from .pruning import points, pruned, shortened
 from .symbols import SYMBOLS, Polynomial, Reader

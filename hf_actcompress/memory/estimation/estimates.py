@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,24 +13,22 @@ from torch import nn
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError, UnknownOptionError
 from ...models.root import root_module
-from ...records import storage_sizes
 from ..measurement.compiled import compiled_modules, uncompiled
 from ..measurement.saved_tensors import layer_names
 from .extrapolation import Extrapolated, whole_step
+from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
 from .fake_step.step import FakeStep, run_evaluation, run_step
 from .layers import LayerRun, find_runs
 from .meta_model import dtype_of, skeleton
 from .optimizers import OptimizerRule, optimizer_rule
 from .result import Estimate
+from .states import context_bytes, state_bytes
 
 __all__ = ["Estimate", "estimate"]
 
 DEVICES = ("cuda", "cpu")
 ENGINES = ("eager", "compile")
-
-# an allowance and no measurement: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
-CONTEXT_BYTES = 640 * 2**20
 
 
 def estimate(
@@ -49,6 +46,7 @@ def estimate(
     engine: str | None = None,
     quantization: Any = None,
     trust_remote_code: bool = False,
+    target_len: int | None = None,
 ) -> Estimate:
     """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
 
@@ -60,7 +58,8 @@ def estimate(
     Args:
         model: A module (stock or patched; it is not touched), a transformers config, or a name: a folder with a
             config.json, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
-        batch_size, seq_len: Of the batch; for images seq_len is ignored.
+        batch_size, seq_len: Of the batch; for images seq_len is ignored. In front of a vision-language model's tokens
+            there is one picture in each sequence, whose tokens are among the `seq_len`; a note says how large.
         config: What the model is patched with: a preset's name, a config or what carries one. None or "stock": it
             is not patched.
         dtype: Of the weights, a torch dtype or its name; by default the module's own, or what the config says.
@@ -76,6 +75,7 @@ def estimate(
         quantization: Of the linear layers' frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a
             `quantization_config` of transformers (bitsandbytes, GPTQ, AWQ). None: what the config or the module has.
         trust_remote_code: Run code that comes with the model's config, where transformers has none of its own.
+        target_len: Tokens of the labels of an encoder-decoder model; by default as many as of the inputs.
 
     Returns:
         The estimate: `.print()`, `.to_json()`, bytes by part and role.
@@ -96,6 +96,7 @@ def estimate(
         engine=engine,
         quantization=quantization,
         trust_remote_code=trust_remote_code,
+        target_len=target_len,
     )
     return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
 
@@ -104,7 +105,8 @@ class Estimates:
     """Estimates of one model for several configs and sizes, which share what does not depend on these.
 
     Args:
-        model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code: As for `estimate`.
+        model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code,
+            target_len: As for `estimate`.
 
     Raises:
         As `estimate`.
@@ -122,6 +124,7 @@ class Estimates:
         engine: str | None = None,
         quantization: Any = None,
         trust_remote_code: bool = False,
+        target_len: int | None = None,
     ) -> None:
         if device not in DEVICES:
             raise UnknownOptionError("device", device, DEVICES)
@@ -132,7 +135,7 @@ class Estimates:
         else:
             raise UnknownOptionError("engine", engine, ENGINES)
         self._rule = optimizer_rule(optimizer)
-        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled)
+        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len)
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}
@@ -269,22 +272,8 @@ def _estimate(
         layers=len(list(layer_names(whole))),
         step_peak_bytes=found.step.peak,
         context_bytes=context_bytes(setting),
+        notes=(described(whole),) if takes_pictures(whole) else (),
     )
-
-
-def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tuple[int, int, int]:
-    """Bytes of weights and buffers, gradients and optimizer states."""
-    trained = [p for p in whole.parameters() if p.requires_grad]
-    return (
-        sum(map(setting.rounded, storage_sizes(chain(whole.parameters(), whole.buffers())).values())),
-        sum(setting.rounded(p.nbytes) for p in trained),
-        sum(setting.rounded(size) for p in trained for size in rule.states(p)),
-    )
-
-
-def context_bytes(setting: Setting) -> int:
-    """The allowance for what a device takes beside tensors."""
-    return CONTEXT_BYTES if setting.cuda else 0
 
 
 def _complete(step: FakeStep) -> dict[str, int]:

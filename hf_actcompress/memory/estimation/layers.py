@@ -50,12 +50,27 @@ def find_runs(model: nn.Module, config: CompressionConfig | None = None) -> list
     modules = dict(model.named_modules())
     lists: dict[str, list[str]] = {}
     for name in layer_names(model):
+        if _picked_by_number(model, modules, name):
+            continue
         lists.setdefault(name.rpartition(".")[0], []).append(name)
     runs = (
         _run(name, [(_kind(modules[layer]), _treatment(modules[layer], layer, config)) for layer in layers])
         for name, layers in lists.items()
     )
     return [run for run in runs if run is not None]
+
+
+def _picked_by_number(model: Any, modules: dict[str, Any], layer: str) -> bool:
+    """Whether the model takes a tower's output from a layer that it finds by the number of layers in the config."""
+    config: Any = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None)
+    if not hasattr(config, "vision_feature_layer"):
+        return False
+    while layer:
+        layer = layer.rpartition(".")[0]
+        own = getattr(modules[layer], "config", None)
+        if own is not None:
+            return isinstance(own, type(config.vision_config))
+    return False
 
 
 def _treatment(layer: nn.Module, name: str, config: CompressionConfig | None) -> Any:

@@ -25,7 +25,14 @@ from .meta_device import OnMeta
 from .quantized import quantize, stand_ins
 
 # a config without usable `architectures` becomes the first of these that knows it
-_TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION", "SEQUENCE_CLASSIFICATION")
+_TASKS = (
+    "IMAGE_TEXT_TO_TEXT",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "CAUSAL_LM",
+    "IMAGE_CLASSIFICATION",
+    "SEQUENCE_CLASSIFICATION",
+)
 _AUTO_CLASSES = (
     "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
     "AutoModelForSequenceClassification",

@@ -76,7 +76,7 @@ def random_batch(model: nn.Module, batch_size: int, seq_len: int) -> dict[str, T
     longest = getattr(config, "max_position_embeddings", None) or seq_len
     if seq_len > longest:
         raise ModelConfigError(f"{type(outer).__name__} has {longest} positions; asked for {seq_len}")
-    shapes = fake_batch(model, Setting(batch_size, seq_len, None, False), FakeTensorMode())
+    shapes = fake_batch(model, Setting(batch_size, seq_len, None, False), FakeTensorMode(), text_only=True)
     vocabulary = getattr(config.get_text_config(), "vocab_size", 2)
 
     def drawn(name: str, x: Tensor) -> Tensor:

@@ -9,17 +9,19 @@ import torch
 
 from ....errors import ModelConfigError
 from ....private_apis import FakeTensorMode
+from .pictures import pictures, takes_pictures, unwrapped
 from .setting import Setting
 
 
-def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode) -> dict[str, Any]:
-    """A batch without padding whose labels all count.
+def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode, *, text_only: bool = False) -> dict[str, Any]:
+    """A batch without padding whose labels all count, with pictures where the model takes some beside its text.
 
     Raises:
-        ModelConfigError: The model's forward takes no labels, or an input that is not known here.
+        ModelConfigError: The model's forward takes no labels, or an input that is not known here; or it has no decoder,
+            and a length of the labels was given.
     """
     b, s = setting.batch_size, setting.seq_len
-    outer = model.get_base_model() if hasattr(model, "get_base_model") else model
+    outer = unwrapped(model)
     known = inspect.signature(type(outer).forward).parameters
     name = type(outer).__name__
     main = getattr(outer, "main_input_name", "input_ids")
@@ -28,11 +30,14 @@ def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode) -> dict[str, 
             f"{name} takes {main} and {'labels' if 'labels' in known else 'no labels'}; an estimate is made for models "
             "of input_ids or pixel_values that compute their loss from labels (the ...For... classes)"
         )
+    if setting.target_len is not None and not outer.config.is_encoder_decoder:
+        raise ModelConfigError(f"{name} has no decoder beside an encoder: its labels are as long as its inputs")
     with mode:
         one_per_row = "ForSequenceClassification" in name or "ForImageClassification" in name
-        labels = torch.empty((b,) if one_per_row else (b, s), dtype=torch.int64)
-        if main == "input_ids":
-            return {main: torch.empty(b, s, dtype=torch.int64), "labels": labels}
+        labels = torch.empty((b,) if one_per_row else (b, setting.target_len or s), dtype=torch.int64)
+        if main == "input_ids" or takes_pictures(outer):
+            text = {"input_ids": torch.empty(b, s, dtype=torch.int64), "labels": labels}
+            return {**text, **pictures(outer, b, s)} if takes_pictures(outer) and not text_only else text
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         size = outer.config.image_size
         height, width = (size, size) if isinstance(size, int) else size

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ....private_apis import ENGINE_CALLS, FakeTensor
+from ....errors import ModelConfigError
+from ....private_apis import ENGINE_CALLS, FakeTensor, unset_fake_temporarily
 from ....records import storages_of
 from .op_results import OpCalls, OpResults
 from .workspaces import CPU_WORKSPACES, Workspace
@@ -27,6 +29,11 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 IGNORE_INDEX = -100
+# what makes tensors with values out of none, and of how many elements values are worked with
+_LITERALS, _MOST_KNOWN = (
+    (aten.lift_fresh.default, aten.arange.default, aten.arange.start, aten.arange.start_step),
+    2**16,
+)
 # of a CPU's fused attention, as torch counts
 _MATH, _FUSED = 0, 1
 
@@ -80,6 +87,10 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
         # results of `all`: nothing is padded
         self._true: list[weakref.ref[Tensor]] = []
+        # small tensors with real values
+        self._known = WeakIdKeyDictionary()
+        # rows of a picture's that were put among those of a text
+        self._scattered: int | None = None
         self._appended_labels = 0
         self._muted = self._elsewhere = False
 
@@ -93,6 +104,13 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # more than half of all calls: autograd asks for every tensor that it touches
             return args[0].fake_device
         kwargs = kwargs or {}
+        if self._known and (func in _LITERALS or self._all_known((args, kwargs))):
+            with unset_fake_temporarily():
+                result = func(*args, **kwargs)
+            tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            if all(x.numel() <= _MOST_KNOWN and not x.is_floating_point() for x in tensors):
+                self.know(tensors)
+                return result
         # a higher-order op has no tags
         self.draws += torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         answer = self._answer(func, args)
@@ -141,6 +159,14 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in tensors:
             self.count(x, 0)
 
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Tensors with real values: what is computed from nothing else has real values, too. They are not counted."""
+        self._known.update((x, None) for x in tensors)
+
+    def _all_known(self, arguments: Any) -> bool:
+        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        return bool(tensors) and all(x in self._known for x in tensors)
+
     @contextmanager
     def results_only(self, note: bool = True) -> Iterator[None]:
         """A call that becomes one kernel: what it makes on the way is not counted, what it leaves behind is.
@@ -188,10 +214,16 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changes.append(-size)
 
     def _learn(self, func: Any, args: Any, result: Any) -> None:
-        if func in (aten.all.default, aten.all.dim):
+        if func in (aten.all.default, aten.all.dim, aten._is_all_true.default):
             self._true.append(weakref.ref(result))
         if func is aten.constant_pad_nd.default and args[2:3] == (IGNORE_INDEX,):
             self._appended_labels = result.numel() - args[0].numel()
+        if func is aten.masked_scatter.default:
+            self._scattered, room = (x.numel() // args[0].size(-1) for x in (args[2], args[0]))
+            if self._scattered > room:
+                raise ModelConfigError(
+                    f"the pictures become {self._scattered} tokens, and the batch has {room}: ask for longer sequences"
+                )
 
     def _answer(self, func: Any, args: Any) -> Callable[[], Any] | None:
         if func is aten._fused_sdp_choice.default:
@@ -208,6 +240,10 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._grouped_mm.default and x.dtype != torch.bfloat16:
             # torch knows the shape of its result for bf16 alone
             return lambda: self._counted(_grouped(*args[:3]))
+        if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
+            mask = args[1][0]
+            selected = mask.numel() if self._scattered is None else self._scattered
+            return lambda: self._counted(x.new_empty(selected, *x.shape[mask.dim() :]))
         if func is aten.nonzero.default:
             return lambda: self._counted(x.new_empty(x.numel() - self._appended_labels, x.dim(), dtype=torch.int64))
         return None

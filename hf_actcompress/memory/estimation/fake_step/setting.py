@@ -23,6 +23,7 @@ class Setting:
         cuda: By the rules of a CUDA device, otherwise those of a CPU.
         autocast: Dtype of an autocast context around the forward, or None.
         compiled: As torch.compile divides it, where it is one graph.
+        target_len: Tokens of an encoder-decoder model's labels; None: `seq_len`.
         kernels: What each kernel was found to make, by the shapes of its arguments; a copy by `replace` shares it.
         ops: What each op was found to make; shared likewise.
         answers: Of the probes, by what they looked at; shared likewise.
@@ -34,6 +35,7 @@ class Setting:
     cuda: bool
     autocast: torch.dtype | None = None
     compiled: bool = False
+    target_len: int | None = None
     kernels: KernelResults = field(default_factory=dict, compare=False, repr=False)
     ops: OpResults = field(default_factory=dict, compare=False, repr=False)
     answers: Answers = field(default_factory=dict, compare=False, repr=False)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ....config import CompressionConfig
+from ....errors import ActCompressError, ModelConfigError
 from ....models.checkpointing import below, checkpointable
 from ....models.probe import answers_kept
 from ....models.root import name_default_loss
 from ....patching import apply_config, unpatch_model
-from ....private_apis import FakeTensorMode, run_backward
+from ....private_apis import FakeTensor, FakeTensorMode, run_backward
 from ....reference.device_rules import under_rules
 from ...measurement.allocator import loss_of
 from ...measurement.memory_report import module_roles, role_of
@@ -31,6 +32,7 @@ from .compiled import CompiledStep
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
 from .fake_allocator import FakeAllocator
 from .masks import KnownMasks
+from .pictures import takes_pictures, unwrapped
 from .positions import check_length
 from .setting import Setting
 from .stand_ins import StepRules, counted_checkpoints
@@ -113,7 +115,7 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     mode, fake, batch = _fake(model, setting)
     fake.eval()
     allocator = _allocator(fake, batch, setting)
-    with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting):
+    with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting), _pictures_named(fake):
         outputs = fake(**batch)
         kept = allocator.live_bytes
     del outputs
@@ -122,7 +124,7 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
 
 def _fake(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Module, dict[str, Any]]:
     """A mode, a stock copy of the model on its fake tensors, and a batch of them."""
-    check_length(model, setting.seq_len)
+    check_length(model, max(setting.seq_len, setting.target_len or 0))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
@@ -158,6 +160,20 @@ def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> 
             gc.enable()
 
 
+@contextmanager
+def _pictures_named(model: nn.Module) -> Iterator[None]:
+    """Forwards that depend on the values of pictures fail in ways of their own."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if isinstance(error, ActCompressError) or not takes_pictures(model):
+            raise
+        raise ModelConfigError(
+            f"the forward of {type(unwrapped(model)).__name__} reads values of its pictures, which an estimate has "
+            f"not; memory_report(model, batch) measures the model on a batch of yours ({error})"
+        ) from error
+
+
 def _older_collections() -> int:
     """How often garbage has been collected in this process so that what is young becomes older."""
     return sum(generation["collections"] for generation in gc.get_stats())
@@ -170,6 +186,7 @@ def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Fak
         else FakeAllocator(1, CPU_WORKSPACES, results=setting.ops)
     )
     allocator.leave_out(chain(model.parameters(), model.buffers(), batch.values()))
+    allocator.know(x for x in batch.values() if not isinstance(x, FakeTensor))
     return allocator
 
 
@@ -231,7 +248,7 @@ class _Eager:
         self._model, self._batch, self._setting = model, batch, setting
 
     def loss(self, allocator: FakeAllocator) -> Tensor:
-        with _autocast(self._setting):
+        with _autocast(self._setting), _pictures_named(self._model):
             return loss_of(self._model(**self._batch))
 
     def module_of(self, x: Tensor) -> str | None:

@@ -1,0 +1,29 @@
+"""What is held between the steps: weights, gradients, optimizer states; and the allowance for the device itself."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from torch import nn
+
+from ...records import storage_sizes
+from .fake_step.setting import Setting
+from .optimizers import OptimizerRule
+
+# an allowance and no measurement: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
+CONTEXT_BYTES = 640 * 2**20
+
+
+def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tuple[int, int, int]:
+    """Bytes of weights and buffers, gradients and optimizer states."""
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    return (
+        sum(map(setting.rounded, storage_sizes(chain(whole.parameters(), whole.buffers())).values())),
+        sum(setting.rounded(p.nbytes) for p in trained),
+        sum(setting.rounded(size) for p in trained for size in rule.states(p)),
+    )
+
+
+def context_bytes(setting: Setting) -> int:
+    """The allowance for what a device takes beside tensors."""
+    return CONTEXT_BYTES if setting.cuda else 0
