@@ -23,6 +23,7 @@ NAMES = {
     "Estimate",
     "BatchSizeReport",
     "find_batch_size",
+    "longest_batches",
     "Calibration",
     "calibrate",
     "PRESETS",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .batch_size.find import find_batch_size
+from .batch_size.longest import longest_batches
 from .batch_size.report import BatchSizeReport, BatchSizeTrial
 from .estimation.estimates import Estimate, estimate
 from .estimation.largest import max_batch_size, max_seq_len
@@ -43,6 +44,7 @@ __all__ = [
     "fidelity_report",
     "find_batch_size",
     "kept_bytes",
+    "longest_batches",
     "max_batch_size",
     "max_seq_len",
     "measure_step",

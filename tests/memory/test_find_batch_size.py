@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_actcompress.errors import MeasurementError
-from hf_actcompress.memory import find_batch_size, measure_step
+from hf_actcompress.memory import find_batch_size, longest_batches, measure_step
 from hf_actcompress.memory.batch_size.find import out_of_memory
 from hf_actcompress.memory.batch_size.report import BatchSizeTrial
 from hf_actcompress.memory.batch_size.search import Search
@@ -167,3 +167,24 @@ def test_on_a_card_without_a_budget():
         assert report.largest > 0 and torch.cuda.memory_allocated() == allocated
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_the_longest_samples_of_a_data_set():
+    """Collated as in the training; a short data set is gone through again; what has no length is refused."""
+    data = [{"input_ids": list(range(n)), "size": 10 - n} for n in (3, 7, 1, 5)]
+
+    def collate(samples):
+        width = max(len(sample["input_ids"]) for sample in samples)
+        rows = [sample["input_ids"] + [0] * (width - len(sample["input_ids"])) for sample in samples]
+        return {"input_ids": torch.tensor(rows), "kinds": "text"}
+
+    make = longest_batches(data, collate)
+    assert make(1)["input_ids"].shape == (1, 7) and make(1)["kinds"] == "text"
+    assert sorted((x != 0).sum().item() + 1 for x in make(2)["input_ids"]) == [5, 7]
+    assert make(6)["input_ids"].shape == (6, 7)
+    assert longest_batches(data, collate, length="size")(1)["input_ids"].shape == (1, 1)
+    assert longest_batches(data, collate, length=lambda sample: -len(sample["input_ids"]))(1)["input_ids"].numel() == 1
+    with pytest.raises(ValueError, match="no 'input_ids'"):
+        longest_batches([{"pixels": 1}], collate)
+    with pytest.raises(ValueError, match="empty"):
+        longest_batches([], collate)
