@@ -1,4 +1,4 @@
 """The largest batch that trains on this device.
 
-`find` tries, `search` says what to try next, `longest` makes batches of a data set's longest samples, `report` shows it.
+`find` tries, `search` says what to try next, `longest` makes batches of the longest samples, `report` shows it.
 """
