@@ -25,6 +25,7 @@ def evaluated(name: str) -> Any:
     import torch._inductor.compile_fx
     import torch._inductor.decomposition
     import torch._inductor.fx_passes.replace_random
+    import torch.testing._internal.distributed.fake_pg
     import torch.utils._device
     import torch.utils._python_dispatch
     import torch.utils._pytree

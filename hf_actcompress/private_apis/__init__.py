@@ -38,6 +38,7 @@ __all__ = [
     "current_backward",
     "delayed_error",
     "exporting",
+    "fake_process_store",
     "fake_tensor",
     "fused_attention_choice",
     "graph_breaks",
@@ -149,6 +150,13 @@ def active_fake_mode() -> FakeTensorMode | None:
     """The mode in which what is made now becomes fake, in this thread."""
     mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return mode
+
+
+def fake_process_store() -> Any:
+    """The store of torch's fake process group, whose collectives do nothing. The import makes its backend known."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def fake_tensor(meta: Tensor, like: FakeTensor) -> FakeTensor:

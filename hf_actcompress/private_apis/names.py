@@ -56,6 +56,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._subclasses.fake_tensor.FakeTensor", _T, "estimates: tensors without memory count as plain ones"),
     PrivateAPI("torch._subclasses.fake_tensor.FakeTensorMode", _T, "estimates: a step without memory"),
     PrivateAPI("torch._subclasses.fake_tensor.unset_fake_temporarily", _T, "estimates: masks with real values"),
+    PrivateAPI("torch.testing._internal.distributed.fake_pg.FakeStore", _T, "estimates: one process of several"),
     PrivateAPI("torch.Tensor._make_subclass", _T, "estimates: fake tensors, made as their constructor does"),
     PrivateAPI("torch._C._set_throw_on_mutable_data_ptr", _T, "the same: nobody reads the data of such a tensor"),
     PrivateAPI("torch._C._get_dispatch_mode", _T, "estimates: whether what is made becomes a fake tensor"),
@@ -66,6 +67,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.utils._device._device_constructors", _T, "estimates: functions that make tensors"),
     PrivateAPI("torch._C._profiler._EventType", _T, "the allocator's events in a profile"),
     # kernels that stock composes, called by name
+    PrivateAPI("torch.ops.aten._is_all_true", _T, "estimates: checks of values that are not there"),
     PrivateAPI("torch._fused_sdp_choice", _T, "which attention kernel torch would take"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", _T, "its forward with the statistics"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _T, "its backward"),

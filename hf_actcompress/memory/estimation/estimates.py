@@ -47,6 +47,7 @@ def estimate(
     quantization: Any = None,
     trust_remote_code: bool = False,
     target_len: int | None = None,
+    fsdp: int = 1,
 ) -> Estimate:
     """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
 
@@ -76,6 +77,8 @@ def estimate(
             `quantization_config` of transformers (bitsandbytes, GPTQ, AWQ). None: what the config or the module has.
         trust_remote_code: Run code that comes with the model's config, where transformers has none of its own.
         target_len: Tokens of the labels of an encoder-decoder model; by default as many as of the inputs.
+        fsdp: Processes over which `fully_shard` (FSDP2) shards the model, each layer for itself; the batch is that of
+            one process, and so are all bytes. What a backend takes inside of a collective is not in them.
 
     Returns:
         The estimate: `.print()`, `.to_json()`, bytes by part and role.
@@ -97,6 +100,7 @@ def estimate(
         quantization=quantization,
         trust_remote_code=trust_remote_code,
         target_len=target_len,
+        fsdp=fsdp,
     )
     return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
 
@@ -106,7 +110,7 @@ class Estimates:
 
     Args:
         model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code,
-            target_len: As for `estimate`.
+            target_len, fsdp: As for `estimate`.
 
     Raises:
         As `estimate`.
@@ -125,6 +129,7 @@ class Estimates:
         quantization: Any = None,
         trust_remote_code: bool = False,
         target_len: int | None = None,
+        fsdp: int = 1,
     ) -> None:
         if device not in DEVICES:
             raise UnknownOptionError("device", device, DEVICES)
@@ -134,8 +139,10 @@ class Estimates:
             compiled = engine == "compile"
         else:
             raise UnknownOptionError("engine", engine, ENGINES)
+        if fsdp < 1 or (fsdp > 1 and compiled):
+            raise ModelConfigError(f'fsdp is a number of processes, and not for engine="compile"; got {fsdp}')
         self._rule = optimizer_rule(optimizer)
-        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len)
+        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len, fsdp)
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...records import storage_sizes
 from .fake_step.setting import Setting
+from .fake_step.sharding import share
 from .optimizers import OptimizerRule
 
 # an allowance and no measurement: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
@@ -15,10 +16,13 @@ CONTEXT_BYTES = 640 * 2**20
 
 
 def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tuple[int, int, int]:
-    """Bytes of weights and buffers, gradients and optimizer states."""
-    trained = [p for p in whole.parameters() if p.requires_grad]
+    """Bytes of weights and buffers, gradients and optimizer states, on one of the processes."""
+    parameters: list[Tensor] = list(whole.parameters())
+    if setting.ranks > 1:
+        parameters = [share(p, setting.ranks).requires_grad_(p.requires_grad) for p in parameters]
+    trained = [p for p in parameters if p.requires_grad]
     return (
-        sum(map(setting.rounded, storage_sizes(chain(whole.parameters(), whole.buffers())).values())),
+        sum(map(setting.rounded, storage_sizes(chain(parameters, whole.buffers())).values())),
         sum(setting.rounded(p.nbytes) for p in trained),
         sum(setting.rounded(size) for p in trained for size in rule.states(p)),
     )

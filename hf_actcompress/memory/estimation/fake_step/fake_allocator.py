@@ -154,6 +154,23 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changes.append(size)
         self._note_peak(self.live_bytes)
 
+    def forget(self) -> None:
+        """Leave out what is there now, and begin to count anew."""
+        self._sizes = dict.fromkeys(self._sizes, 0)
+        self.live_bytes = self.peak_bytes = 0
+        self.timeline, self.changes, self.marks = [], [], []
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """A storage that is counted has another size now."""
+        key = storage._cdata
+        if self._sizes.get(key, nbytes) != nbytes:
+            change = nbytes - self._sizes[key]
+            self.live_bytes += self.rounded(nbytes) - self.rounded(self._sizes[key])
+            self._sizes[key] = nbytes
+            self.changes.append(change)
+            if change > 0:
+                self._note_peak(self.live_bytes)
+
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """What was there before, or is not on the device."""
         for x in tensors:

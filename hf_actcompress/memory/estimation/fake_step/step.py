@@ -35,6 +35,7 @@ from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
 from .positions import check_length
 from .setting import Setting
+from .sharding import local, process_group, resizes_counted, shard
 from .stand_ins import StepRules, counted_checkpoints
 from .workspaces import CPU_WORKSPACES
 
@@ -104,7 +105,12 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
         name_default_loss(fake)
     else:
         counted_checkpoints(fake, cuda=setting.cuda)
-    return _measure(fake, batch, setting, mode, names)
+    if setting.ranks == 1:
+        return _measure(fake, batch, setting, mode, names)
+    with process_group(setting.ranks) as mesh:
+        with mode:
+            shard(fake, mesh, setting.autocast)
+        return _measure(fake, batch, setting, mode, names)
 
 
 def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
@@ -149,6 +155,8 @@ def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> 
     gc.collect(0)
     try:
         with ExitStack() as stack:
+            if setting.ranks > 1:
+                stack.enter_context(resizes_counted(allocator))
             stack.enter_context(under_rules(StepRules(allocator, setting.kernels if setting.cuda else None)))
             stack.enter_context(torch.enable_grad())
             for context in (mode, allocator):
@@ -185,7 +193,7 @@ def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Fak
         if setting.cuda
         else FakeAllocator(1, CPU_WORKSPACES, results=setting.ops)
     )
-    allocator.leave_out(chain(model.parameters(), model.buffers(), batch.values()))
+    allocator.leave_out(local(chain(model.parameters(), model.buffers(), batch.values())))
     allocator.know(x for x in batch.values() if not isinstance(x, FakeTensor))
     return allocator
 
@@ -198,8 +206,12 @@ def _measure(
     with mode:
         for p in model.parameters():
             p.grad = torch.empty_like(p) if p.requires_grad else None
-    allocator.leave_out(p.grad for p in model.parameters() if p.grad is not None)
+    allocator.leave_out(local(p.grad for p in model.parameters() if p.grad is not None))
     with _world(setting, mode, allocator):
+        if setting.ranks > 1:
+            # in its first step FSDP learns in which order the layers run
+            run_backward(forward.loss(allocator))
+            allocator.forget()
         collections = _older_collections()
         loss, saved = _with_roles(forward, model, batch, allocator, roles)
         # if another thread has collected, what is garbage here may have become old

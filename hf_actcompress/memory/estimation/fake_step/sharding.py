@@ -1,0 +1,91 @@
+"""A model sharded over several processes by `fully_shard` (FSDP2), in one process that stands for each of them.
+
+The collectives are those of torch's fake process group: they move nothing, and everything around them is as it is in
+a training. What a backend takes for itself inside of a collective is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ....errors import ModelConfigError
+from ....models.checkpointing import checkpointable
+from ....private_apis import fake_process_store
+from .fake_allocator import FakeAllocator
+
+
+@contextmanager
+def process_group(ranks: int) -> Iterator[DeviceMesh]:
+    """A group of so many processes, of which this is the first.
+
+    Raises:
+        ModelConfigError: This process belongs to a group already.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        raise ModelConfigError(
+            "an estimate for several processes makes a group of its own, and this process is in one already (or torch "
+            "has no distributed package): estimate before the training starts, in a process of its own"
+        )
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=fake_process_store())
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, mixed: torch.dtype | None) -> None:
+    """Shard each layer, then the rest, as accelerate's wrap policy of transformer layers does.
+
+    Args:
+        model: On fake tensors, inside of their mode.
+        mesh: Of all processes.
+        mixed: Dtype in which gathered weights are used and gradients are reduced; None: as they are.
+
+    Raises:
+        ModelConfigError: Weights are quantised.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if not all(p.is_floating_point() for p in model.parameters()):
+        raise ModelConfigError("an estimate for several processes is not made for quantised weights")
+    policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=mixed)
+    modules = dict(model.named_modules())
+    for name in checkpointable(model):
+        fully_shard(modules[name], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Of each tensor what this process has of it."""
+    return (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
+
+
+def share(p: Tensor, ranks: int) -> Tensor:
+    """The largest share of a parameter that a process has: rows of its first dimension. On the meta device."""
+    rows = -(-p.size(0) // ranks) if p.dim() else 1
+    return torch.empty((rows, *p.shape[1:]) if p.dim() else (), dtype=p.dtype, device="meta")
+
+
+@contextmanager
+def resizes_counted(allocator: FakeAllocator) -> Iterator[None]:
+    """FSDP frees and allocates gathered weights by the size of their storages, which is no op of torch."""
+    stock = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        result = stock(storage, nbytes)
+        allocator.resized(storage, nbytes)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = stock  # type: ignore[method-assign]
