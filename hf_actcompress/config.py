@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from .codecs import CODECS, Codec, IntMeasured, Offload, RowSample
+from .config_file import ConfigFile
 from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
@@ -24,8 +25,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionConfig:
+class CompressionConfig(ConfigFile):
     """How each role's kept tensors are stored, and which roles are patched. The default is the preset "exact".
+
+    Codecs are names of `CODECS`. A codec itself is taken, too, and stands in the config by its name, or by its `repr`.
 
     Args:
         linear: Codec of linear inputs that have to be kept (most are derived and cost nothing).
@@ -120,6 +123,7 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         for role in (*CODEC_ROLES, "other"):
+            object.__setattr__(self, role, _name_of(getattr(self, role)))
             _check_codec(role, getattr(self, role))
         for _, role, codec in self.overrides:
             if role not in CODEC_ROLES:
@@ -169,6 +173,15 @@ class CompressionConfig:
     def _codecs(self) -> list[Codec]:
         names = [self.other, *(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
         return [CODECS[name] for name in names]
+
+
+def _name_of(codec: Any) -> Any:
+    """A name for a codec that was given itself. One that is not in the table comes in under its `repr`."""
+    if isinstance(codec, str) or not callable(getattr(codec, "pack", None)):
+        return codec
+    name = next((name for name, row in CODECS.items() if row == codec), repr(codec))
+    CODECS.setdefault(name, codec)
+    return name
 
 
 def _sampling() -> list[str]:

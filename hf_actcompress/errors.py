@@ -17,6 +17,13 @@ class UnknownOptionError(ActCompressError, ValueError):
         super().__init__(f"unknown {what} {asked!r}; known: {listed}")
 
 
+class RegistrationError(ActCompressError, ValueError):
+    """Something was registered under a name that is taken, or a second time."""
+
+    def __init__(self, what: str, name: str, reason: str) -> None:
+        super().__init__(f"the {what} {name!r} was not registered: {reason}; choose another, or remove() the first")
+
+
 class NothingPatchedError(ActCompressError, ValueError):
     """`strict=True` and no module of the model could be patched."""
 

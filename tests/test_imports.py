@@ -21,6 +21,7 @@ NAME = PACKAGE.name
 # a part imports from its own and lower levels; parts of one level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "private_apis"),
+    ("config_file",),
     # a formula over data, which imports no torch
     ("quick",),
     ("display",),
@@ -29,12 +30,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("dispatch",),
     ("codecs",),
+    ("testing",),
     # marks that records and modules put down while a graph is traced
     ("compilation",),
     ("records", "config"),
     ("ops",),
     ("modules",),
     ("models",),
+    ("extension",),
     ("programs",),
     ("reporting",),
     ("patching",),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,6 +33,37 @@ class Table:
     numbers: Sequence[str] = ()
     title: str = ""
     total: Sequence[str] = ()
+
+    def to_csv(self) -> str:
+        """A line per row, for spreadsheets."""
+        buffer = io.StringIO()
+        csv.writer(buffer, lineterminator="\n").writerows([self.columns, *self.rows])
+        return buffer.getvalue()
+
+    def to_markdown(self) -> str:
+        """A table as in README files, numbers to the right."""
+        marks = ["---:" if column in self.numbers else "---" for column in self.columns]
+        rows = [[text.replace("|", "\\|") for text in row] for row in (self.columns, marks, *self.rows)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+    def to_latex(self) -> str:
+        """A tabular with lines of booktabs, for papers."""
+        form = "".join("r" if column in self.numbers else "l" for column in self.columns)
+        head, *rows = (" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows))
+        lines = [
+            rf"\begin{{tabular}}{{{form}}}",
+            r"\toprule",
+            head,
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _latex(text: str) -> str:
+    return re.sub(r"([&%$#_{}])", r"\\\1", text)
 
 
 def print_tables(tables: Iterable[Table], text: str) -> None:

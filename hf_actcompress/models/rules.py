@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -29,17 +29,26 @@ RULES: tuple[Rule, ...] = (
     find_attention,
     find_adapter,
 )
+# those of other packages, which are asked first
+OTHERS_RULES: list[Rule] = []
 
 
 def find_site(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
     """How `module` (not patched yet) is patched, why it is left alone, or None if it is no business of ours."""
     # the probes make small tensors, wherever `torch.set_default_device` would put them
     with torch.device("cpu"):
-        found = next((found for rule in RULES if (found := rule(module, config)) is not None), None)
+        found = _first(OTHERS_RULES, module, config)
+        if found is not None:
+            return _unless_forward_is_bound(module, found)
+        found = _first(RULES, module, config)
         if not isinstance(found, Site):
             # what no rule knows may be cheap enough to run again
             found = find_recomputed(module, config) or found
     return None if found is None else _unless_forward_is_bound(module, found)
+
+
+def _first(rules: Iterable[Rule], module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
+    return next((found for rule in rules if (found := rule(module, config)) is not None), None)
 
 
 def _unless_forward_is_bound(module: nn.Module, found: Site | Declined) -> Site | Declined:

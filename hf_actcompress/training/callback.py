@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from ..config import CompressionConfig, resolve
 from ..models.root import root_of
@@ -15,13 +17,17 @@ from ..reporting import PatchReport, patch_report
 logger = logging.getLogger(__name__)
 
 
-class ActCompressCallback(TrainerCallback):  # type: ignore[misc]
+class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Patches the Trainer's model when the Trainer is built, and again if `model_init` makes a new one.
 
+    Its config is in the Trainer's checkpoints (trainer_state.json). A run that resumes with another one says so, and
+    resumes with that of the checkpoint under ``TrainingArguments(restore_callback_states_from_checkpoint=True)``.
+
     Args:
-        config: As for `patch_model`. A preset's name means that preset with ``logits=False``: the loss is all that a
-            Trainer needs, and a ``compute_loss`` of one's own may still read ``outputs.logits``, which are then
-            computed for it. To read them after backward, give ``CompressionConfig.from_preset("int8", logits=True)``.
+        config: As for `patch_model`, or the dict of a config. A preset's name means that preset with
+            ``logits=False``: the loss is all that a Trainer needs, and a ``compute_loss`` of one's own may still read
+            ``outputs.logits``, which are then computed for it. To read them after backward, give
+            ``CompressionConfig.from_preset("int8", logits=True)``.
         strict: Raise if nothing could be patched.
 
     Attributes:
@@ -31,10 +37,10 @@ class ActCompressCallback(TrainerCallback):  # type: ignore[misc]
         As `patch_model`, when the Trainer is built.
     """
 
-    def __init__(self, config: CompressionConfig | str = "exact", *, strict: bool = True) -> None:
+    def __init__(self, config: CompressionConfig | Mapping[str, Any] | str = "exact", *, strict: bool = True) -> None:
         if isinstance(config, str):
             config = CompressionConfig.from_preset(config, logits=False)
-        self.config = resolve(config)
+        self.config = CompressionConfig.from_dict(config) if isinstance(config, Mapping) else resolve(config)
         self.strict = strict
         self.report: PatchReport | None = None
 
@@ -43,9 +49,22 @@ class ActCompressCallback(TrainerCallback):  # type: ignore[misc]
         self._patch(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Only does something for a model that `model_init` made after the Trainer was built."""
-        if model is not None and root_of(model) is None:
+        """Patches a model that `model_init` made after the Trainer was built, or as the checkpoint's config says."""
+        root = root_of(model) if model is not None else None
+        if model is not None and (root is None or root.config != self.config):
             self._patch(model)
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
+        before = saved and saved["args"]["config"]
+        if before and CompressionConfig.from_dict(before) != self.config:
+            other = {name: value for name, value in self.config.to_dict().items() if _listed(value) != before.get(name)}
+            logger.warning(
+                "the checkpoint was written under another config than this run's, which has %s; to go on as before, "
+                "set TrainingArguments(restore_callback_states_from_checkpoint=True)", other,
+            )  # fmt: skip
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        return {"args": {"config": self.config.to_dict(), "strict": self.strict}, "attributes": {}}
 
     def _patch(self, model: Any) -> None:
         if model is None:
@@ -53,3 +72,8 @@ class ActCompressCallback(TrainerCallback):  # type: ignore[misc]
         patch_model(model, self.config, strict=self.strict)
         self.report = patch_report(model)
         logger.info("%s", self.report)
+
+
+def _listed(value: Any) -> Any:
+    """As JSON has it."""
+    return [_listed(x) for x in value] if isinstance(value, tuple) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +63,10 @@ class FidelityReport(Report):
     stock_bytes: int
     seeds: int
 
+    def figures(self) -> tuple[str, str, str]:
+        """Error, cosine and bias as texts."""
+        return f"{self.relative_error:.3%}", f"{self.cosine:.6f}", f"{self.bias:.3%}"
+
     def __str__(self) -> str:
         error = f"gradient error {self.relative_error:.3%}, cosine {self.cosine:.6f}, bias {self.bias:.3%}"
         kept = f"keeps {self.kept_bytes:,} bytes, {self.kept_bytes / self.stock_bytes:.3f} of stock"
@@ -83,6 +87,12 @@ class FidelityComparison(Report):
     """The reports of several presets on one model and batch."""
 
     reports: tuple[FidelityReport, ...]
+
+    def tables(self) -> tuple[Table, ...]:
+        """A row per preset. Each table has `to_csv()`, `to_markdown()` and `to_latex()`."""
+        numbers = ("kept, share of stock", "gradient error", "cosine", "bias")
+        rows = [(row.preset, f"{row.kept_bytes / row.stock_bytes:.3f}", *row.figures()) for row in self.reports]
+        return (Table(("preset", *numbers), rows, numbers),)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.reports))
@@ -153,11 +163,25 @@ def fidelity_report(
 
 
 def compare_presets(
-    model: nn.Module, batch: Mapping[str, Any], presets: Iterable[str] | None = None, *, seeds: int = 4
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    presets: Iterable[str] | Mapping[str, CompressionConfig | str] | None = None,
+    *,
+    seeds: int = 4,
 ) -> FidelityComparison:
-    """`fidelity_report` of several presets, by default all, for one picture of error against bytes."""
-    names = tuple(PRESETS if presets is None else presets)
-    return FidelityComparison(tuple(fidelity_report(model, batch, name, seeds=seeds) for name in names))
+    """`fidelity_report` of several presets, by default all, for one picture of error against bytes.
+
+    Args:
+        model, batch, seeds: As for `fidelity_report`.
+        presets: Names of presets, or configs under names of one's own.
+
+    Raises:
+        As `fidelity_report`.
+    """
+    names = PRESETS if presets is None else presets
+    configs = names if isinstance(names, Mapping) else {name: name for name in names}
+    found = ((name, fidelity_report(model, batch, config, seeds=seeds)) for name, config in configs.items())
+    return FidelityComparison(tuple(replace(report, preset=name) for name, report in found))
 
 
 def gradients(model: nn.Module, inputs: dict[str, Any]) -> _Gradients:

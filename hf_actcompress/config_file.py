@@ -1,0 +1,69 @@
+"""A config as data and as a file, by the names that transformers and PEFT give to these methods."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import UnknownOptionError
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+FILE_NAME = "actcompress_config.json"
+
+_Config = TypeVar("_Config", bound="ConfigFile")
+
+
+class ConfigFile:
+    """The base of a frozen dataclass whose fields are numbers, texts, and tuples of them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        found: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return found
+
+    @classmethod
+    def from_dict(cls: type[_Config], data: Mapping[str, Any]) -> _Config:
+        """What `to_dict` gave, also after JSON made lists of its tuples; fields that are missing have their defaults.
+
+        Raises:
+            UnknownOptionError: A field that no config has, or a codec that is not registered in this process.
+        """
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in data:
+            if name not in known:
+                raise UnknownOptionError("option", name, known)
+        return cls(**{name: _tuples(value) for name, value in data.items()})
+
+    def to_json(self) -> str:
+        """As `to_dict`; `from_json` reads it."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls: type[_Config], text: str) -> _Config:
+        """What `to_json` wrote. Raises as `from_dict`."""
+        return cls.from_dict(json.loads(text))
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Write the config into a folder, beside a model's weights or an adapter's."""
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        (target / FILE_NAME).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls: type[_Config], folder: str | PathLike[str]) -> _Config:
+        """What `save_pretrained` wrote there.
+
+        Raises:
+            FileNotFoundError: The folder holds no such file.
+            UnknownOptionError: As `from_dict`.
+        """
+        return cls.from_json((Path(folder) / FILE_NAME).read_text(encoding="utf-8"))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,121 @@
+"""What other packages can add: codecs, presets, and rules for their own modules, without a change to this one.
+
+    with register_codec("int6", MyCodec()), register_preset("mine", CompressionConfig(mlp="int6")):
+        patch_model(model, "mine")
+
+Each function registers at once and returns a `Registration`, whose `remove()` (or whose end as a context) undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .codecs import CODECS, Codec
+from .config import PRESETS, CompressionConfig
+from .errors import CodecError, RegistrationError, UnknownOptionError
+from .models.leaves import ACTIVATION_TYPES, Activation
+from .models.rules import OTHERS_RULES, Rule
+from .reference import ACTIVATIONS
+
+_METHODS = ("pack", "unpack", "nbytes")
+
+
+class Registration:
+    """Something that was registered. Use it as a context to have it undone at the end."""
+
+    def __init__(self, remove: Callable[[], Any]) -> None:
+        self._remove: Callable[[], Any] | None = remove
+
+    def remove(self) -> None:
+        """Undo it. A second time does nothing."""
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.remove()
+
+
+def register_codec(name: str, codec: Codec) -> Registration:
+    """Give a codec a name that configs can use for any role.
+
+    Args:
+        name: A new one.
+        codec: A frozen dataclass with the methods of `Codec`, which is best its base. `check_codec(codec)` of
+            `hf_actcompress.testing` tries whether it holds what a codec promises.
+
+    Raises:
+        RegistrationError: The name is taken, or an equal codec has a name already.
+        CodecError: It has no `pack`, `unpack` or `nbytes`, or cannot be hashed.
+    """
+    missing = [method for method in _METHODS if not callable(getattr(codec, method, None))]
+    if missing or isinstance(codec, type):
+        what = "a class, not an instance of it" if isinstance(codec, type) else f"without {', '.join(missing)}"
+        raise CodecError(f"a codec has {', '.join(_METHODS)}; {codec!r} is {what}")
+    try:
+        hash(codec)
+    except TypeError as error:
+        raise CodecError(f"{codec!r} cannot be hashed; make it a dataclass(frozen=True)") from error
+    equal = next((known for known, row in CODECS.items() if row == codec), None)
+    if name in CODECS or equal is not None:
+        reason = "the name is taken" if equal is None else f"an equal codec is known as {equal!r}"
+        raise RegistrationError("codec", name, reason)
+    CODECS[name] = codec
+    return Registration(lambda: CODECS.pop(name, None))
+
+
+def register_preset(name: str, config: CompressionConfig) -> Registration:
+    """Give a config a name, for `patch_model(model, name)`, `compare_presets` and all else that takes a preset's name.
+
+    Raises:
+        RegistrationError: The name is taken.
+    """
+    if name in PRESETS:
+        raise RegistrationError("preset", name, "the name is taken")
+    PRESETS[name] = config
+    return Registration(lambda: PRESETS.pop(name, None))
+
+
+def register_activation(kind: type[nn.Module], function: str, attributes: tuple[str, ...] = ()) -> Registration:
+    """Say which function a pointwise activation of one's own computes: it then keeps what torch's own would.
+
+    Args:
+        kind: A class, exactly; subclasses are other classes. Its forward takes x and returns f(x).
+        function: A row of `hf_actcompress.reference.ACTIVATIONS`, such as "gelu_new" or "leaky_relu". The values stay
+            those of the class's own forward; backward uses the derivative of the row.
+        attributes: Of the instances, that hold the row's constants, in its order.
+
+    Raises:
+        UnknownOptionError: No such function.
+        RegistrationError: The class is known already.
+    """
+    if function not in ACTIVATIONS:
+        raise UnknownOptionError("activation", function, ACTIVATIONS)
+    if kind in ACTIVATION_TYPES:
+        raise RegistrationError("activation", kind.__name__, "the class is known")
+    ACTIVATION_TYPES[kind] = Activation(function, attributes)
+    return Registration(lambda: ACTIVATION_TYPES.pop(kind, None))
+
+
+def register_rule(rule: Rule) -> Registration:
+    """Say how modules of a type of one's own are patched. The rule is asked before those of this package.
+
+    Args:
+        rule: From a module that is not patched yet and the config that holds there: a `Site` (the mixin that the
+            module's class gets, and `Settings` for it), `Declined` (why the module is left alone; reports say it), or
+            None for a module that the rule does not know. The mixins of `hf_actcompress.modules` compute what torch's
+            own modules compute: a rule may use one only if that holds for its type, too.
+
+    Raises:
+        RegistrationError: The rule is registered already.
+    """
+    if rule in OTHERS_RULES:
+        raise RegistrationError("rule", getattr(rule, "__name__", repr(rule)), "it is registered already")
+    OTHERS_RULES.append(rule)
+    return Registration(lambda: OTHERS_RULES.remove(rule) if rule in OTHERS_RULES else None)

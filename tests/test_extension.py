@@ -1,0 +1,197 @@
+"""What other packages add: it works everywhere, it is checked, and it can be taken back."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from hf_actcompress import (
+    PRESETS,
+    ActCompressCallback,
+    CompressionConfig,
+    compare_presets,
+    kept_bytes,
+    patch_model,
+    patch_report,
+)  # fmt: skip
+from hf_actcompress.codecs import CODECS, Codec, IntGroup
+from hf_actcompress.codecs.codec import TensorMeta, meta_of
+from hf_actcompress.errors import CodecError, RegistrationError, UnknownOptionError
+from hf_actcompress.extension import register_activation, register_codec, register_preset, register_rule
+from hf_actcompress.models.sites import Declined
+from hf_actcompress.testing import check_codec
+from tests.slopes import bert, llama
+
+
+@dataclass(frozen=True)
+class Half(Codec):
+    """Somebody's codec: bf16 of everything."""
+
+    offset: float = 0.0
+
+    def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
+        meta = TensorMeta.of(x)
+        return ((x + self.offset).to(torch.bfloat16),), meta
+
+    def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
+        return (tensors[0].to(meta_of(meta).dtype) - self.offset).reshape(meta_of(meta).shape)
+
+    def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        return 2 * shape.numel()
+
+
+def _kept(model: Any, config: Any) -> int:
+    ids = torch.arange(64).view(2, 32)
+    model.train()
+    if config is not None:
+        patch_model(model, config)
+    return kept_bytes(lambda: model(input_ids=ids, labels=ids), "cpu")
+
+
+def test_a_codec_and_a_preset() -> None:
+    with register_codec("half", Half()), register_preset("mine", CompressionConfig(mlp="half", norm="half")):
+        exact, half = (_kept(llama(2, hidden=64), preset) for preset in ("exact", "mine"))
+        assert half < 0.9 * exact
+        model = patch_model(llama(2, hidden=64), "mine")
+        assert "half" in {row.codec for row in patch_report(model).patched}
+        assert CompressionConfig.from_json(PRESETS["mine"].to_json()) == PRESETS["mine"]
+    assert "half" not in CODECS and "mine" not in PRESETS
+    with pytest.raises(UnknownOptionError, match="'half'"):
+        CompressionConfig(mlp="half")
+
+
+def test_a_codec_in_the_place_of_its_name() -> None:
+    assert CompressionConfig(mlp=IntGroup(8)).mlp == "int8"
+    config = CompressionConfig(mlp=Half(1.5))
+    try:
+        assert config.mlp == "Half(offset=1.5)" and CODECS[config.mlp] == Half(1.5)
+        assert _kept(llama(2, hidden=64), config) < _kept(llama(2, hidden=64), "exact")
+        assert not config.lossless
+    finally:
+        CODECS.pop(config.mlp)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(RegistrationError, match="'int8' was not registered: the name is taken"):
+        register_codec("int8", Half())
+    with pytest.raises(RegistrationError, match="an equal codec is known as 'int8'"):
+        register_codec("eight", IntGroup(8))
+    with pytest.raises(CodecError, match="not an instance"):
+        register_codec("half", Half)  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match="without pack, unpack, nbytes"):
+        register_codec("none", object())  # type: ignore[arg-type]
+    with pytest.raises(RegistrationError, match="'exact'"):
+        register_preset("exact", CompressionConfig())
+    with pytest.raises(UnknownOptionError, match="gelu"):
+        register_activation(nn.Linear, "what")
+    with pytest.raises(RegistrationError, match="the class is known"):
+        register_activation(nn.SiLU, "silu")
+    with pytest.raises(UnknownOptionError, match="'mlps'"):
+        CompressionConfig.from_dict({"mlps": "int8"})
+
+
+class Swish(nn.Module):
+    """Somebody's activation, in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+def test_an_activation_and_a_rule_of_ones_own() -> None:
+    model = bert(2, hidden=64)
+    for layer in model.bert.encoder.layer:
+        layer.intermediate.intermediate_act_fn = Swish()
+    with register_activation(Swish, "silu"):
+        before = _kept(model, None)
+        assert _kept(model, CompressionConfig(net=False)) < before
+        assert sum(row.module == "Swish" for row in patch_report(model).patched) == 2
+
+    def never(module: nn.Module, config: CompressionConfig) -> Declined | None:
+        return Declined("norm", "ours to keep") if isinstance(module, nn.LayerNorm) else None
+
+    registration = register_rule(never)
+    with pytest.raises(RegistrationError, match="registered already"):
+        register_rule(never)
+    patch_model(model)
+    assert "ours to keep" in str(patch_report(model))
+    registration.remove()
+    registration.remove()
+    patch_model(model)
+    assert "ours to keep" not in str(patch_report(model))
+
+
+@pytest.mark.parametrize("codec", [Half(), *CODECS.values()], ids=str)
+def test_the_check_of_codecs(codec: Codec) -> None:
+    check_codec(codec)
+
+
+def test_the_check_finds_what_is_broken() -> None:
+    class Wide(Half):
+        def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
+            return 0
+
+    class Flat(Half):
+        def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
+            return tensors[0].flatten()
+
+    with pytest.raises(AssertionError, match="says fewer"):
+        check_codec(Wide())
+    with pytest.raises(AssertionError, match="came back as"):
+        check_codec(Flat())
+
+
+def test_configs_under_names_of_ones_own(tmp_path: Path) -> None:
+    ids = torch.arange(64).view(2, 32)
+    configs = {"eight": "int8", "mlp 4": CompressionConfig(mlp="int4")}
+    found = compare_presets(llama(2, hidden=64), {"input_ids": ids, "labels": ids}, configs, seeds=1)
+    assert [report.preset for report in found.reports] == ["eight", "mlp 4"]
+    (table,) = found.tables()
+    head, *rows = csv.reader(table.to_csv().splitlines())
+    assert head[0] == "preset" and [row[0] for row in rows] == ["eight", "mlp 4"]
+    assert table.to_markdown().count("\n") == 4 and "| ---: |" in table.to_markdown()
+    assert r"\%" in table.to_latex() and table.to_latex().startswith(r"\begin{tabular}{lrrrr}")
+    assert type(found).from_json(found.to_json()) == found
+
+
+def test_a_config_in_a_folder(tmp_path: Path) -> None:
+    config = CompressionConfig.from_preset("int4", overrides=(("layers.1", "mlp", "int8"),), checkpoint=("layers.0",))
+    config.save_pretrained(tmp_path / "model")
+    assert CompressionConfig.from_pretrained(tmp_path / "model") == config
+    assert json.loads((tmp_path / "model" / "actcompress_config.json").read_text())["mlp"] == config.mlp
+    with pytest.raises(FileNotFoundError):
+        CompressionConfig.from_pretrained(tmp_path)
+
+
+def _trainer(folder: Path, preset: str, **options: Any) -> tuple[Trainer, ActCompressCallback]:
+    data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 8
+    arguments = TrainingArguments(
+        folder, max_steps=options.pop("steps"), save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, **options
+    )
+    callback = ActCompressCallback(preset)
+    return Trainer(llama(2, hidden=64), arguments, train_dataset=data, callbacks=[callback]), callback
+
+
+def test_a_run_that_resumes_knows_its_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _trainer(tmp_path, "int8", steps=2)[0].train()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
+        trainer, callback = _trainer(tmp_path, "int8", steps=3)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert "another config" not in caplog.text
+        trainer, callback = _trainer(tmp_path, "exact", steps=3)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert "written under another config" in caplog.text and "'mlp': 'identity'" in caplog.text
+        caplog.clear()
+        trainer, _ = _trainer(tmp_path, "exact", steps=3, restore_callback_states_from_checkpoint=True)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert "another config" not in caplog.text
+        assert {row.codec for row in patch_report(trainer.model).patched} >= {"int8"}
