@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -9,6 +10,9 @@ from .codecs import CODECS, Codec, IntMeasured, Offload, RowSample
 from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
+
+# every so many layers, or all but so many at the end
+_SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
 
 # which tensors an op keeps, where there is a choice
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -20,6 +24,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "norm_variant": ("input", "output"),
     "attention_variant": ("statistics", "recomputed", "tempo"),
+    "checkpoint_attention": ("recomputed", "kept"),
 }  # fmt: skip
 
 
@@ -56,7 +61,15 @@ class CompressionConfig:
             one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what
             gradient checkpointing and unpatched modules keep, and encoder-decoder models.
         checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
-            parts of their names: ``("layers.3",)``. Layers that are checkpointed anyway stay so. `plan` writes them.
+            parts of their names: ``("layers.3",)``. "every:2" is every second layer, from the first on, as transformers
+            counts them ("every:1": all); "but_last:1" all but the last one, which backward needs first: computing it
+            again saves no memory while the rest is kept. Layers that are checkpointed anyway stay so. `plan` writes
+            names.
+        checkpoint_attention: What a checkpointed layer keeps of attention, whoever asked for the checkpointing.
+            "recomputed": nothing. "kept": its output and statistics, so that its kernel does not run again in backward.
+            It does run again with dropout, in code of a model's own making, in compiled graphs, and on a GPU where the
+            call is not causal and has no mask. Exact; `checkpoint_input` must be lossless, because statistics of the
+            exact q and k do not fit those of a rounded input.
         checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, whoever asked for the
             checkpointing (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer
             is computed again from what was stored.
@@ -109,7 +122,8 @@ class CompressionConfig:
     logits: bool = True
     overrides: tuple[tuple[str, str, str], ...] = ()
     drop_padding: bool = False
-    checkpoint: tuple[str, ...] = ()
+    checkpoint: tuple[str, ...] | str = ()
+    checkpoint_attention: str = "recomputed"
     checkpoint_input: str = "identity"
     gradient_norms: int = 0
     refresh_bits: int = 0
@@ -132,9 +146,16 @@ class CompressionConfig:
         if self.refresh_bits and not any(isinstance(CODECS[getattr(self, role)], IntMeasured) for role in CODEC_ROLES):
             measured = [name for name, codec in CODECS.items() if isinstance(codec, IntMeasured)]
             raise UnknownOptionError("codec under refresh_bits", self.mlp, measured)
+        if isinstance(self.checkpoint, str) and not _SHORTHAND.fullmatch(self.checkpoint):
+            raise UnknownOptionError("checkpoint", self.checkpoint, ["names of layers", "every:2", "but_last:1"])
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)
+        inputs = [self.checkpoint_input, *(codec for _, role, codec in self.overrides if role == "checkpoint_input")]
+        lossy = [name for name in inputs if not CODECS[name].lossless]
+        if self.checkpoint_attention == "kept" and lossy:
+            lossless = [name for name, codec in CODECS.items() if codec.lossless]
+            raise UnknownOptionError('checkpoint_input with checkpoint_attention="kept"', lossy[0], lossless)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> CompressionConfig:

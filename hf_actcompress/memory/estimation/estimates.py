@@ -13,6 +13,7 @@ from torch import nn
 
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError, UnknownOptionError
+from ...models.checkpointing import layers_asked_for
 from ...models.root import root_module
 from ...records import storage_sizes
 from ..measurement.compiled import compiled_modules, uncompiled
@@ -221,7 +222,9 @@ class Estimates:
         for known in {roles, True}:
             if (setting, checkpointing, known) in self._steps:
                 return self._steps[setting, checkpointing, known]
-        whole, config = self._model(checkpointing), setting.config or CompressionConfig()
+        whole = self._model(checkpointing)
+        setting = _by_names(setting, whole)
+        config = setting.config or CompressionConfig()
         single = config.overrides, config.checkpoint
         if single not in self._runs:
             self._runs[single] = find_runs(whole, config)
@@ -243,8 +246,17 @@ def _step(
     return whole_step(whole, run, layers, alike)
 
 
+def _by_names(setting: Setting, whole: nn.Module) -> Setting:
+    """The setting with the names of the layers that are checkpointed: a shorthand counts all layers of the model."""
+    if setting.config is None or not isinstance(setting.config.checkpoint, str):
+        return setting
+    names = layers_asked_for(whole, setting.config.checkpoint)
+    return replace(setting, config=replace(setting.config, checkpoint=names))
+
+
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
     """The estimate of a model on the meta device; `name` is what its config is called."""
+    setting = _by_names(setting, whole)
     found = _step(whole, setting, find_runs(whole, setting.config), True)
     return _estimate(found, whole, setting, state_bytes(whole, setting, rule), name)
 
