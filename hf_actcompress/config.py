@@ -95,7 +95,8 @@ class CompressionConfig:
             its input alone, which costs nothing where it is a norm's output, and is computed twice; in a checkpointed
             layer (but with ``use_reentrant=True``) not once more. Exact, with the weights' gradients summed over tiles
             in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants have no effect
-            inside. Whole are: MLPs with hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts.
+            inside. Evaluation under ``no_grad`` goes in tiles, too. Whole are: MLPs with hooks on their layers, sharded
+            ones (ZeRO-3), compiled ones, and experts.
         programs: Run layers as programs: half a layer in one autograd Function, with the same bytes, values and
             gradients, for less of the host's time. So far exact pre-norm layers with a gated MLP (Llama, Mistral, Qwen,
             Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not ordinary ones
