@@ -144,7 +144,7 @@ def _maker(stock: Callable[..., Any], field: str | None) -> Callable[..., Any]:
         sequences = call.sequences or _whole_rows(embeds, call, reach)
         if sequences is None or embeds.shape[:2] != (sequences.rows, sequences.tokens) or (field and not reach):
             return stock(*args, **kwargs)
-        if field == "attention_chunk_size":
+        if reach and field == "attention_chunk_size":
             if call.sequences is not None:
                 return stock(*args, **kwargs)
             sequences, reach = sequences.cut(reach), None

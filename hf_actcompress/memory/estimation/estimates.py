@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,17 +12,15 @@ from torch import nn
 
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError, UnknownOptionError
-from ...models.checkpointing import layers_asked_for
 from ...models.root import root_module
-from ...records import storage_sizes
 from ..measurement.compiled import compiled_modules, uncompiled
 from ..measurement.saved_tensors import layer_names
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.setting import Setting
 from .fake_step.step import FakeStep, run_evaluation, run_step
-from .layers import LayerRun, find_runs
+from .layers import LayerRun, find_runs, frozen_elsewhere, with_names
 from .meta_model import dtype_of, skeleton
-from .optimizers import OptimizerRule, optimizer_rule
+from .optimizers import OptimizerRule, optimizer_rule, state_bytes
 from .result import Estimate
 
 __all__ = ["Estimate", "estimate"]
@@ -200,6 +197,10 @@ class Estimates:
         found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))
         return sum(self._state_bytes(False)) + found.step.peak + context_bytes(setting)
 
+    def frozen_elsewhere(self) -> int:
+        """Bytes of frozen weights that could be on the host, with those of two layers on the card at a time."""
+        return frozen_elsewhere(self._model(False))
+
     def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
         resolved = None if config is None or config == "stock" else resolve(config)
         if self._setting.compiled and resolved is not None and resolved.offloads:
@@ -223,8 +224,7 @@ class Estimates:
             if (setting, checkpointing, known) in self._steps:
                 return self._steps[setting, checkpointing, known]
         whole = self._model(checkpointing)
-        setting = _by_names(setting, whole)
-        config = setting.config or CompressionConfig()
+        setting, config = with_names(setting, whole)
         single = config.overrides, config.checkpoint
         if single not in self._runs:
             self._runs[single] = find_runs(whole, config)
@@ -246,18 +246,10 @@ def _step(
     return whole_step(whole, run, layers, alike)
 
 
-def _by_names(setting: Setting, whole: nn.Module) -> Setting:
-    """The setting with the names of the layers that are checkpointed: a shorthand counts all layers of the model."""
-    if setting.config is None or not isinstance(setting.config.checkpoint, str):
-        return setting
-    names = layers_asked_for(whole, setting.config.checkpoint)
-    return replace(setting, config=replace(setting.config, checkpoint=names))
-
-
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
     """The estimate of a model on the meta device; `name` is what its config is called."""
-    setting = _by_names(setting, whole)
-    found = _step(whole, setting, find_runs(whole, setting.config), True)
+    setting, config = with_names(setting, whole)
+    found = _step(whole, setting, find_runs(whole, config), True)
     return _estimate(found, whole, setting, state_bytes(whole, setting, rule), name)
 
 
@@ -281,16 +273,6 @@ def _estimate(
         layers=len(list(layer_names(whole))),
         step_peak_bytes=found.step.peak,
         context_bytes=context_bytes(setting),
-    )
-
-
-def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tuple[int, int, int]:
-    """Bytes of weights and buffers, gradients and optimizer states."""
-    trained = [p for p in whole.parameters() if p.requires_grad]
-    return (
-        sum(map(setting.rounded, storage_sizes(chain(whole.parameters(), whole.buffers())).values())),
-        sum(setting.rounded(p.nbytes) for p in trained),
-        sum(setting.rounded(size) for p in trained for size in rule.states(p)),
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ...config import CompressionConfig
-from ...models.checkpointing import below
+from ...models.checkpointing import below, layers_asked_for
+from ...records import storage_sizes
 from ..measurement.saved_tensors import layer_names
+from .fake_step.setting import Setting
 
 # attributes in which equal layers differ
 _POSITIONS = ("layer_idx", "layer_id", "layer_index", "idx", "training")
@@ -56,6 +58,25 @@ def find_runs(model: nn.Module, config: CompressionConfig | None = None) -> list
         for name, layers in lists.items()
     )
     return [run for run in runs if run is not None]
+
+
+def with_names(setting: Setting, whole: nn.Module) -> tuple[Setting, CompressionConfig]:
+    """The setting with the names of the layers that are checkpointed, and its config.
+
+    A shorthand such as "every:2" counts the layers of the whole model, and an estimate runs a few of them.
+    """
+    config = setting.config or CompressionConfig()
+    if setting.config is not None and isinstance(config.checkpoint, str):
+        config = replace(config, checkpoint=layers_asked_for(whole, config.checkpoint))
+        setting = replace(setting, config=config)
+    return setting, config
+
+
+def frozen_elsewhere(whole: nn.Module) -> int:
+    """Bytes of the layers' frozen weights without those of the two largest: one is used, the next one is on its way."""
+    layers = (whole.get_submodule(name) for name in layer_names(whole))
+    frozen = [storage_sizes(p for p in layer.parameters() if not p.requires_grad) for layer in layers]
+    return sum(sorted(sum(sizes.values()) for sizes in frozen)[:-2])
 
 
 def _treatment(layer: nn.Module, name: str, config: CompressionConfig | None) -> Any:

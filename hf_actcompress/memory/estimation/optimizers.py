@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import UnknownOptionError
+from ...records import storage_sizes
+from .fake_step.setting import Setting
 
 # of bitsandbytes' blockwise 8-bit states: one fp32 scale per block, and small tensors in fp32
 _BLOCK, _SMALLEST = 256, 4096
@@ -74,3 +77,13 @@ def optimizer_rule(name: str) -> OptimizerRule:
     if row not in OPTIMIZERS:
         raise UnknownOptionError("optimizer", name, [*OPTIMIZERS, *_OF_TRAINER])
     return OPTIMIZERS[row]
+
+
+def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tuple[int, int, int]:
+    """Bytes of weights and buffers, gradients and optimizer states."""
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    return (
+        sum(map(setting.rounded, storage_sizes(chain(whole.parameters(), whole.buffers())).values())),
+        sum(setting.rounded(p.nbytes) for p in trained),
+        sum(setting.rounded(size) for p in trained for size in rule.states(p)),
+    )

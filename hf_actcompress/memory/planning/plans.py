@@ -15,13 +15,13 @@ from ...models.checkpointing import checkpointable
 from ...models.root import root_module
 from ...quick.headroom import HEADROOM, usable
 from ...quick.sizes import parse_size, readable_size
-from ..estimation.estimates import context_bytes, estimate_of, state_bytes
+from ..estimation.estimates import context_bytes, estimate_of
 from ..estimation.fake_step.setting import Setting
 from ..estimation.fake_step.step import run_step
 from ..estimation.largest import max_batch_size, max_seq_len
 from ..estimation.layers import find_runs
 from ..estimation.meta_model import dtype_of, skeleton
-from ..estimation.optimizers import OptimizerRule, optimizer_rule
+from ..estimation.optimizers import OptimizerRule, optimizer_rule, state_bytes
 from ..estimation.result import Estimate
 from ..measurement.saved_tensors import layer_names
 from .costs import DeviceModel
