@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -10,6 +11,9 @@ from .config_file import ConfigFile
 from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
+
+# every so many layers, or all but so many at the end
+_SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
 
 # which tensors an op keeps, where there is a choice
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -21,6 +25,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "norm_variant": ("input", "output"),
     "attention_variant": ("statistics", "recomputed", "tempo"),
+    "checkpoint_attention": ("recomputed", "kept"),
 }  # fmt: skip
 
 
@@ -59,7 +64,15 @@ class CompressionConfig(ConfigFile):
             one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what
             gradient checkpointing and unpatched modules keep, and encoder-decoder models.
         checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
-            parts of their names: ``("layers.3",)``. Layers that are checkpointed anyway stay so. `plan` writes them.
+            parts of their names: ``("layers.3",)``. "every:2" is every second layer, from the first on, as transformers
+            counts them ("every:1": all); "but_last:1" all but the last one, which backward needs first: computing it
+            again saves no memory while the rest is kept. Layers that are checkpointed anyway stay so. `plan` writes
+            names.
+        checkpoint_attention: What a checkpointed layer keeps of attention, whoever asked for the checkpointing.
+            "recomputed": nothing. "kept": its output and statistics, so that its kernel does not run again in backward.
+            It does run again with dropout, in code of a model's own making, in compiled graphs, and on a GPU where the
+            call is not causal and has no mask. Exact; `checkpoint_input` must be lossless, because statistics of the
+            exact q and k do not fit those of a rounded input.
         checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, whoever asked for the
             checkpointing (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer
             is computed again from what was stored.
@@ -85,7 +98,8 @@ class CompressionConfig(ConfigFile):
             its input alone, which costs nothing where it is a norm's output, and is computed twice; in a checkpointed
             layer (but with ``use_reentrant=True``) not once more. Exact, with the weights' gradients summed over tiles
             in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants have no effect
-            inside. Whole are: MLPs with hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts.
+            inside. Evaluation under ``no_grad`` goes in tiles, too. Whole are: MLPs with hooks on their layers, sharded
+            ones (ZeRO-3), compiled ones, and experts.
         programs: Run layers as programs: half a layer in one autograd Function, with the same bytes, values and
             gradients, for less of the host's time. So far exact pre-norm layers with a gated MLP (Llama, Mistral, Qwen,
             Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not ordinary ones
@@ -112,7 +126,8 @@ class CompressionConfig(ConfigFile):
     logits: bool = True
     overrides: tuple[tuple[str, str, str], ...] = ()
     drop_padding: bool = False
-    checkpoint: tuple[str, ...] = ()
+    checkpoint: tuple[str, ...] | str = ()
+    checkpoint_attention: str = "recomputed"
     checkpoint_input: str = "identity"
     gradient_norms: int = 0
     refresh_bits: int = 0
@@ -136,9 +151,16 @@ class CompressionConfig(ConfigFile):
         if self.refresh_bits and not any(isinstance(CODECS[getattr(self, role)], IntMeasured) for role in CODEC_ROLES):
             measured = [name for name, codec in CODECS.items() if isinstance(codec, IntMeasured)]
             raise UnknownOptionError("codec under refresh_bits", self.mlp, measured)
+        if isinstance(self.checkpoint, str) and not _SHORTHAND.fullmatch(self.checkpoint):
+            raise UnknownOptionError("checkpoint", self.checkpoint, ["names of layers", "every:2", "but_last:1"])
         for field, variants in VARIANTS.items():
             if getattr(self, field) not in variants:
                 raise UnknownOptionError(field, getattr(self, field), variants)
+        inputs = [self.checkpoint_input, *(codec for _, role, codec in self.overrides if role == "checkpoint_input")]
+        lossy = [name for name in inputs if not CODECS[name].lossless]
+        if self.checkpoint_attention == "kept" and lossy:
+            lossless = [name for name, codec in CODECS.items() if codec.lossless]
+            raise UnknownOptionError('checkpoint_input with checkpoint_attention="kept"', lossy[0], lossless)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> CompressionConfig:

@@ -95,8 +95,7 @@ def apply_config(model: nn.Module, config: CompressionConfig, generators: Genera
     try:
         with answers_kept():
             patch_new_modules(model, config, "", generators)
-        for _ in switch_on(model, config.checkpoint):
-            pass
+        switch_on(model, config.checkpoint)
         install_roots(model, config, patch_new_modules, generators)
         complete = True
     finally:

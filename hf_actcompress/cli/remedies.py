@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..quick.sizes import readable_size
+
 if TYPE_CHECKING:
     from ..memory.estimation.estimates import Estimates
 
 # what a remedy is compared by: the smallest exact strategy
 STRATEGY = "exact + checkpointing"
+# done by others, and composed with
+_ON_HOST = "frozen weights on the host by FSDP, DeepSpeed or accelerate"
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,10 @@ def remedies(
             # without peft there is no LoRA
             continue
         yield Remedy(name, nbytes, nbytes <= room)
+    elsewhere = several.frozen_elsewhere()
+    if elsewhere:
+        nbytes = several.device_bytes(batch_size, seq_len, "exact", True) - elsewhere
+        yield Remedy(f"{_ON_HOST} ({readable_size(elsewhere)} less)", nbytes, nbytes <= room)
 
 
 def _changes(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:

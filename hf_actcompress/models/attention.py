@@ -20,7 +20,7 @@ from .. import compilation, ops
 from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, renamed
-from ..modules.base import Settings, keeps_for_backward, settings_of
+from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice, transforms_active
 from ..records import padding_in
@@ -105,18 +105,48 @@ def attention_forward(
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
     keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
+    in_region = ops.region_in_progress() is not None and dropout == 0
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
         return _traced(stock, (query, key, value), attention_mask, bias, settings), None
-    if not (keeps_more and plain and keeps_for_backward(query, key, value, bias)):
+    if not ((keeps_more or in_region) and plain and _keeps(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias), None
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
     fusable = cpu and dropout == 0 and bias is None and not recomputed
     if fusable and _fusable(query, key, value, attention_mask, causal):
         out = ops.fused_attention(query, key, value, attention_mask, causal, scaling, codec=codec)
         return ops.tokens_first(out, codec), None
-    out = ops.recomputed_attention(stock, query, key, value, attention_mask, bias, is_causal=causal, codec=codec)
+    if not keeps_more:
+        return _whole_rows(settings, stock, query, key, value, causal, scaling, kwargs), None
+    out = ops.recomputed_attention(
+        stock, query, key, value, attention_mask, bias, is_causal=causal, codec=codec, draws=dropout > 0
+    )
     return out, None
+
+
+def _keeps(*tensors: Tensor | None) -> bool:
+    """Whether something is kept of the call, for its backward or for a second run of its checkpointed layer."""
+    region = ops.region_in_progress()
+    # reentrant checkpointing runs the layer without gradients first
+    first = region is not None and region.is_first and not torch.is_grad_enabled()
+    return first or keeps_for_backward(*tensors)
+
+
+def _whole_rows(
+    settings: Settings, stock: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool,
+    scale: float | None, kwargs: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attention by a kernel whose results can be kept, with each row a sequence; stock's call where there is none."""
+    out = None
+    rows = Sequences(q.size(0), q.size(2), tuple(range(0, q.size(0) * q.size(2) + 1, q.size(2))))
+    if causal and k.size(2) == q.size(2) and packed_kernel(q, k, v, rows, None) is not None:
+        mask = ops.PackedMask(rows, None, _no_mask, q.device)
+        out = _packed(settings, q, k, v, mask, 0.0, scale, kwargs)
+    return stock(q, k, v, None, None) if out is None else out
+
+
+def _no_mask() -> Tensor:
+    raise AssertionError("rows without padding need no mask")
 
 
 def _packed(
@@ -127,7 +157,7 @@ def _packed(
     sequences, window = mask.sequences, mask.window
     ordinary = not dropout and all(kwargs.get(name) is None for name in ("cache", "softcap", "position_bias"))
     rows = (sequences.rows, sequences.tokens)
-    if not ordinary or any((x.size(0), x.size(2)) != rows or type(x) is not Tensor for x in (q, k, v)):
+    if not ordinary or any((x.size(0), x.size(2)) != rows or type(x) not in PLAIN_TENSORS for x in (q, k, v)):
         return None
     if transforms_active() or torch.compiler.is_compiling() or padding_in(q.transpose(1, 2)) is not None:
         return None
@@ -135,7 +165,7 @@ def _packed(
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     kernel = "pieces" if on_cpu(q) and _fusable(q, k, v, None, True) else packed_kernel(q, k, v, sequences, window)
-    keeps = keeps_for_backward(q, k, v)
+    keeps = _keeps(q, k, v)
     codec = settings.codec if keeps else IDENTITY
     if kernel is None or (keeps and settings.keeps == "recomputed"):
         attend = partial(_in_pieces, sequences=sequences, window=window, scale=scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..errors import UnknownOptionError
 from ..modules.base import Settings
-from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointInputMixin
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointInputMixin
 from .sites import Site
 
 _FLAGS = ("gradient_checkpointing", CHECKPOINT_FUNCTION)
@@ -22,32 +21,51 @@ _FLAGS = ("gradient_checkpointing", CHECKPOINT_FUNCTION)
 _BEFORE = "actcompress_checkpointing"
 
 
-def switch_on(model: nn.Module, parts: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """Let every layer below one of the dotted `parts` of a name be computed again in backward; yields those layers.
+def switch_on(model: nn.Module, asked: tuple[str, ...] | str) -> None:
+    """Let layers be computed again in backward: those that `layers_asked_for` finds.
 
     Raises:
-        UnknownOptionError: A part under which there is no layer that transformers can checkpoint.
+        UnknownOptionError: As that.
     """
     layers = checkpointable(model)
+    for name in layers_asked_for(model, asked):
+        _switch_on(layers[name])
+
+
+def layers_asked_for(model: nn.Module, asked: tuple[str, ...] | str) -> tuple[str, ...]:
+    """The names of the layers that `CompressionConfig.checkpoint` means, without layers inside of others.
+
+    Raises:
+        UnknownOptionError: A part of a name under which there is no layer that transformers can checkpoint, or a
+            shorthand for a model without any.
+    """
+    layers = checkpointable(model)
+    parts = (asked,) if isinstance(asked, str) else asked
+    chosen = list(layers)
+    if isinstance(asked, tuple):
+        chosen = [name for name in layers if any(below(name, part) for part in asked)]
     for part in parts:
-        if not any(below(name, part) for name in layers):
+        if not layers or (isinstance(asked, tuple) and not any(below(name, part) for name in layers)):
             raise UnknownOptionError("layer to checkpoint", part, layers)
-    outer: list[str] = []
-    for name, layer in layers.items():
-        # a layer inside of one that is computed again is computed again with it
-        if any(below(name, part) for part in parts) and not any(name.startswith(f"{o}.") for o in outer):
-            outer.append(name)
-            _switch_on(layer)
-            yield name, layer
+    # a layer inside of one that is computed again is computed again with it
+    outer = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
+    if isinstance(asked, tuple):
+        return tuple(outer)
+    kind, _, number = asked.partition(":")
+    return tuple(outer[:: int(number)] if kind == "every" else outer[: len(outer) - int(number)])
 
 
 def find_checkpoint_input(module: nn.Module, config: CompressionConfig) -> Site | None:
-    """How the input of a layer is kept where the layer is checkpointed; None if as it is."""
-    codec = CODECS[config.checkpoint_input]
-    if codec == IDENTITY or not isinstance(module, GradientCheckpointingLayer):
+    """What is kept of a layer where it is checkpointed; None if its input as it is."""
+    codec, keeps = CODECS[config.checkpoint_input], "input"
+    if config.checkpoint_attention == "kept":
+        keeps = WITH_ATTENTION
+    elif codec == IDENTITY:
+        return None
+    if not isinstance(module, GradientCheckpointingLayer):
         return None
     options = (module.__dict__.get(CHECKPOINT_FUNCTION),)
-    return Site(CheckpointInputMixin, Settings("checkpoint_input", "packed", options, codec=codec))
+    return Site(CheckpointInputMixin, Settings("checkpoint_input", "packed", options, codec=codec, keeps=keeps))
 
 
 def checkpointable(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,6 +1,7 @@
-"""Packed batches: rows of several sequences, whose positions start again. Their masks are not made.
+"""Packed batches, sliding windows and chunks: their masks [B, 1, T, T] are not made.
 
-transformers makes a mask [B, 1, T, T] of such a batch when a model has neither a 2-D mask nor a cache. The model's
+transformers makes such a mask of rows of several sequences, whose positions start again, when a model has neither a
+2-D mask nor a cache; and of any rows for layers that see a window or a chunk of the tokens before them. The model's
 forward looks the function that makes it up among the globals of the modeling file. A patched model runs a copy of that
 forward (see copies.py) that finds ours under its name. Ours returns a `PackedMask`: patched attention reads off it
 where the sequences are, and anything else that reads it gets the mask that stock's function makes.
@@ -17,52 +18,74 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
+from transformers import DynamicCache, masking_utils
 
+from ..modules.base import PLAIN_TENSORS
 from ..ops import PackedMask
 from ..private_apis import transforms_active
 from ..reference.sequences import Sequences, sequences_of
 from .copies import GlobalsCopy, global_names
 
-# stock's makers of masks -> whether a window slides
-_MAKERS = {"create_causal_mask": False, "create_sliding_window_causal_mask": True}
+# stock's makers of masks -> what of the config says how far a query sees
+_MAKERS = {
+    "create_causal_mask": None,
+    "create_sliding_window_causal_mask": "sliding_window",
+    "create_chunked_causal_mask": "attention_chunk_size",
+}
 # what they may be given
-_KNOWN = {"config", "inputs_embeds", "position_ids", "layer_idx"}
+_KNOWN = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"}
+# elements: a smaller mask of rows that are one sequence each is made, because with it the bits are stock's
+SMALLEST_MASK = 2**20
 
 
 class _Call:
-    """One forward of a model, and the sequences in its rows: looked for once, if stock would look."""
+    """One forward of a model, and the sequences in its rows: looked for once, if stock would look.
 
-    def __init__(self, model: Any, positions: Tensor) -> None:
-        self.model, self.positions = model, positions
+    Args:
+        model: The model.
+        positions: What it was given; None: it counts the tokens itself.
+        mask: The 2-D mask that it was given.
+    """
+
+    def __init__(self, model: Any, positions: Tensor | None, mask: Tensor | None) -> None:
+        self.model, self.positions, self.mask = model, positions, mask
 
     @cached_property
     def sequences(self) -> Sequences | None:
-        """None where each row is one, and where parts of the model are compiled: their graphs take stock's mask."""
-        found = sequences_of(self.positions)
-        return found if found is None or not any(map(_is_compiled, self.model.modules())) else None
+        """None where each row is one, or stock does not look."""
+        return sequences_of(self.positions) if self.positions is not None and self.mask is None else None
+
+    @cached_property
+    def has_padding(self) -> bool:
+        """Whether the mask hides a token. The host waits for it."""
+        return self.mask is not None and not self.mask.to(device=self.mask.device, dtype=torch.bool).all()
+
+    @cached_property
+    def is_compiled(self) -> bool:
+        """Whether parts of the model are: their graphs take stock's mask."""
+        return any(map(_is_compiled, self.model.modules()))
 
 
 # the forward in progress
 _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
-def packed_forward(model: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """What runs in place of the stock forward of a model for a call whose rows may be packed; None for other calls.
+def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """What runs in place of the stock forward of a model for a call whose masks need not be made; None for others.
 
-    Those are calls without positions, with a mask or under no_grad, and models that make their masks in another way.
-    The host waits for the positions where it does in stock: when a mask is made and there is no cache.
+    Those are calls under no_grad or with another mask than a 2-D one, models that make their masks in another way, and
+    full attention in rows that are not packed. The host waits for positions where it does in stock, and for a 2-D mask.
     """
-    positions = kwargs.get("position_ids")
-    if type(positions) is not Tensor or positions.dim() != 2 or positions.device.type == "meta":
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if len(args) > 1 or not torch.is_grad_enabled() or transforms_active():
         return None
-    if kwargs.get("attention_mask") is not None or not torch.is_grad_enabled() or transforms_active():
+    if any(x is not None and (type(x) not in PLAIN_TENSORS or x.dim() != 2 or x.is_meta) for x in (positions, mask)):
         return None
     kind: Any = type(model)
     copy = _copy(kind)
-    if copy is None or not copy.is_of(kind):
+    if copy is None or not copy.is_of(kind) or ((positions is None or mask is not None) and not _has_windows(kind)):
         return None
-    return partial(_run, MethodType(copy.copy, model), _Call(model, positions))
+    return partial(_run, MethodType(copy.copy, model), _Call(model, positions, mask))
 
 
 def _run(forward: Callable[..., Any], call: _Call, *args: Any, **kwargs: Any) -> Any:
@@ -81,14 +104,21 @@ def _copy(stock_class: Any) -> GlobalsCopy | None:
         return None
     found = global_names(inner.__code__)
     ours = {
-        name: _maker(getattr(masking_utils, name), sliding)
-        for name, sliding in _MAKERS.items()
+        name: _maker(getattr(masking_utils, name), field)
+        for name, field in _MAKERS.items()
         if name in found and inner.__globals__.get(name) is getattr(masking_utils, name)
     }
     try:
         return GlobalsCopy(stock_class.forward, ours) if ours else None
     except ValueError:
         return None
+
+
+@cache
+def _has_windows(stock_class: Any) -> bool:
+    """Whether the class's forward makes masks of windows or chunks."""
+    names = global_names(inspect.unwrap(stock_class.forward).__code__)
+    return any(field is not None and name in names for name, field in _MAKERS.items())
 
 
 def _is_compiled(module: Any) -> bool:
@@ -101,32 +131,49 @@ def _is_compiled(module: Any) -> bool:
     return call is not None and getattr(call, "__func__", None) is not nn.Module._call_impl
 
 
-def _maker(stock: Callable[..., Any], sliding: bool) -> Callable[..., Any]:
-    """The mask that stock's function makes: for packed rows without its memory."""
+def _maker(stock: Callable[..., Any], field: str | None) -> Callable[..., Any]:
+    """The mask that stock's function makes, without its memory where attention can do without."""
     signature = inspect.signature(stock)
 
     def make(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
         given = signature.bind(*args, **kwargs).arguments
-        sequences = call.sequences if call is not None and _is_plain(given, call.positions) else None
-        if sequences is None:
+        if call is None or not _is_plain(given, call) or call.is_compiled:
             return stock(*args, **kwargs)
-        embeds = given["inputs_embeds"]
-        window = given["config"].sliding_window if sliding else None
-        if embeds.shape[:2] != (sequences.rows, sequences.tokens) or (sliding and not window):
+        embeds, reach = given["inputs_embeds"], getattr(given["config"], field, None) if field else None
+        sequences = call.sequences or _whole_rows(embeds, call, reach)
+        if sequences is None or embeds.shape[:2] != (sequences.rows, sequences.tokens) or (field and not reach):
             return stock(*args, **kwargs)
+        if reach and field == "attention_chunk_size":
+            if call.sequences is not None:
+                return stock(*args, **kwargs)
+            sequences, reach = sequences.cut(reach), None
         # what is asked of the embeddings is their shape, dtype and device
         like = embeds.new_empty(()).expand(embeds.shape)
-        return PackedMask(sequences, window, partial(stock, **{**given, "inputs_embeds": like}), embeds.device)
+        return PackedMask(sequences, reach, partial(stock, **{**given, "inputs_embeds": like}), embeds.device)
 
     return make
 
 
-def _is_plain(given: dict[str, Any], positions: Tensor) -> bool:
+def _whole_rows(embeds: Tensor, call: _Call, reach: int | None) -> Sequences | None:
+    """Each row as one sequence, if no query sees all tokens before it and the mask would be large."""
+    rows, tokens = embeds.shape[:2]
+    if not reach or tokens < reach or tokens**2 < SMALLEST_MASK or call.has_padding:
+        return None
+    return Sequences(rows, tokens, tuple(range(0, rows * tokens + 1, tokens)))
+
+
+def _is_plain(given: dict[str, Any], call: _Call) -> bool:
     """Whether nothing but the positions decides what the mask is."""
-    if given.get("position_ids") is not positions or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or given.get("attention_mask") is not call.mask:
+        return False
+    if call.positions is not None and given.get("position_ids") is not call.positions:
         return False
     if any(value is not None for name, value in given.items() if name not in _KNOWN):
+        return False
+    past = given.get("past_key_values")
+    if past is not None and (call.sequences is not None or type(past) is not DynamicCache or past.get_seq_length()):
+        # stock does not look for sequences if there is a cache
         return False
     config = given["config"]
     return bool(config._attn_implementation == "sdpa" and getattr(config, "is_causal", True) is not False)

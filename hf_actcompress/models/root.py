@@ -90,7 +90,7 @@ class PatchedForward:
             return self._stock()(*args, **kwargs)
         stock = self._stock()
         with self._outermost(stock, args, kwargs), deferred_logits(self.model, stock, args, kwargs) as finished:
-            packed = packed_forward(self.model, kwargs) if self.inner is None else None
+            packed = packed_forward(self.model, args, kwargs) if self.inner is None else None
             return finished((packed or stock)(*args, **kwargs))
 
     @contextmanager

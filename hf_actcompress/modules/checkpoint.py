@@ -1,8 +1,9 @@
-"""A layer whose input is kept through a codec where the layer is checkpointed."""
+"""A layer that says itself what is kept of it where it is checkpointed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compilation
+from .. import compilation, ops
+from ..codecs import IDENTITY
 from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
+# what a layer keeps if attention is not to run again
+WITH_ATTENTION = "input, results of attention"
 
 
 class CheckpointInputMixin(PatchedModule):
@@ -47,11 +51,15 @@ class CheckpointInputMixin(PatchedModule):
 def _checkpoint(
     checkpoint: Callable[..., Any], settings: Settings, layer: Callable[..., Any], x: Any, *args: Any
 ) -> Any:
-    """``checkpoint(layer, x, *args)``, which runs on x and keeps x through the codec."""
+    """``checkpoint(layer, x, *args)``, which runs on x and keeps it through the codec; attention's results if asked."""
     packable = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
     if not packable or not recording(x):
         return checkpoint(layer, x, *args)
     if torch.compiler.is_compiling():
         return checkpoint(layer, compilation.keep(x, settings.codec_name), *args)
-    with kept_through(settings.codec, x):
-        return checkpoint(layer, x, *args)
+    region = ops.Region(layer) if settings.keeps == WITH_ATTENTION else None
+    with kept_through(settings.codec, x) if settings.codec != IDENTITY else nullcontext():
+        y = checkpoint(region or layer, x, *args)
+    if region is not None:
+        region.keep()
+    return y

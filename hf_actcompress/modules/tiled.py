@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..private_apis import transforms_active
 from ..records import current
 from .base import PatchedModule, has_hooks, is_sharded, keeps_for_backward, only_tensor
 
@@ -21,6 +22,10 @@ else:
 _LORA = "peft.tuners.lora.layer"
 
 
+def _in_tile() -> bool:
+    return current.stock_only or transforms_active()
+
+
 class TiledMixin(_Module):
     """A module that computes each row of its input by itself, in tiles if it was told to."""
 
@@ -32,7 +37,9 @@ class TiledMixin(_Module):
         if x is None or x.dim() < 2 or not x.numel() or not x.is_floating_point() or not self._may_be_tiled():
             return self.whole(*args, **kwargs)
         own = ops.OwnWeights(self)
-        if not keeps_for_backward(x, *own.tensors):
+        # without gradients there is one reason left, the memory of the MLP's insides: with several tiles
+        saves = not torch.is_grad_enabled() and x[..., 0].numel() > settings.tile and not _in_tile()
+        if not saves and not keeps_for_backward(x, *own.tensors):
             return self.whole(*args, **kwargs)
         return ops.tiled(x, self.stock_forward(), settings.tile, own, unread=self._unread(), codec=settings.codec)
 

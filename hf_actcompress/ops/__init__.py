@@ -32,6 +32,7 @@ from .own_weights import OwnWeights
 from .packed_attention import packed_attention
 from .packed_mask import PackedMask
 from .recomputed import recomputed
+from .region import Region, region_in_progress
 from .returned_logits import returned_logits
 from .rms_norm import rms_norm
 from .rms_norm_output import rms_norm_output
@@ -45,6 +46,7 @@ __all__ = [
     "Op",
     "OwnWeights",
     "PackedMask",
+    "Region",
     "activation",
     "activation_derivative",
     "activation_fewbit",
@@ -65,6 +67,7 @@ __all__ = [
     "plain",
     "recomputed",
     "recomputed_attention",
+    "region_in_progress",
     "returned_logits",
     "rms_norm",
     "rms_norm_output",

@@ -14,6 +14,7 @@ from ..records import applied, load, raw, save
 from .autocast import SameAutocast, autocast_dtype
 from .first_order import once_differentiable
 from .heads import keep_heads, keep_output_heads, keep_row_heads
+from .region import result_in_region
 
 _Attend = Callable[..., Tensor]
 
@@ -30,14 +31,15 @@ class FusedAttentionFunction(torch.autograd.Function):
         ctx: Any, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: tuple[Any, ...],
         is_causal: bool, codec: Codec,
     ) -> Tensor:  # fmt: skip
-        out, lse = implementation(f"{name}_fwd", q)(q, k, v, mask, *options)
+        forward = implementation(f"{name}_fwd", q)
+        out, lse = result_in_region(lambda: forward(q, k, v, mask, *options))
         kept, dropped = keep_heads(q, k, v, None if is_causal else mask, is_causal, codec)
         # the kernel writes [B, S, H, D], which the next linear reads as [B, S, H * D]: one record for both
         out_record = keep_output_heads(out, codec, dropped)
         # where the q of a row was dropped and is zero now, its statistic has to be zero, too
         save(ctx, *kept, out_record, keep_row_heads(lse, dropped), raw(mask) if mask is not None else None)
         ctx.name, ctx.options = name, options
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     @once_differentiable
@@ -100,6 +102,7 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         bias: Tensor | None,
         is_causal: bool,
         codec: Codec,
+        draws: bool,
     ) -> Tensor:
         state = implementation("rng_state", q)(q.device)
         kept, _ = keep_heads(q, k, v, mask, is_causal, codec)
@@ -108,8 +111,13 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         ctx.attend = SameAutocast(attend, q)
         # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph
         leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:6])
-        with torch.enable_grad():
-            return attend(*leaves).detach()
+
+        def compute() -> tuple[Tensor]:
+            with torch.enable_grad():
+                return (attend(*leaves).detach(),)
+
+        # a second run of a layer has to draw what the first has drawn
+        return (compute() if draws else result_in_region(compute))[0]
 
     @staticmethod
     @once_differentiable
@@ -122,7 +130,7 @@ class RecomputedAttentionFunction(torch.autograd.Function):
             out = ctx.attend(*leaves)
             grads = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
         found = (next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True))
-        return (None, *found, None, None)
+        return (None, *found, None, None, None)
 
 
 def _leaves(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -139,6 +147,7 @@ def recomputed_attention(
     *,
     is_causal: bool = False,
     codec: Codec = IDENTITY,
+    draws: bool = False,
 ) -> Tensor:
     """Any attention call, run again in backward instead of keeping what it keeps.
 
@@ -149,6 +158,7 @@ def recomputed_attention(
         bias: A position bias that may need a gradient, or None.
         is_causal: Whether the call masks the upper triangle itself: then padding on the right needs no mask.
         codec: How q, k and v are stored. The statistics are made again from what was stored, so that they fit it.
+        draws: Whether the call draws random numbers, as with dropout.
 
     Returns:
         What ``attend`` returns.
@@ -159,5 +169,5 @@ def recomputed_attention(
     Gradient:
         Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.
     """
-    out: Tensor = applied(RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec)
+    out: Tensor = applied(RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec, draws)
     return out

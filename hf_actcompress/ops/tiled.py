@@ -174,7 +174,7 @@ def tiled(
 
     Saves:
         The record of x (nothing if x is derived), the generator's state if the function draws (stock: everything
-        inside of it, for all rows).
+        inside of it, for all rows). Nothing under ``no_grad``.
 
     Gradient:
         Exact, of the first order: stock's own ops run again on each tile. Weight gradients in 16 bits are summed over
@@ -183,6 +183,8 @@ def tiled(
     Raises:
         RuntimeError: In backward, if a weight has been written on since.
     """
+    if not torch.is_grad_enabled():
+        return _forward(stock, x, tile)
     kept: Tensor = applied(KeptFunction, x, codec) if x.requires_grad else x
     y: Tensor = applied(TiledFunction, kept, stock, tile, codec, unread, own, *own.tensors)
     return y

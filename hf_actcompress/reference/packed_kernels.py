@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .attention import repeat_heads, sum_groups
+from .device_rules import device_rules
 from .packed_sdpa import packed_sdpa
 from .sequences import Sequences
 
@@ -99,11 +100,20 @@ def _size(window: int | None) -> dict[str, int]:
 
 def packed_kernel(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None) -> str | None:
     """Which of CUDA's kernels can be used for this call; None: neither."""
-    width = q.size(-1)
-    if q.device.type != "cuda" or width != v.size(-1) or width % _HEAD_MULTIPLE or width > _WIDEST_HEAD:
+    width, rules = q.size(-1), device_rules()
+    estimated = rules is not None and not rules.on_cpu
+    if (
+        (q.device.type != "cuda" and not estimated)
+        or width != v.size(-1)
+        or width % _HEAD_MULTIPLE
+        or width > _WIDEST_HEAD
+    ):
         return None
     few = (len(sequences.starts) - 1) * sequences.longest <= _MOST_STATISTICS * sequences.rows * sequences.tokens
     for kernel in KERNELS if few else KERNELS[:1]:
+        if estimated:
+            # "efficient" cannot run without data
+            return kernel if q.dtype in (torch.float16, torch.bfloat16) else None
         if _agrees(kernel, q.device, q.dtype, width, q.size(1) // k.size(1), window is not None):
             return kernel
     return None

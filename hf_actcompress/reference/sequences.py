@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 from torch import Tensor
 
@@ -42,6 +42,11 @@ class Sequences:
     rows: int
     tokens: int
     starts: tuple[int, ...]
+
+    def cut(self, length: int) -> Sequences:
+        """Each sequence in parts of that length and a rest."""
+        parts = (range(start, end, length) for start, end in pairwise(self.starts))
+        return Sequences(self.rows, self.tokens, (*chain.from_iterable(parts), self.starts[-1]))
 
     @cached_property
     def longest(self) -> int:

@@ -102,6 +102,19 @@ def test_where_nothing_fits_it_says_what_would(model):
     assert [remedy["fits"] for remedy in data["remedies"]] == [False] * 3
 
 
+def test_frozen_weights_elsewhere_are_those_of_all_layers_but_two():
+    from transformers import LlamaConfig
+
+    from hf_actcompress.memory.estimation.estimates import Estimates
+
+    config = LlamaConfig(**{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5, "vocab_size": 64})
+    assert Estimates(config, dtype="bfloat16").frozen_elsewhere() == 0
+    layer = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
+    # what is trained stays, and so do embeddings and the head
+    found = Estimates(config, dtype="bfloat16", lora=True).frozen_elsewhere()
+    assert found == 3 * layer
+
+
 def test_estimate_as_json_is_the_api(model):
     found = estimate(model, batch_size=2, seq_len=16, config="exact")
     room = found.device_bytes + 100_000

@@ -19,11 +19,11 @@ from .extrapolation import Extrapolated, whole_step
 from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
 from .fake_step.step import FakeStep, run_evaluation, run_step
-from .layers import LayerRun, find_runs
+from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
 from .optimizers import OptimizerRule, optimizer_rule
 from .result import Estimate
-from .states import context_bytes, state_bytes
+from .states import context_bytes, frozen_elsewhere, state_bytes
 
 __all__ = ["Estimate", "estimate"]
 
@@ -209,6 +209,10 @@ class Estimates:
         found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))
         return sum(self._state_bytes(False)) + found.step.peak + context_bytes(setting)
 
+    def frozen_elsewhere(self) -> int:
+        """Bytes of frozen weights that could be on the host, with those of two layers on the card at a time."""
+        return frozen_elsewhere(self._model(False))
+
     def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
         resolved = None if config is None or config == "stock" else resolve(config)
         if self._setting.compiled and resolved is not None and resolved.offloads:
@@ -231,7 +235,8 @@ class Estimates:
         for known in {roles, True}:
             if (setting, checkpointing, known) in self._steps:
                 return self._steps[setting, checkpointing, known]
-        whole, config = self._model(checkpointing), setting.config or CompressionConfig()
+        whole = self._model(checkpointing)
+        setting, config = with_names(setting, whole)
         single = config.overrides, config.checkpoint
         if single not in self._runs:
             self._runs[single] = find_runs(whole, config)
@@ -255,7 +260,8 @@ def _step(
 
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
     """The estimate of a model on the meta device; `name` is what its config is called."""
-    found = _step(whole, setting, find_runs(whole, setting.config), True)
+    setting, config = with_names(setting, whole)
+    found = _step(whole, setting, find_runs(whole, config), True)
     return _estimate(found, whole, setting, state_bytes(whole, setting, rule), name)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ...config import CompressionConfig
-from ...models.checkpointing import below
+from ...models.checkpointing import below, layers_asked_for
 from ..measurement.saved_tensors import layer_names
+from .fake_step.setting import Setting
 
 # attributes in which equal layers differ
 _POSITIONS = ("layer_idx", "layer_id", "layer_index", "idx", "training")
@@ -71,6 +72,18 @@ def _picked_by_number(model: Any, modules: dict[str, Any], layer: str) -> bool:
         if own is not None:
             return isinstance(own, type(config.vision_config))
     return False
+
+
+def with_names(setting: Setting, whole: nn.Module) -> tuple[Setting, CompressionConfig]:
+    """The setting with the names of the layers that are checkpointed, and its config.
+
+    A shorthand such as "every:2" counts the layers of the whole model, and an estimate runs a few of them.
+    """
+    config = setting.config or CompressionConfig()
+    if setting.config is not None and isinstance(config.checkpoint, str):
+        config = replace(config, checkpoint=layers_asked_for(whole, config.checkpoint))
+        setting = replace(setting, config=config)
+    return setting, config
 
 
 def _treatment(layer: nn.Module, name: str, config: CompressionConfig | None) -> Any:

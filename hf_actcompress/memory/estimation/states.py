@@ -7,6 +7,7 @@ from itertools import chain
 from torch import Tensor, nn
 
 from ...records import storage_sizes
+from ..measurement.saved_tensors import layer_names
 from .fake_step.setting import Setting
 from .fake_step.sharding import share
 from .optimizers import OptimizerRule
@@ -31,3 +32,10 @@ def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tupl
 def context_bytes(setting: Setting) -> int:
     """The allowance for what a device takes beside tensors."""
     return CONTEXT_BYTES if setting.cuda else 0
+
+
+def frozen_elsewhere(whole: nn.Module) -> int:
+    """Bytes of the layers' frozen weights without those of the two largest: one is used, the next one is on its way."""
+    layers = (whole.get_submodule(name) for name in layer_names(whole))
+    frozen = [storage_sizes(p for p in layer.parameters() if not p.requires_grad) for layer in layers]
+    return sum(sorted(sum(sizes.values()) for sizes in frozen)[:-2])

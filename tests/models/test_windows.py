@@ -1,0 +1,116 @@
+"""Sliding windows and chunks: stock's gradients without a mask of all tokens by all tokens."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_actcompress import CompressionConfig, estimate, patch_model
+from hf_actcompress.models import packed_masks
+from hf_actcompress.reference import sequences
+from tests.families import BODY, BY_NAME, VOCAB, Family, build, oracle_step, relative_error, step
+from tests.models.test_packed import GEMMA3, packed, rows, watched_step
+from tests.oracle import EXACT
+
+_OPTIONS = {**BY_NAME["llama"].options, "head_dim": 8}
+GEMMA3N = Family(
+    "gemma3n", "Gemma3nTextConfig",
+    {**_OPTIONS, "num_hidden_layers": 4, "sliding_window": 6, "num_kv_shared_layers": 2, "laurel_rank": 8,
+     "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": None,
+     "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "Gemma3nForCausalLM", ("attention_dropout",),
+)  # fmt: skip
+LLAMA4 = Family(
+    "llama4", "Llama4TextConfig",
+    {**_OPTIONS, "attention_chunk_size": 6, "num_local_experts": 2, "interleave_moe_layer_step": 2,
+     "intermediate_size_mlp": 56, "layer_types": ["chunked_attention", "full_attention"]},
+    "Llama4ForCausalLM", ("attention_dropout",),
+)  # fmt: skip
+# long enough for rounding errors to average out
+_SIZES = {"batch": 3, "length": 60}
+FAMILIES = tuple(replace(family, sizes=_SIZES) for family in (BY_NAME["mistral"], GEMMA3, GEMMA3N, LLAMA4))
+families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+# Gemma 3n writes a cache that it reads again, and others make one that stays empty
+CACHES = (False, True)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Windows in tiny models, too; the tokens of each mask that stock has made."""
+    monkeypatch.setattr(packed_masks, "SMALLEST_MASK", 0)
+    monkeypatch.setattr(sequences, "WINDOW_STEP", 4)
+    made: list[int] = []
+    own = packed_masks.PackedMask.values
+
+    def values(mask: Any) -> Any:
+        made.append(mask.shape[-1])
+        return own(mask)
+
+    monkeypatch.setattr(packed_masks.PackedMask, "values", values)
+    return made
+
+
+@families
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("given", ["ones", "positions"])
+def test_gradients_against_fp64(family: Family, mode: str, given: str, small: list[int]) -> None:
+    batch = family.make_batch()
+    length = batch["input_ids"].shape[1]
+    if given == "ones":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if given == "positions":
+        batch["position_ids"] = torch.arange(length).expand_as(batch["input_ids"])
+    for cache in CACHES:
+        stock = build(family, mode, use_cache=cache)
+        oracle, (loss, expected) = oracle_step(build(family, "fp32"), batch), step(stock, batch, mode)
+        found_loss, grads = step(patch_model(stock, BODY), batch, mode)
+        assert not small
+        torch.testing.assert_close(found_loss, loss, rtol=1e-5 if mode == "fp32" else 1e-2, atol=0)
+        assert relative_error(grads, oracle) <= EXACT * relative_error(expected, oracle)
+
+
+@families
+def test_other_calls_get_stocks_mask(family: Family, small: list[int]) -> None:
+    """Padding, packed rows with a cache, a window that is not reached, no gradients: the same bits as stock."""
+    stock = family.build(torch.bfloat16, **{"use_cache": True})
+    ours = patch_model(copy.deepcopy(stock), BODY)
+    padded, plain = family.make_batch("right"), family.make_batch()
+    short = {name: x[:, :5] for name, x in plain.items()}
+    for batch in (padded, packed(rows()), short):
+        expected, found = step(stock, batch), step(ours, batch)
+        assert torch.equal(found[0], expected[0])
+    with torch.no_grad():
+        assert torch.equal(ours(**plain).logits, stock(**plain).logits)
+
+
+@pytest.mark.parametrize("family", [BY_NAME["mistral"], LLAMA4], ids=lambda family: family.name)
+def test_memory_grows_with_the_tokens(family: Family) -> None:
+    """The largest block of memory of a step, of 1,024 and of 2,048 tokens; stock's masks grow four times."""
+    reach = {"sliding_window": 64, "attention_chunk_size": 64}
+    options = {name: 64 for name in reach if name in family.options}
+    sizes = []
+    for config in (None, "exact", CompressionConfig(checkpoint="every:1", checkpoint_attention="kept")):
+        model = build(family, "fp32", max_position_embeddings=2048, **options)
+        if config is not None:
+            patch_model(model, config)
+        for length in (1024, 2048):
+            ids = torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
+            batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+            sizes.append(watched_step(model, batch, "fp32")[2])
+    assert sizes[1] == 4 * sizes[0] >= 4 * 1024**2
+    for once, twice in (sizes[2:4], sizes[4:6]):
+        assert twice <= 2 * once and twice < sizes[1] / 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_estimate_makes_no_mask(device: str) -> None:
+    config = BY_NAME["mistral"].make_config(sliding_window=64, max_position_embeddings=4096)
+    once, twice = (
+        estimate(config, batch_size=1, seq_len=n, config=BODY, dtype="bfloat16", device=device).step_peak_bytes
+        for n in (2048, 4096)
+    )
+    assert twice <= 2.05 * once
