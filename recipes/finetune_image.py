@@ -168,10 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = shlex.join(["python", "recipes/finetune_image.py", *(sys.argv[1:] if argv is None else argv)])
     about = environment(args.device, command, vars(args))
-    rows = [row for name in args.models for row in measure_model(name, images, args)]
-    record = {**about, "images": images.name, "rows": [asdict(row) for row in rows]}
-    replace_text(args.output_dir / "image.json", json.dumps(record, indent=2) + "\n")
-    replace_text(args.output_dir / "image.md", markdown(rows, images, args, about))
+    rows: list[Row] = []
+    for name in args.models:
+        rows += measure_model(name, images, args)
+        record = {**about, "images": images.name, "rows": [asdict(row) for row in rows]}
+        replace_text(args.output_dir / "image.json", json.dumps(record, indent=2) + "\n")
+        replace_text(args.output_dir / "image.md", markdown(rows, images, args, about))
     print(markdown(rows, images, args, about))
     return 0
 

@@ -54,15 +54,6 @@ SCALES = {
 }
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Of one training step: what is kept for backward, and the peak above weights and gradients."""
-
-    kept: int
-    peak: int
-    parameters: int
-
-
 def mask_bytes(forward: Callable[[], Tensor]) -> int:
     """Bytes that dropout's masks take on a CPU above those on CUDA, where an element of a mask is one byte.
 
@@ -82,58 +73,64 @@ def mask_bytes(forward: Callable[[], Tensor]) -> int:
     return sum(found.values())
 
 
-def measure(model: Any, loss: Callable[[Any], Tensor], config: Config, scale: Scale, parts: tuple[type, ...] = ()):
-    """Kept bytes and peak of a model under a config; None is stock. Dropout's masks count as CUDA keeps them.
+Loss = Callable[[Any], Tensor]
 
-    Args:
-        model: Stock; left as it is.
-        loss: Runs the forward.
-        config: For `patch_model`.
-        parts: Patch the modules of these types one by one, and nothing else.
-    """
+
+def prepared(model: Any, config: Config, scale: Scale, parts: tuple[type, ...]) -> Any:
+    """A copy of a stock model, patched; with `parts` only its modules of these types are, one by one."""
     model = copy.deepcopy(model).to(scale.device).train()
     if config is not None:
         for module in [m for m in model.modules() if isinstance(m, parts)] if parts else [model]:
             patch_model(module, config)
+    return model
+
+
+def dropout_excess(model: Any, loss: Loss) -> int:
+    drops = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    return mask_bytes(lambda: loss(model)) if drops else 0
+
+
+def kept(model: Any, loss: Loss, config: Config, scale: Scale, parts: tuple[type, ...] = ()) -> int:
+    """Bytes kept for backward under a config; None is stock. Dropout's masks count as CUDA keeps them."""
+    model = prepared(model, config, scale, parts)
+    return kept_bytes(lambda: loss(model), scale.device) - dropout_excess(model, loss)
+
+
+def peak(model: Any, loss: Loss, config: Config, scale: Scale, parts: tuple[type, ...] = ()) -> int:
+    """The peak of a forward and backward above weights and gradients, in bytes; masks as in `kept`."""
+    model = prepared(model, config, scale, parts)
 
     def step() -> None:
         loss(model).backward()
 
     step()
-    masks = mask_bytes(lambda: loss(model))
-    kept = kept_bytes(lambda: loss(model), scale.device) - masks
-    count = sum(p.numel() for p in model.parameters())
-    return Bytes(kept, measure_step(step, scale.device).peak_bytes - masks, count)
+    return measure_step(step, scale.device).peak_bytes - dropout_excess(model, loss)
 
 
-def less(model: Any, batch: Batch, config: Config, scale: Scale, what: str) -> float:
-    """The share of stock's "kept" or "peak" bytes that is not there under a config."""
+def less(model: Any, batch: Batch, config: Config, scale: Scale, measure: Callable[..., int]) -> float:
+    """The share of stock's bytes, by `kept` or `peak`, that is not there under a config."""
     stock, ours = (measure(model, lambda m: m(**batch).loss, c, scale) for c in (None, config))
-    return 1 - getattr(ours, what) / getattr(stock, what)
+    return 1 - ours / stock
 
 
 def per_layer(
-    build: Callable[[int], Any],
-    loss: Callable[[Any], Tensor],
-    config: Config,
-    scale: Scale,
-    parts: tuple[type, ...] = (),
+    build: Callable[[int], Any], loss: Loss, config: Config, scale: Scale, parts: tuple[type, ...] = ()
 ) -> tuple[int, int]:
     """Kept bytes of one layer, stock and under a config: those of two layers less those of one."""
-    found = [
-        [measure(model, loss, c, scale, parts).kept for c in (None, config)] for model in (build(1), build(2))
-    ]  # fmt: skip
-    return found[1][0] - found[0][0], found[1][1] - found[0][1]
+    one, two = ([kept(build(n), loss, c, scale, parts) for c in (None, config)] for n in (1, 2))
+    return two[0] - one[0], two[1] - one[1]
 
 
-def with_states(model: Any, loss: Callable[[Any], Tensor], config: Config, scale: Scale, times: float, parts=()):
+def with_states(
+    model: Any, loss: Loss, config: Config, scale: Scale, times: float, parts: tuple[type, ...] = ()
+) -> float:
     """The share of all memory of a training that is not there under a config, at a batch `times` as large.
 
     All of it: 16 bytes per parameter (weight, gradient and AdamW's two states in fp32), and the peak times `times`.
     """
-    stock, ours = (measure(model, loss, c, scale, parts) for c in (None, config))
-    whole = [16 * found.parameters + times * found.peak for found in (stock, ours)]
-    return 1 - whole[1] / whole[0]
+    states = 16 * sum(p.numel() for p in model.parameters())
+    stock, ours = (states + times * peak(model, loss, c, scale, parts) for c in (None, config))
+    return 1 - ours / stock
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

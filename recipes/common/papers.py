@@ -96,14 +96,14 @@ def _inverted_mistral(scale: Scale) -> float:
 
 def _fewbit(scale: Scale) -> float:
     vocabulary, layers = (50265, 12) if scale.shrink == 1 else (at.VOCAB, 2)
-    ids = scale.tokens(4, 97)
+    ids = scale.tokens(2, 97)
     model = at.bert(scale, layers, 768, 12, attention_probs_dropout_prob=0.0)
     model.resize_token_embeddings(vocabulary)
     return at.with_states(model, at.last_state(ids), "fewbit", scale, 128 / len(ids), GELUS)
 
 
 def _mesa(scale: Scale) -> float:
-    batch = scale.images(2)
+    batch = scale.images(1)
     times = 128 / len(batch["labels"])
     return at.with_states(at.vit_base(scale), lambda model: model(**batch).loss, "mesa", scale, times)
 
@@ -124,12 +124,14 @@ def _gact(scale: Scale) -> float:
     return _times(at.per_layer(build, at.last_state(scale.tokens(4, 128)), "gact", scale))
 
 
-def _images(model: Callable[[Scale], nn.Module], count: int, preset: str, what: str) -> Callable[[Scale], float]:
+def _images(
+    model: Callable[[Scale], nn.Module], count: int, preset: str, what: Callable[..., int]
+) -> Callable[[Scale], float]:
     return lambda scale: at.less(model(scale), scale.images(count), preset, scale, what)
 
 
 def _actnn(scale: Scale) -> float:
-    return 1 / (1 - at.less(at.resnet(scale, 50), scale.images(2), "actnn", scale, "kept"))
+    return 1 / (1 - at.less(at.resnet(scale, 50), scale.images(1), "actnn", scale, at.kept))
 
 
 def _llama(preset: str, lora: bool) -> Callable[[Scale], float]:
@@ -170,15 +172,15 @@ PAPERS = {
     "fewbit": Paper("few-bit backward", "2202.00441", "fewbit", (
         Claim(
             "RoBERTa-base on MRPC, batch 128, 3-bit GELU: peak 9.75 instead of 11.30 GiB", "README of the authors' "
-            "code", 0.137, "less", "a BERT of RoBERTa-base's size, 4 x 97 tokens (as many as the paper's saving "
+            "code", 0.137, "less", "a BERT of RoBERTa-base's size, 2 x 97 tokens (as many as the paper's saving "
             "implies), peak scaled to 128 rows, with AdamW's states; the GELUs alone are patched", _fewbit,
         ),
     )),
     "dropit": Paper("DropIT", "2202.13808", "dropit", (
         Claim(
             "ViT-B/16 at 224 pixels, dropping 90%: cache of 16,052 instead of 20,290 MB", "README of the authors' code",
-            0.209, "less", "kept bytes of ViT-B/16, two images of 224 pixels, fp32, eager attention",
-            _images(at.vit_base, 2, "dropit", "kept"),
+            0.209, "less", "kept bytes of ViT-B/16, one image of 224 pixels, fp32, eager attention",
+            _images(at.vit_base, 1, "dropit", at.kept),
         ),
         _accuracy("DeiT-S on CIFAR-100, dropping 90%: 90.1 instead of 89.7", "README of the authors' code", 0.4, "vit",
                   "dropit"),
@@ -186,8 +188,8 @@ PAPERS = {
     "blocksparse": Paper("block-sparse activations", "2311.16883", "blocksparse", (
         Claim(
             "up to 32% less training memory for ResMLP", "abstract", 0.32, "less",
-            "peak of ResMLP-S12, eight images of 224 pixels, 30% of the tiles of 32 x 32 kept",
-            _images(at.resmlp_s12, 8, "blocksparse", "peak"),
+            "peak of ResMLP-S12, four images of 224 pixels, 30% of the tiles of 32 x 32 kept",
+            _images(at.resmlp_s12, 4, "blocksparse", at.peak),
             reason="the abstract does not say how many tiles are kept. Linear inputs are 6 of the 14 tensors of h that "
             "a layer keeps: with 30% of them the most is -30.0%, and what backward unpacks comes back to the peak",
         ),
@@ -196,13 +198,13 @@ PAPERS = {
     "pooled": Paper("pooled activations", "2409.11902", "pooled", (
         Claim(
             "29% lower peak for ResNet", "abstract", 0.29, "less",
-            "peak of ResNet-50, eight images of 224 pixels, squares of 2 x 2 pixels",
-            _images(lambda scale: at.resnet(scale, 50), 8, "pooled", "peak"),
+            "peak of ResNet-50, four images of 224 pixels, squares of 2 x 2 pixels",
+            _images(lambda scale: at.resnet(scale, 50), 4, "pooled", at.peak),
         ),
         Claim(
             "29% lower peak for ResNet", "abstract", 0.29, "less",
-            "peak of ResNet-18, eight images of 224 pixels, squares of 2 x 2 pixels",
-            _images(lambda scale: at.resnet(scale, 18), 8, "pooled", "peak"),
+            "peak of ResNet-18, four images of 224 pixels, squares of 2 x 2 pixels",
+            _images(lambda scale: at.resnet(scale, 18), 4, "pooled", at.peak),
             reason="the abstract does not say which ResNet. In a ResNet-18 the stem, four times as large as any other "
             "map, is over a third of the bytes, and pooling finds one input of a convolution there: the pixels",
         ),
@@ -219,14 +221,14 @@ PAPERS = {
     "actnn": Paper("ActNN", "2104.14129", "actnn", (
         Claim(
             "activations 12x smaller at 2 bits", "abstract", 12.0, "times",
-            "kept bytes of ResNet-50, two images of 224 pixels", _actnn,
+            "kept bytes of ResNet-50, one image of 224 pixels", _actnn,
         ),
         _accuracy("less than half a point of accuracy is lost", "README of the authors' code", -0.5, "resnet", "actnn"),
     )),
     "mesa": Paper("Mesa", "2111.11124", "mesa", (
         Claim(
             "DeiT-B, batch 128 at 224 pixels: 8,616 instead of 17,691 MB", "README of the authors' code", 0.513, "less",
-            "ViT-B/16 with eager attention, two images of 224 pixels, fp32, peak scaled to 128 images, with AdamW's "
+            "ViT-B/16 with eager attention, one image of 224 pixels, fp32, peak scaled to 128 images, with AdamW's "
             "states", _mesa,
         ),
         _accuracy("DeiT-Ti: 72.1 instead of 71.9", "README of the authors' code", 0.2, "vit", "mesa"),
