@@ -9,6 +9,7 @@ from torch import Tensor
 
 # elements that an activation has at least, for a codec to be worth it, and in each row
 _LARGE, _ROW = 512, 16
+_CONVOLUTIONS = {"ConvolutionBackward0", "Conv2dFunctionBackward"}
 # results of losses and of sums and powers over many steps: an error in them grows
 _EXACT = {"CumsumBackward0", "CumprodBackward0", "ExpBackward0", "LogSoftmaxBackward0", "LogcumsumexpBackward0"}
 # what changes weights before they are used: views, casts, norms, sums with adapters
@@ -31,9 +32,15 @@ def is_activation(x: Tensor) -> bool:
         return False
     if x.grad_fn is None or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.dim() < 2:
         return False
-    if x.numel() < _LARGE or x.size(-1) < _ROW or not x.is_contiguous() or type(x.grad_fn).__name__ in _EXACT:
+    row = x[0].numel() if is_feature_map(x) else x.size(-1)
+    if x.numel() < _LARGE or row < _ROW or not x.is_contiguous() or type(x.grad_fn).__name__ in _EXACT:
         return False
     return not _made_of_weights(x.grad_fn)
+
+
+def is_feature_map(x: Tensor) -> bool:
+    """Whether x is ``[B, C, H, W]`` of a convolution: its last axis is a line of pixels, and an image is a row."""
+    return x.dim() == 4 and x.size(0) > 0 and type(x.grad_fn).__name__ in _CONVOLUTIONS
 
 
 def _made_of_weights(node: Any) -> bool:

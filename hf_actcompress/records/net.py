@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from ..codecs import IDENTITY, Codec
+from ..codecs import IDENTITY, Codec, on_feature_maps
 from ..private_apis import (
     innermost_saved_tensor_hooks,
     next_sequence_number,
@@ -35,7 +35,7 @@ from ..private_apis import (
     saved_tensor_hooks_allowed,
 )
 from ..reference.bits import pack_mask
-from .activations import is_activation
+from .activations import is_activation, is_feature_map
 from .current import Netting, current
 from .held import Held, Kept, Made, Mask, counted, value_of
 from .nodes import Pointwise, computation, copied_attention, pointwise, proved, tokens_first
@@ -133,7 +133,8 @@ class Net:
             return None
         # a ReLU, or a leaky one in place, saves its result and reads there where the gradient goes through
         relu = type(x.grad_fn).__name__ in ("ReluBackward0", "LeakyReluBackward1")
-        return self._by_record(whole_record_of(x, self.codec.keeping_sign() if relu else self.codec))
+        codec = on_feature_maps(self.codec) if is_feature_map(x) else self.codec
+        return self._by_record(whole_record_of(x, codec.keeping_sign() if relu else codec))
 
     def _by_record(self, record: Record) -> Kept:
         leaves = Leaves()

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .papers import PAPERS
+
 COLUMNS = (
     "preset",
     "kept, h",
@@ -22,21 +24,6 @@ COLUMNS = (
 
 # 97.5% quantiles of Student's t by degrees of freedom; beyond, that of the normal distribution within a tenth
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-
-# what the papers say of themselves, on their own models and hardware, to be read beside our figures; none beside a
-# preset that is of no paper
-CLAIMS = {
-    "tempo": "Tempo (arXiv 2210.10246): twice the batch for BERT-large",
-    "inverted": "Inverted Activations (arXiv 2407.15545): -23.1% of BERT's activations, -15.7% of Mistral's",
-    "fewbit": "few-bit backward (arXiv 2202.00441): -13.8% of RoBERTa's peak at 3 bits",
-    "actnn": "ActNN (arXiv 2104.14129): activations 12x smaller at a mean of 2 bits, on convolutional networks",
-    "mesa": "Mesa (arXiv 2111.11124): DeiT-B in 8.6 instead of 17.7 GB",
-    "gact": "GACT (arXiv 2206.11357): activations up to 8.1x smaller",
-    "dropit": "DropIT (arXiv 2202.13808): -21% of the cache on ViT-B, dropping 90%",
-    "blocksparse": "block-sparse pruning (arXiv 2311.16883): -32% of the peak",
-    "pooled": "pooled activations (arXiv 2409.11902): -29% of the peak",
-    "wtacrs": "WTA-CRS (arXiv 2305.15265): peak 2.7x smaller",
-}
 
 
 def interval(values: list[float]) -> float | None:
@@ -74,7 +61,8 @@ def write_reports(folder: Path) -> None:
             lines += [f"bf16 autocast errs by {results['bf16_error']:.2%} in the gradient of the same batch.", ""]
         lines += _table(job, results["rows"], results.get("bf16_error"))
     lines += ["## What the papers report", ""]
-    lines += [f"- `{preset}`: {claim}" for preset, claim in CLAIMS.items()]
+    for paper in PAPERS.values():
+        lines += [f"- {paper.title} (arXiv {paper.arxiv}): {claim.text}" for claim in paper.claims if paper.preset]
     (folder / "evaluation.md").write_text("\n".join(lines) + "\n")
     _plot({job: results["rows"] for job, results in jobs.items()}, folder / "evaluation.png")
     print(f"Written: evaluation.md and evaluation.png in {folder}")

@@ -1,0 +1,80 @@
+"""The verdicts, the table and the picture of recipes/reproduce.py."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .papers import UNITS, Claim
+
+VERDICTS = ("reproduced", "not reproduced", "not comparable here")
+COLUMNS = ("method", "claim", "source", "our setting", "claimed", "ours", "verdict")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim, measured."""
+
+    paper: str
+    title: str
+    claim: str
+    source: str
+    setting: str
+    unit: str
+    claimed: float
+    ours: float
+    verdict: str
+    reason: str
+
+
+def verdict(claim: Claim, ours: float) -> tuple[str, str]:
+    """One of VERDICTS, and why. A NaN reproduces nothing."""
+    if claim.incomparable:
+        return VERDICTS[2], claim.incomparable
+    if ours >= UNITS[claim.unit].enough(claim.figure):
+        return VERDICTS[0], ""
+    return VERDICTS[1], claim.reason or "the cause is not known"
+
+
+def readable(value: float, unit: str) -> str:
+    """A figure as the table has it; a share that is larger, not smaller, shows its own sign."""
+    row = UNITS[unit]
+    text = row.form.format(row.factor * value)
+    return text.replace("--", "+")
+
+
+def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
+    """The command, the machine and one table."""
+    lines = [f"`{about['command']}`", "", f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "]
+    lines[-1] += f"transformers {about['transformers']}, hf-actcompress {about['hf-actcompress']}"
+    lines += ["", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in rows:
+        figures = [readable(value, row.unit) for value in (row.claimed, row.ours)]
+        said = f"{row.verdict}: {row.reason}" if row.reason else row.verdict
+        lines.append(f"| {' | '.join([row.title, row.claim, row.source, row.setting, *figures, said])} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(rows: Sequence[Row], path: Path) -> bool:
+    """Ours over what is claimed, a bar per claim about bytes. Returns False where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.unit != "points"]
+    figure = Figure(figsize=(7, 1 + 0.35 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    for verdict_of, colour in zip(VERDICTS, ("tab:green", "tab:red", "tab:gray"), strict=True):
+        places = [i for i, row in enumerate(shown) if row.verdict == verdict_of]
+        axes.barh(places, [shown[i].ours / shown[i].claimed for i in places], color=colour, label=verdict_of)
+    names = [f"{row.title}, {readable(row.claimed, row.unit)}" for row in shown]
+    axes.set_yticks(range(len(shown)), names)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set(xlabel="our figure over the claimed one")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,0 +1,263 @@
+"""The published methods: what each paper says of itself, in our words, and how recipes/reproduce.py measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import transformers as hf
+from torch import nn
+
+from . import paper_settings as at
+from .paper_settings import Scale
+
+GELUS = (hf.activations.GELUActivation, nn.GELU)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How a figure is written, and from which of ours on it counts as the paper's."""
+
+    form: str
+    factor: float
+    enough: Callable[[float], float]
+
+
+UNITS = {
+    # a share of the bytes that goes, and how many times fewer there are: within a tenth of what is claimed
+    "less": Unit("-{:.1f}%", 100, lambda claimed: 0.9 * claimed),
+    "times": Unit("{:.2f}x", 1, lambda claimed: 0.9 * claimed),
+    # of accuracy: three seeds of a small model do not tell less than a point apart
+    "points": Unit("{:+.2f} points", 1, lambda claimed: claimed - 1),
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure of a paper.
+
+    Attributes:
+        text: What is claimed, in our words.
+        source: Where: the abstract, a table, the README of the authors' code.
+        figure: The number; more is better.
+        unit: A row of UNITS.
+        setting: Ours, at the scale "default".
+        measure: Makes our number at a scale.
+        incomparable: Why the two numbers are not of the same thing; empty if they are.
+        reason: Where ours differs, what is known of why.
+    """
+
+    text: str
+    source: str
+    figure: float
+    unit: str
+    setting: str
+    measure: Callable[[Scale], float]
+    incomparable: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A method, the preset that has it (empty for none), and its claims."""
+
+    title: str
+    arxiv: str
+    preset: str
+    claims: tuple[Claim, ...]
+
+
+def _times(pair: tuple[int, int]) -> float:
+    return pair[0] / pair[1]
+
+
+def _less(pair: tuple[int, int]) -> float:
+    return 1 - pair[1] / pair[0]
+
+
+def _tempo(scale: Scale) -> float:
+    def build(layers: int) -> nn.Module:
+        return at.bert(scale, layers, 1024, 16, attn_implementation="eager")
+
+    return _times(at.per_layer(build, at.last_state(scale.tokens(1, 512)), "tempo", scale))
+
+
+def _inverted_bert(scale: Scale) -> float:
+    def build(layers: int) -> nn.Module:
+        return at.bert(scale, layers, 768, 12, attention_probs_dropout_prob=0.0)
+
+    return _less(at.per_layer(build, at.last_state(scale.tokens(2, 512)), "inverted", scale, GELUS))
+
+
+def _inverted_mistral(scale: Scale) -> float:
+    loss = at.last_state(scale.tokens(1, 512))
+    return _less(at.per_layer(lambda n: at.mistral_in_4_bits(scale, n), loss, "inverted", scale, GELUS))
+
+
+def _fewbit(scale: Scale) -> float:
+    vocabulary, layers = (50265, 12) if scale.shrink == 1 else (at.VOCAB, 2)
+    ids = scale.tokens(2, 97)
+    model = at.bert(scale, layers, 768, 12, attention_probs_dropout_prob=0.0)
+    model.resize_token_embeddings(vocabulary)
+    return at.with_states(model, at.last_state(ids), "fewbit", scale, 128 / len(ids), GELUS)
+
+
+def _mesa(scale: Scale) -> float:
+    batch = scale.images(1)
+    times = 128 / len(batch["labels"])
+    return at.with_states(at.vit_base(scale), lambda model: model(**batch).loss, "mesa", scale, times)
+
+
+def _wtacrs(scale: Scale) -> float:
+    def build(layers: int) -> nn.Module:
+        width = scale.width(768)
+        config = hf.T5Config(vocab_size=at.VOCAB, d_model=width, d_kv=width // 12, d_ff=4 * width, num_layers=layers)
+        return hf.T5EncoderModel(config)
+
+    return _times(at.per_layer(build, at.last_state(scale.tokens(8, 128)), "wtacrs", scale))
+
+
+def _gact(scale: Scale) -> float:
+    def build(layers: int) -> nn.Module:
+        return at.bert(scale, layers, 1024, 16, attention_probs_dropout_prob=0.0)
+
+    return _times(at.per_layer(build, at.last_state(scale.tokens(4, 128)), "gact", scale))
+
+
+def _images(
+    model: Callable[[Scale], nn.Module], count: int, preset: str, what: Callable[..., int]
+) -> Callable[[Scale], float]:
+    return lambda scale: at.less(model(scale), scale.images(count), preset, scale, what)
+
+
+def _actnn(scale: Scale) -> float:
+    return 1 / (1 - at.less(at.resnet(scale, 50), scale.images(1), "actnn", scale, at.kept))
+
+
+def _llama(preset: str, lora: bool) -> Callable[[Scale], float]:
+    def measure(scale: Scale) -> float:
+        # in a layer before it there is something to train, so that the adapters' inputs need a gradient
+        loss = at.last_state(scale.tokens(2, 512))
+        return _times(at.per_layer(lambda layers: at.llama(scale, layers + 1, lora), loss, preset, scale))
+
+    return measure
+
+
+def _accuracy(text: str, source: str, figure: float, model: str, preset: str) -> Claim:
+    setting = f"the small {model} of recipes/finetune_image.py on scikit-learn's digits, 60 steps, three seeds"
+    return Claim(text, source, figure, "points", setting, lambda scale: at.points(model, preset, scale))
+
+
+PAPERS = {
+    "tempo": Paper("Tempo", "2210.10246", "tempo", (
+        Claim(
+            "up to twice the batch for BERT-large", "abstract", 2.0, "times",
+            "kept bytes of a BERT-large layer, 512 tokens, fp32, eager attention, dropout 0.1: their ratio is that of "
+            "the batches that fit into what weights leave", _tempo,
+        ),
+    )),
+    "inverted": Paper("Inverted Activations", "2407.15545", "inverted", (
+        Claim(
+            "23.1% less for activations of BERT-base at 16 x 512 tokens in fp32", "README of the authors' code", 0.231,
+            "less", "kept bytes of a BERT-base layer, 2 x 512 tokens, fp32; the GELUs alone are patched",
+            _inverted_bert,
+        ),
+        Claim(
+            "15.7% less for activations of Mistral-7B in 4-bit weights at 1 x 4096 tokens, GELU in place of SiLU",
+            "README of the authors' code", 0.157, "less",
+            "kept bytes of a layer with Mistral's proportions, 512 wide, linear layers frozen, 512 tokens, fp32; the "
+            "activations alone are patched", _inverted_mistral,
+        ),
+    )),
+    "fewbit": Paper("few-bit backward", "2202.00441", "fewbit", (
+        Claim(
+            "RoBERTa-base on MRPC, batch 128, 3-bit GELU: peak 9.75 instead of 11.30 GiB", "README of the authors' "
+            "code", 0.137, "less", "a BERT of RoBERTa-base's size, 2 x 97 tokens (as many as the paper's saving "
+            "implies), peak scaled to 128 rows, with AdamW's states; the GELUs alone are patched", _fewbit,
+        ),
+    )),
+    "dropit": Paper("DropIT", "2202.13808", "dropit", (
+        Claim(
+            "ViT-B/16 at 224 pixels, dropping 90%: cache of 16,052 instead of 20,290 MB", "README of the authors' code",
+            0.209, "less", "kept bytes of ViT-B/16, one image of 224 pixels, fp32, eager attention",
+            _images(at.vit_base, 1, "dropit", at.kept),
+        ),
+        _accuracy("DeiT-S on CIFAR-100, dropping 90%: 90.1 instead of 89.7", "README of the authors' code", 0.4, "vit",
+                  "dropit"),
+    )),
+    "blocksparse": Paper("block-sparse activations", "2311.16883", "blocksparse", (
+        Claim(
+            "up to 32% less training memory for ResMLP", "abstract", 0.32, "less",
+            "peak of ResMLP-S12, four images of 224 pixels, 30% of the tiles of 32 x 32 kept",
+            _images(at.resmlp_s12, 4, "blocksparse", at.peak),
+            reason="the abstract does not say how many tiles are kept. Linear inputs are 6 of the 14 tensors of h that "
+            "a layer keeps: with 30% of them the most is -30.0%, and what backward unpacks comes back to the peak",
+        ),
+        _accuracy("the accuracy is kept", "abstract", 0.0, "resmlp", "blocksparse"),
+    )),
+    "pooled": Paper("pooled activations", "2409.11902", "pooled", (
+        Claim(
+            "29% lower peak for ResNet", "abstract", 0.29, "less",
+            "peak of ResNet-50, four images of 224 pixels, squares of 2 x 2 pixels",
+            _images(lambda scale: at.resnet(scale, 50), 4, "pooled", at.peak),
+        ),
+        Claim(
+            "29% lower peak for ResNet", "abstract", 0.29, "less",
+            "peak of ResNet-18, four images of 224 pixels, squares of 2 x 2 pixels",
+            _images(lambda scale: at.resnet(scale, 18), 4, "pooled", at.peak),
+            reason="the abstract does not say which ResNet. In a ResNet-18 the stem, four times as large as any other "
+            "map, is over a third of the bytes, and pooling finds one input of a convolution there: the pixels",
+        ),
+        _accuracy("the accuracy is kept, with a longer training", "abstract", 0.0, "resnet", "pooled"),
+    )),
+    "wtacrs": Paper("WTA-CRS", "2305.15265", "wtacrs", (
+        Claim(
+            "T5-base, 30% of the rows: peak of 8.44 instead of 17.66 GB", "README of the authors' code", 2.1, "times",
+            "kept bytes of a T5-base encoder layer, 8 x 128 tokens, fp32", _wtacrs,
+            incomparable="their code also samples attention's products, and has a norm in place and masks of one bit; "
+            "our preset samples the inputs of linear layers",
+        ),
+    )),
+    "actnn": Paper("ActNN", "2104.14129", "actnn", (
+        Claim(
+            "activations 12x smaller at 2 bits", "abstract", 12.0, "times",
+            "kept bytes of ResNet-50, one image of 224 pixels", _actnn,
+        ),
+        _accuracy("less than half a point of accuracy is lost", "README of the authors' code", -0.5, "resnet", "actnn"),
+    )),
+    "mesa": Paper("Mesa", "2111.11124", "mesa", (
+        Claim(
+            "DeiT-B, batch 128 at 224 pixels: 8,616 instead of 17,691 MB", "README of the authors' code", 0.513, "less",
+            "ViT-B/16 with eager attention, one image of 224 pixels, fp32, peak scaled to 128 images, with AdamW's "
+            "states", _mesa,
+        ),
+        _accuracy("DeiT-Ti: 72.1 instead of 71.9", "README of the authors' code", 0.2, "vit", "mesa"),
+    )),
+    "gact": Paper("GACT", "2206.11357", "gact", (
+        Claim(
+            "activations up to 8.1x smaller", "abstract", 8.1, "times",
+            "kept bytes of a BERT-large layer, 4 x 128 tokens, fp32, hidden dropout 0.1, 4 bits on average", _gact,
+            reason="attention stays at 8 bits here, because its 4-bit queries and keys do not fit the logsumexp",
+        ),
+        _accuracy("less than half a point of accuracy is lost", "abstract", -0.5, "vit", "gact"),
+    )),
+    "inplace-abn": Paper("In-Place ABN", "1712.02616", "", (
+        Claim(
+            "up to half of the memory of BatchNorm and activation", "abstract", 0.5, "less",
+            "kept bytes of a convolution with BatchNorm and ReLU, two images of 56 pixels; preset exact, which "
+            "rebuilds the BatchNorm's output instead of inverting the activation", at.chain_less,
+        ),
+    )),
+    "groups": Paper("quantisation in groups: HyC-LoRA; COAT", "none", "int4", (
+        Claim(
+            "HyC-LoRA (MLSys 2025), Llama-2-7B with LoRA, 4 bits: buffers 5.61x smaller, by count", "the paper", 5.61,
+            "times", "kept bytes of a layer with Llama 2's proportions, 512 wide, 2 x 512 tokens, bf16, LoRA on all "
+            "linear layers; preset int4, attention in 8 bits", _llama("int4", lora=True),
+        ),
+        Claim(
+            "COAT (ICLR 2025), Llama-2-7B, 8 bits (fp8): activations 1.65x smaller", "README of the authors' code",
+            1.65, "times", "kept bytes of a layer with Llama 2's proportions, 512 wide, 2 x 512 tokens, bf16; preset "
+            "int8, which takes as many bytes", _llama("int8", lora=False),
+        ),
+    )),
+}  # fmt: skip

@@ -1,0 +1,148 @@
+"""Images and papers: the recipes run in their shortest form, and verdicts follow from the figures alone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from hf_actcompress import PRESETS
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(autouse=True)
+def _recipes_on_the_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    yield
+
+
+def common(name: str) -> ModuleType:
+    return importlib.import_module(f"common.{name}")
+
+
+def claim(figure: float, unit: str, **reasons: str) -> Any:
+    return common("papers").Claim("a claim", "a table", figure, unit, "a setting", lambda scale: 0.0, **reasons)
+
+
+@pytest.mark.parametrize(
+    ("figure", "unit", "ours", "expected"),
+    [
+        (0.30, "less", 0.271, "reproduced"),
+        (0.30, "less", 0.269, "not reproduced"),
+        # more is kept than stock keeps
+        (0.30, "less", -0.1, "not reproduced"),
+        (12.0, "times", 13.0, "reproduced"),
+        (12.0, "times", 10.7, "not reproduced"),
+        (-0.5, "points", -1.4, "reproduced"),
+        (-0.5, "points", -1.6, "not reproduced"),
+        (0.4, "points", -0.5, "reproduced"),
+        (0.30, "less", math.nan, "not reproduced"),
+    ],
+)
+def test_a_verdict_follows_from_the_figures(figure: float, unit: str, ours: float, expected: str) -> None:
+    said, reason = common("paper_report").verdict(claim(figure, unit), ours)
+    assert said == expected
+    assert bool(reason) == (expected != "reproduced")
+
+
+def test_a_reason_is_said_where_it_matters_alone() -> None:
+    verdict = common("paper_report").verdict
+    assert verdict(claim(2.0, "times", reason="why"), 1.0) == ("not reproduced", "why")
+    assert verdict(claim(2.0, "times", reason="why"), 2.0) == ("reproduced", "")
+    # however good our number is
+    assert verdict(claim(2.0, "times", incomparable="other"), 9.0) == ("not comparable here", "other")
+
+
+def test_figures_are_written_with_their_unit() -> None:
+    readable = common("paper_report").readable
+    written = [readable(0.293, "less"), readable(-0.02, "less"), readable(7.6, "times"), readable(-0.5, "points")]
+    assert written == ["-29.3%", "+2.0%", "7.60x", "-0.50 points"]
+
+
+def test_every_claim_can_be_judged_and_every_preset_of_a_paper_has_one() -> None:
+    papers, units = common("papers").PAPERS, common("papers").UNITS
+    for paper in papers.values():
+        assert paper.claims and (not paper.preset or paper.preset in PRESETS)
+        for found in paper.claims:
+            assert found.unit in units and found.source and found.setting
+            # what is claimed would count as reproduced
+            assert units[found.unit].enough(found.figure) <= found.figure
+    ours = {"exact", "long", "int8", "int4", "adaptive", "fp8", "offload", "sampled"}
+    assert {paper.preset for paper in papers.values()} >= PRESETS.keys() - ours
+
+
+def test_reproduce_measures_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    recipe = importlib.import_module("reproduce")
+    assert recipe.main(["--quick", "--paper", "inplace-abn", "tempo", "--output-dir", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "reproduce.json").read_text())
+    rows = {row["paper"]: row for row in record["rows"]}
+    # stock keeps the BatchNorm's input and the ReLU's output, exact the first; and two numbers per channel
+    assert rows["inplace-abn"]["ours"] == pytest.approx(0.5, abs=0.01)
+    assert rows["inplace-abn"]["verdict"] == "reproduced"
+    assert 1.5 < rows["tempo"]["ours"] < 2.5
+    assert record["torch"] == torch.__version__ and record["scale"]["name"] == "quick"
+    table = (tmp_path / "reproduce.md").read_text()
+    assert record["command"] in table and "| In-Place ABN |" in table
+    assert (tmp_path / "reproduce.png").read_bytes().startswith(b"\x89PNG")
+    assert "In-Place ABN: -50.0% claimed" in capsys.readouterr().out
+
+
+def test_masks_of_dropout_count_as_cuda_keeps_them() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    extra = common("paper_settings").mask_bytes(lambda: torch.nn.functional.dropout(x, 0.1) * x.relu())
+    assert extra == 64 * 64 * 3
+
+
+@pytest.mark.slow
+def test_images_compared(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    presets = ["exact", "int8", "blocksparse"]
+    small = ["--max-steps", "2", "--seeds", "2", "--rounds", "1", "--batch-size", "8", "--image-size", "16"]
+    options = ["--models", "resmlp", "--compare", "--presets", *presets, *small]
+    assert importlib.import_module("finetune_image").main([*options, "--output-dir", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "image.json").read_text())
+    rows = {row["preset"]: row for row in record["rows"]}
+    assert list(rows) == ["stock", *presets]
+    kept = {preset: row["kept_bytes"] for preset, row in rows.items()}
+    assert kept["int8"] < kept["exact"] < kept["stock"] and kept["blocksparse"] < kept["stock"]
+    assert rows["stock"]["accuracies"] == rows["exact"]["accuracies"]
+    assert len(rows["int8"]["accuracies"]) == 2
+    assert "## resmlp" in (tmp_path / "image.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_is_learnt_and_the_model_saved(tmp_path: Path) -> None:
+    """Of two colours, which three steps tell apart."""
+    pytest.importorskip("datasets")
+    image = pytest.importorskip("PIL.Image")
+    for name, colour in (("dark", (10, 0, 0)), ("light", (250, 255, 250))):
+        folder = tmp_path / "images" / "train" / name
+        folder.mkdir(parents=True)
+        for i in range(12):
+            image.new("RGB", (20, 24), colour).save(folder / f"{i}.png")
+    options = ["--models", "resmlp", "resnet", "--dataset", str(tmp_path / "images"), "--image-size", "16"]
+    options += ["--max-steps", "6", "--batch-size", "8", "--output-dir", str(tmp_path / "out")]
+    assert importlib.import_module("finetune_image").main(options) == 0
+    from transformers import AutoModelForImageClassification
+
+    again = AutoModelForImageClassification.from_pretrained(tmp_path / "out" / "resnet").train()
+    assert again.config.num_labels == 2
+    pixels = torch.stack([torch.full((3, 16, 16), value) for value in (-0.95, 1.0)])
+    assert again(pixel_values=pixels).logits.argmax(-1).tolist() == [0, 1]
+    assert (tmp_path / "out" / "resmlp" / "weights.pt").is_file()
+
+
+def test_a_dataset_without_such_a_column_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(SystemExit, match="no 'image'"):
+        importlib.import_module("finetune_image").main(["--dataset", str(tmp_path)])
