@@ -280,20 +280,13 @@ def _estimate(
         gradients_bytes=gradients,
         optimizer_bytes=states,
         kept_bytes=found.step.kept,
-        kept_by_role=_complete(found.step),
+        kept_by_role=found.step.all_roles,
         kept_per_layer=found.per_layer,
         layers=len(list(layer_names(whole))),
         step_peak_bytes=found.step.peak,
         context_bytes=context_bytes(setting),
         notes=(described(whole),) if takes_pictures(whole) else (),
     )
-
-
-def _complete(step: FakeStep) -> dict[str, int]:
-    """By role, with what no module saved (the loss, copies that are alive and not saved) as "other"."""
-    rest = step.kept - sum(step.by_role.values())
-    roles = {**step.by_role, "other": step.by_role.get("other", 0) + rest}
-    return {role: size for role, size in roles.items() if size}
 
 
 def _named(config: Any) -> str:

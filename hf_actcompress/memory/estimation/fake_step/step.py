@@ -75,6 +75,13 @@ class FakeStep:
     backward: Sequence[int] = field(default=(), compare=False, repr=False)
     history: History | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def all_roles(self) -> dict[str, int]:
+        """By role, with what no module saved (the loss, copies that are alive and not saved) as "other"."""
+        rest = self.kept - sum(self.by_role.values())
+        roles = {**self.by_role, "other": self.by_role.get("other", 0) + rest}
+        return {role: size for role, size in roles.items() if size}
+
     def plus(self, other: FakeStep, times: int) -> FakeStep:
         """This and `times` the other."""
         roles = dict.fromkeys([*self.by_role, *other.by_role])
