@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..display.html import HtmlBars, HtmlSection, write_html
+from ..display.html import HtmlBars, HtmlSection, html_page, write_html
 from ..display.tables import Table
 from ..quick.sizes import readable_size
 
@@ -15,13 +15,10 @@ if TYPE_CHECKING:
     from .strategies import Row
 
 
-def write_estimates(
-    path: Path, model: str, found: Sequence[Row], table: Table, room: int | None, gpu: str | None
-) -> None:
+def estimates_page(model: str, found: Sequence[Row], table: Table, room: int | None, gpu: str | None) -> str:
     """The page of a table of strategies.
 
     Args:
-        path: Where to write.
         model: Its name.
         found, table: The rows, and the same as texts.
         room, gpu: The card in bytes, and as it was given: a line across the bars of the peaks.
@@ -48,7 +45,7 @@ def write_estimates(
         ),
         HtmlSection("Parts of the peak", tables=[Table(("strategy", "part", "bytes"), parts, ("bytes",))]),
     ]
-    write_html(path, f"{model}: batch {first.batch_size} x {first.seq_len} on {first.device}", sections)
+    return html_page(f"{model}: batch {first.batch_size} x {first.seq_len} on {first.device}", sections)
 
 
 def write_plan(path: Path, title: str, found: Plan) -> None:

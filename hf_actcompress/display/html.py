@@ -64,11 +64,10 @@ class HtmlSection:
     bars: Sequence[HtmlBars] = ()
 
 
-def write_html(path: str | PathLike[str], title: str, sections: Sequence[HtmlSection]) -> None:
-    """Write the page. Nothing in it is fetched from elsewhere.
+def html_page(title: str, sections: Sequence[HtmlSection]) -> str:
+    """The page. Nothing in it is fetched from elsewhere.
 
     Args:
-        path: Where to write; parent folders are made.
         title: Of the page.
         sections: In order.
 
@@ -76,14 +75,19 @@ def write_html(path: str | PathLike[str], title: str, sections: Sequence[HtmlSec
         MissingExtraError: There are pictures and matplotlib is not installed.
     """
     body = "\n".join(map(_section, sections))
-    page = (
+    return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
     )
+
+
+def write_html(path: str | PathLike[str], title: str, sections: Sequence[HtmlSection]) -> None:
+    """Write such a page; parent folders are made. Raises as `html_page`."""
+    text = html_page(title, sections)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
+    target.write_text(text, encoding="utf-8")
 
 
 def _section(section: HtmlSection) -> str:
