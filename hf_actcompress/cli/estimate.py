@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -91,16 +92,26 @@ def estimate(
     options["quantization"] = quantization_of(quantization, qlora)
     if quick:
         return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
-    asked = {**options, "gpu": gpu, "sizes": [batch_size, seq_len, max_context], "presets": preset, "json": as_json}
-    place = None if no_cache else place_of(model, {**asked, "html": html is not None})
+    sizes, table = (batch_size, seq_len, max_context), EstimateTable(model, columns_of(room, max_context), room, gpu)
+    asked = {**options, "gpu": gpu, "sizes": sizes, "presets": preset, "json": as_json, "html": html is not None}
+    _answered(table, sizes, preset or [], options, asked, None if no_cache else place_of(model, asked), html)
+
+
+def _answered(
+    table: EstimateTable,
+    sizes: tuple[int, int, bool],
+    presets: list[str],
+    options: dict[str, Any],
+    asked: dict[str, Any],
+    place: Path | None,
+    html: Path | None,
+) -> None:
+    """Print the answer that is kept in that place, or compute it; write the page; end the program if nothing fits."""
     answer = None if place is None else read(place)
     if answer is not None:
         typer.echo(answer.text)
     else:
-        table = EstimateTable(model, columns_of(room, max_context), room, gpu)
-        with exit_codes(), frozen_imports():
-            _fill(table, not as_json, batch_size, seq_len, max_context, preset or [], options)
-            answer = _answer(table, as_json, html is not None)
+        answer = _computed(table, *sizes, presets, options, asked["json"], html is not None)
         if place is not None:
             write(place, answer)
     if html is not None and answer.page is not None:
@@ -109,11 +120,23 @@ def estimate(
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def _answer(table: EstimateTable, as_json: bool, html: bool) -> Answer:
-    """All that is said; what is not printed yet is."""
-    text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)
-    typer.echo(text if as_json else "\n".join(explanation(table)))
-    return Answer(text, table.fits, page_of(table) if html else None)
+def _computed(
+    table: EstimateTable,
+    batch_size: int,
+    seq_len: int,
+    max_context: bool,
+    presets: list[str],
+    options: dict[str, Any],
+    as_json: bool,
+    html: bool,
+) -> Answer:
+    """The answer, printed while it is found."""
+    with exit_codes(), frozen_imports():
+        _fill(table, not as_json, batch_size, seq_len, max_context, presets, options)
+        text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)
+        typer.echo(text if as_json else "\n".join(explanation(table)))
+        return Answer(text, table.fits, page_of(table) if html else None)
+    raise AssertionError("errors end the program")
 
 
 def _fill(
