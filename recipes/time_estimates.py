@@ -38,7 +38,8 @@ class Timed:
     def isatty(self): return False
 out, sys.stdout = sys.stdout, Timed()
 from hf_actcompress.cli import app
-app(["estimate", sys.argv[1], "--batch-size", "2", "--seq-len", "512", "--gpu", "80GB"], standalone_mode=False)
+sizes = ["--batch-size", "2", "--seq-len", "512", "--gpu", "80GB"]
+app(["estimate", sys.argv[1], "--no-cache", *sizes], standalone_mode=False)
 # the names of the columns are printed with the first row
 print(json.dumps([start, lines[1], lines[8]]), file=out)
 """

@@ -50,6 +50,8 @@ def _fresh() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     # the environment reaches the processes of xdist: all of them take the cases of one day, midnight or not
     os.environ.setdefault("CASES_OF_DAY", str(datetime.datetime.now(datetime.UTC).date().toordinal()))
+    # where no folder can be: no test reads what another one, or the user, has asked `estimate`
+    os.environ["ACTCOMPRESS_CACHE"] = os.devnull
     if any(not Path(argument).is_dir() for argument in config.args):
         # a file or a test was named: all of it
         os.environ.setdefault("ALL_CASES", "1")

@@ -43,8 +43,9 @@ def tiny() -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if blocks(text, "python")])
-def test_code_runs(name: str, batch: dict[str, Any]) -> None:
+def test_code_runs(name: str, batch: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a document in order, in one namespace that has a model and a batch."""
+    monkeypatch.chdir(tmp_path)
     namespace = {"batch": batch, "model": tiny()}
     for index, code in enumerate(blocks(TEXTS[name], "python")):
         # an ellipsis among the arguments stands for the reader's own

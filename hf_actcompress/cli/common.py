@@ -68,6 +68,7 @@ Engine = Annotated[str, typer.Option(help="eager, or compile: under torch.compil
 Quick = Annotated[
     bool, typer.Option("--quick", help="By a formula, in less than a second, within 3%; for the most common models.")
 ]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute it anew, and keep no answer for the next time.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings, if it does.")
@@ -209,10 +210,14 @@ class Rows:
     def __init__(self, widths: Mapping[str, int], right: Sequence[str] = ()) -> None:
         self._widths, self._right = widths, right
 
-    def echo(self, row: Sequence[str]) -> None:
-        """Print a row; the column names are one, too."""
+    def line(self, row: Sequence[str]) -> str:
+        """A row as text; the column names are one, too."""
         cells = (
             text.rjust(max(width, len(column))) if column in self._right else text.ljust(max(width, len(column)))
             for (column, width), text in zip(self._widths.items(), row, strict=True)
         )
-        typer.echo("  ".join(cells).rstrip())
+        return "  ".join(cells).rstrip()
+
+    def echo(self, row: Sequence[str]) -> None:
+        """Print a row."""
+        typer.echo(self.line(row))

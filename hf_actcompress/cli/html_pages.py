@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..display.html import HtmlBars, HtmlSection, write_html
+from ..display.html import HtmlBars, HtmlSection, html_page, write_html
 from ..display.tables import Table
 from ..quick.sizes import readable_size
 
@@ -15,13 +16,10 @@ if TYPE_CHECKING:
     from .strategies import Row
 
 
-def write_estimates(
-    path: Path, model: str, found: Sequence[Row], table: Table, room: int | None, gpu: str | None
-) -> None:
+def estimates_page(model: str, found: Sequence[Row], table: Table, room: int | None, gpu: str | None) -> str:
     """The page of a table of strategies.
 
     Args:
-        path: Where to write.
         model: Its name.
         found, table: The rows, and the same as texts.
         room, gpu: The card in bytes, and as it was given: a line across the bars of the peaks.
@@ -48,7 +46,7 @@ def write_estimates(
         ),
         HtmlSection("Parts of the peak", tables=[Table(("strategy", "part", "bytes"), parts, ("bytes",))]),
     ]
-    write_html(path, f"{model}: batch {first.batch_size} x {first.seq_len} on {first.device}", sections)
+    return html_page(f"{model}: batch {first.batch_size} x {first.seq_len} on {first.device}", sections)
 
 
 def write_plan(path: Path, title: str, found: Plan) -> None:
@@ -56,14 +54,25 @@ def write_plan(path: Path, title: str, found: Plan) -> None:
     cells = [(row.layer, row.option, readable_size(row.kept_bytes)) for row in found.rows]
     peak = dict(found.estimate.rows())
     parts = [(name, readable_size(size)) for name, size in sorted(peak.items(), key=lambda item: -item[1])]
-    layers = {row.layer: {row.option: row.kept_bytes} for row in found.rows}
+    layers = {
+        _several([row.layer for row in rows]): {option: kept}
+        for (option, kept), rows in (
+            (key, list(rows)) for key, rows in groupby(found.rows, lambda row: (row.option, row.kept_bytes))
+        )
+    }
     sections = [
         HtmlSection("Plan", str(found), bars=[HtmlBars({"peak": peak}, found.budget_bytes, "the budget")]),
         HtmlSection(
             "Layers",
+            "What each of them keeps.",
             bars=[HtmlBars(layers)],
             tables=[Table(("layer", "option", "keeps"), cells, ("keeps",))],
         ),
         HtmlSection("Parts of the peak", tables=[Table(("part", "bytes"), parts, ("bytes",))]),
     ]
     write_html(path, title, sections)
+
+
+def _several(layers: Sequence[str]) -> str:
+    """Neighbours that are alike, as one name."""
+    return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1].rpartition('.')[2]}"

@@ -1,4 +1,4 @@
-"""One HTML file that needs no other: tables, bars, and pictures inside it. It has no script and reads nothing."""
+"""One HTML file that needs no other: tables, bars, pictures inside it, and a script that sorts the tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -19,17 +20,56 @@ if TYPE_CHECKING:
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --mark: #c00; }
-@media (prefers-color-scheme: dark) { :root { --text: #ddd; --page: #161616; --line: #444; --mark: #f66; } }
-body { font: 15px/1.5 sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-body { color: var(--text); background: var(--page); }
+@media (prefers-color-scheme: dark) { :root { --text: #ddd; --page: #161616; --line: #444; --mark: #ff7b7b; } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 0 auto; padding: 1rem; }
+body { color: var(--text); background: var(--page); overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.25rem; margin-top: 2rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; } img { max-width: 100%; background: #fff; }
-th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: left; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: left; overflow-wrap: normal; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th button { font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer; }
+th button::after { content: "\\2195"; margin-left: .3rem; opacity: .6; }
+th[aria-sort=ascending] button::after { content: "\\2191"; opacity: 1; }
+th[aria-sort=descending] button::after { content: "\\2193"; opacity: 1; }
+:focus-visible { outline: 3px solid #2f7ded; outline-offset: 2px; }
 .bar { display: flex; position: relative; height: 1.25rem; margin-bottom: .5rem; background: var(--line); }
-.mark { position: absolute; top: -.2rem; bottom: -.2rem; border-left: 2px solid var(--mark); }
-.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 .8rem; }
+.bar .part { box-shadow: inset -1px 0 var(--page); }
+.mark { position: absolute; top: -.2rem; bottom: -.2rem; border-left: 3px solid var(--mark); }
+.keys { display: flex; flex-wrap: wrap; gap: .2rem 1rem; list-style: none; padding: 0; }
+.key { display: inline-block; width: .9rem; height: .9rem; margin-right: .35rem; vertical-align: -.1rem; }
 .card { color: var(--mark); }
+@media (max-width: 32rem) { th, td { padding: .25rem .4rem; } h1 { font-size: 1.3rem; } }
 """
+# rows by a column, from the smallest to the largest and back; without it the page shows the same
+_SCRIPT = """
+const UNITS = { B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30 };
+function value(text) {
+  const found = text.match(/^([0-9.]+)[+]?(?: (B|KiB|MiB|GiB))?$/);
+  return found ? found[1] * (UNITS[found[2]] || 1) : text;
+}
+function order(a, b) {
+  if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1;
+  return typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true });
+}
+for (const head of document.querySelectorAll("th")) {
+  const button = document.createElement("button"), line = head.parentNode;
+  button.type = "button";
+  button.append(...head.childNodes);
+  head.append(button);
+  button.addEventListener("click", () => {
+    const up = head.getAttribute("aria-sort") !== (head.className ? "descending" : "ascending");
+    const sign = up === !head.className ? 1 : -1;
+    const rows = [...line.parentNode.rows].slice(1);
+    rows.sort((a, b) => sign * order(...[a, b].map((row) => value(row.cells[head.cellIndex].textContent))));
+    line.parentNode.append(...rows);
+    for (const other of line.cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+  });
+}
+"""
+# nothing is read from anywhere
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 # of parts, told apart by most eyes on light and on dark ground (Okabe and Ito)
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 
@@ -64,11 +104,10 @@ class HtmlSection:
     bars: Sequence[HtmlBars] = ()
 
 
-def write_html(path: str | PathLike[str], title: str, sections: Sequence[HtmlSection]) -> None:
-    """Write the page. Nothing in it is fetched from elsewhere.
+def html_page(title: str, sections: Sequence[HtmlSection]) -> str:
+    """The page. Nothing in it is fetched from elsewhere.
 
     Args:
-        path: Where to write; parent folders are made.
         title: Of the page.
         sections: In order.
 
@@ -76,14 +115,20 @@ def write_html(path: str | PathLike[str], title: str, sections: Sequence[HtmlSec
         MissingExtraError: There are pictures and matplotlib is not installed.
     """
     body = "\n".join(map(_section, sections))
-    page = (
+    return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n{body}\n<script>{_SCRIPT}</script></body></html>\n"
     )
+
+
+def write_html(path: str | PathLike[str], title: str, sections: Sequence[HtmlSection]) -> None:
+    """Write such a page; parent folders are made. Raises as `html_page`."""
+    text = html_page(title, sections)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page, encoding="utf-8")
+    target.write_text(text, encoding="utf-8")
 
 
 def _section(section: HtmlSection) -> str:
@@ -96,21 +141,24 @@ def _section(section: HtmlSection) -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
     right = [column in table.numbers for column in table.columns]
+    head = "".join(map(partial(_cell, tag="th"), table.columns, right))
     rows = ("".join(map(_cell, row, right)) for row in table.rows)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f'<div class="wide" tabindex="0"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _bars(found: HtmlBars) -> str:
     totals: Counter[str] = Counter()
     for parts in found.bars.values():
         totals.update(parts)
-    colours = {part: _COLOURS[i % len(_COLOURS)] for i, (part, _) in enumerate(totals.most_common())}
-    scale = max((*(sum(parts.values()) for parts in found.bars.values()), found.mark or 0, 1))
-    keys = "".join(f'<span class="key" style="background:{c}"></span>{escape(part)}' for part, c in colours.items())
-    lines = [f"<p>{keys}</p>"]
+    colours = {part: _colour(i) for i, (part, _) in enumerate(totals.most_common())}
+    # the line is not at the very end of the bars
+    scale = max((*(sum(parts.values()) for parts in found.bars.values()), int(1.02 * (found.mark or 0)), 1))
+    keys = "".join(
+        f'<li><span class="key" style="background:{c}"></span>{escape(part)}</li>' for part, c in colours.items()
+    )
+    lines = [f'<ul class="keys">{keys}</ul>']
     if found.mark is not None:
         lines.append(f'<p class="card">the line: {escape(found.marked)}, {readable_size(found.mark)}</p>')
     return "\n".join([*lines, *(_bar(name, parts, found.mark, scale, colours) for name, parts in found.bars.items())])
@@ -119,7 +167,7 @@ def _bars(found: HtmlBars) -> str:
 def _bar(name: str, parts: Mapping[str, int], mark: int | None, scale: int, colours: Mapping[str, str]) -> str:
     # all bars of a page have their parts in the same order
     pieces = "".join(
-        f'<span style="width:{100 * parts[part] / scale:.3f}%;background:{colour}" '
+        f'<span class="part" style="width:{100 * parts[part] / scale:.3f}%;background:{colour}" '
         f'title="{escape(part)}: {readable_size(parts[part])}"></span>'
         for part, colour in colours.items()
         if parts.get(part)
@@ -129,8 +177,16 @@ def _bar(name: str, parts: Mapping[str, int], mark: int | None, scale: int, colo
     return f'<div>{label}</div><div class="bar">{pieces}{line}</div>'
 
 
-def _cell(text: str, right: bool) -> str:
-    return f'<td class="number">{escape(text)}</td>' if right else f"<td>{escape(text)}</td>"
+def _colour(number: int) -> str:
+    """The colours, and the same again in stripes."""
+    colour = _COLOURS[number % len(_COLOURS)]
+    if number < len(_COLOURS):
+        return colour
+    return f"repeating-linear-gradient(45deg,{colour} 0 3px,#fff 3px 5px,#000 5px 6px)"
+
+
+def _cell(text: str, right: bool, tag: str = "td") -> str:
+    return f'<{tag} class="number">{escape(text)}</{tag}>' if right else f"<{tag}>{escape(text)}</{tag}>"
 
 
 def _picture(text: str, draw: Callable[[IO[bytes]], None]) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# (number of a term, coefficient) of each summand
-Terms = Sequence[Sequence[float]]
+# the number of a term and its coefficient, of each summand in turn
+Terms = Sequence[float]
 
 # of reference/linear_cross_entropy.py: elements of a chunk of logits, and what its rows or columns are multiples of
 LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 18, 1 << 25, 16
@@ -44,12 +44,13 @@ def with_chunks(sizes: Mapping[str, float]) -> dict[str, float]:
 
     Args:
         sizes: Of the model and the batch: batch, seq, hidden, ffn, vocab, head, kv_heads, groups, rank, positions,
-            layers.
+            layers; tile, the rows of one where there are so many; experts and active ones of a mixture.
     """
     tokens, vocab = sizes["batch"] * sizes["seq"], sizes["vocab"]
     return {
         **sizes,
         "labels": sizes["seq"] - 1,
+        "tile": min(sizes["tile"], tokens),
         "columns": _chunk(vocab, tokens, tokens * sizes["hidden"]),
         "rows": _chunk(tokens, vocab, tokens * vocab // 16),
         "few_rows": _chunk(tokens, vocab, tokens * vocab // 32),
@@ -74,28 +75,30 @@ def term_values(terms: Sequence[Mapping[str, int]], sizes: Mapping[str, float]) 
 
 def total(polynomial: Terms, values: Sequence[float]) -> float:
     """A sum of products of sizes."""
-    return sum(coefficient * values[int(term)] for term, coefficient in polynomial)
+    return sum(values[int(term)] * factor for term, factor in zip(polynomial[::2], polynomial[1::2], strict=True))
 
 
-def evaluate(
-    data: Mapping[str, Any], case: Mapping[str, int], optimizer: str, sizes: Mapping[str, float]
-) -> QuickEstimate:
+def evaluate(data: Mapping[str, Any], case: Sequence[int], optimizer: str, sizes: Mapping[str, float]) -> QuickEstimate:
     """The estimate of one case of an architecture class at some sizes.
 
     Args:
         data: The class's file of `data/`.
-        case: The numbers of its "state" and its "step".
+        case: The numbers of its state and its step.
         optimizer: Name of an optimizer.
         sizes: As for `with_chunks`.
     """
     values = term_values(data["terms"], with_chunks(sizes))
-    state, step = data["states"][case["state"]], data["steps"][case["step"]]
+    state, step = data["states"][case[0]], data["steps"][case[1]]
+
+    def nbytes(number: int) -> int:
+        return round(total(data["sums"][number], values))
+
     return QuickEstimate(
-        weights_bytes=round(total(state["weights"], values)),
-        gradients_bytes=round(total(state["gradients"], values)),
-        optimizer_bytes=round(total(state[optimizer], values)),
-        kept_by_role={role: round(total(terms, values)) for role, terms in step["kept"].items()},
-        step_peak_bytes=round(max(total(terms, values) for terms in step["moments"])),
+        weights_bytes=nbytes(state["weights"]),
+        gradients_bytes=nbytes(state["gradients"]),
+        optimizer_bytes=nbytes(state[optimizer]),
+        kept_by_role={role: nbytes(number) for role, number in step["kept"].items()},
+        step_peak_bytes=max(map(nbytes, step["moments"])),
         context_bytes=data["context_bytes"],
     )
 

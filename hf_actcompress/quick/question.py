@@ -18,7 +18,10 @@ from .formula import QuickEstimate, evaluate
 _FOLDER = Path(__file__).parent / "data"
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_QUANTIZED = {"nf4": "qlora", "int8": "int8"}
 _LORA_RANK = 8
+# rows of a tile are at least so many
+_LEAST_TILE = 256
 
 
 @cache
@@ -53,7 +56,13 @@ class Question:
     @property
     def most_tokens(self) -> int:
         """How long a sequence may be."""
-        return min(self.sizes["positions"], self.window or self.sizes["positions"])
+        most = self.sizes["positions"] - int(self.data["reserved"])
+        return most if self.window is None or self._windowed in self.data["cases"] else min(most, self.window - 1)
+
+    @property
+    def _windowed(self) -> str:
+        """The cases of sequences that are longer than what attention reaches."""
+        return f"{self.key}/windowed"
 
     def answer(self, strategy: str, batch_size: int, seq_len: int, optimizer: str = "adamw") -> QuickEstimate:
         """The estimate.
@@ -62,21 +71,22 @@ class Question:
             ModelConfigError: The model has learned positions and not so many, or windows that are shorter.
             UnknownOptionError: Unknown strategy or optimizer.
         """
-        cases = self.data["cases"][self.key]
+        self.check_length(seq_len)
+        cases = self.data["cases"][self.key if self.window is None or seq_len < self.window else self._windowed]
         if strategy not in cases:
             raise UnknownOptionError("strategy", strategy, cases)
         if optimizer not in self.data["optimizers"]:
             raise UnknownOptionError("optimizer", optimizer, self.data["optimizers"])
-        self.check_length(seq_len)
         return evaluate(self.data, cases[strategy], optimizer, {**self.sizes, "batch": batch_size, "seq": seq_len})
 
     def check_length(self, seq_len: int) -> None:
         """Raise ModelConfigError if the formula does not hold for such a sequence."""
-        if self.data["learned_positions"] and seq_len > self.sizes["positions"]:
-            raise ModelConfigError(f"{self.name} has learned positions for {self.sizes['positions']:,} tokens")
-        if self.window is not None and seq_len > self.window:
+        positions = self.sizes["positions"] - self.data["reserved"]
+        if self.data["learned_positions"] and seq_len > positions:
+            raise ModelConfigError(f"{self.name} has learned positions for {positions:,} tokens")
+        if self.window is not None and seq_len >= self.window and self._windowed not in self.data["cases"]:
             raise ModelConfigError(
-                f"its attention reaches {self.window:,} tokens back, and the formula holds up to that many; "
+                f"its attention reaches {self.window:,} tokens back, and the formula holds below that many; "
                 "`estimate` without it counts the masks that longer sequences need"
             )
 
@@ -106,6 +116,8 @@ def question(
     if data["head"] not in (None, sizes["head"]):
         raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
     sizes["rank"] = _LORA_RANK if lora is True or not lora else int(lora)
+    # a weight of packed codes has no width
+    sizes["tile"] = _LEAST_TILE if quantization else max(_LEAST_TILE, sizes[data["tile"]] // 2)
     mode = _mode(dtype or values.get("dtype") or values.get("torch_dtype"), autocast, bool(lora), quantization)
     key = f"{variant}/{'grouped' if sizes['groups'] > 1 else 'single'}/{mode}"
     if key not in data["cases"]:
@@ -129,11 +141,15 @@ def _class_of(config: Mapping[str, Any]) -> str:
 
 def _check_structure(name: str, data: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for field, expected in data["structure"].items():
+        # what a config leaves out is the class's own
         if values.get(field, expected) != expected:
             raise ModelConfigError(
                 f"the formula of {name} is for {field}={expected!r}, and this config has {values[field]!r}; "
                 "`estimate` takes any model"
             )
+    types, period = values.get("layer_types"), data["period"]
+    if period > 1 and any((kind == "full_attention") != (i % period == 0) for i, kind in enumerate(types or (), 1)):
+        raise ModelConfigError(f"the formula of {name} is for one layer of full attention in each {period}, the last")
     if values.get("quantization_config"):
         raise ModelConfigError("the formula does not read a quantization_config; ask for QLoRA instead")
 
@@ -147,7 +163,7 @@ def _variant(data: Mapping[str, Any], values: Mapping[str, Any]) -> str:
 
 def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, int]:
     found: dict[str, Any] = {size: values.get(field) for size, field in fields.items()}
-    for size in ("layers", "hidden", "heads", "vocab", "positions"):
+    for size in [name for name in fields if name not in ("ffn", "head", "kv_heads")]:
         if not isinstance(found[size], int) or found[size] < 1:
             raise ModelConfigError(f"the config has no {fields[size]} above 0: {found[size]!r}")
     hidden, heads = found["hidden"], found["heads"]
@@ -155,6 +171,9 @@ def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, in
     found |= {"ffn": found["ffn"] or 4 * hidden, "head": found.get("head") or hidden // heads}
     if heads % kv_heads:
         raise ModelConfigError(f"{heads} heads are not a multiple of {kv_heads} heads of keys")
+    if kv_heads == 1 and heads > 1:
+        # which is laid out like its transpose, so that copies are not made that others need
+        raise ModelConfigError("the formula is for several heads of keys, not for one; `estimate` takes any model")
     del found["heads"]
     return {**found, "kv_heads": kv_heads, "groups": heads // kv_heads}
 
@@ -162,13 +181,13 @@ def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, in
 def _mode(dtype: str | None, autocast: str | None, lora: bool, quantization: str | None) -> str:
     name = str(dtype or "float32").removeprefix("torch.")
     half = _DTYPES.get(name, name) in ("bfloat16", "float16")
-    if quantization is not None and (quantization != "nf4" or not lora or not half):
-        raise ModelConfigError("the formula for quantised weights is that of QLoRA: nf4 under bf16 or fp16")
+    if quantization is not None and (quantization not in _QUANTIZED or not lora or not half):
+        raise ModelConfigError("the formula for quantised weights is that of LoRA over nf4 or int8 with bf16 or fp16")
     if half and not autocast:
-        return "qlora" if quantization else "lora" if lora else "bf16"
-    if autocast and not lora:
-        return "autocast"
+        return _QUANTIZED[quantization] if quantization else "lora" if lora else "bf16"
+    if not lora and (autocast or _DTYPES.get(name, name) == "float32"):
+        return "autocast" if autocast else "fp32"
     raise ModelConfigError(
         f"there is no formula for weights in {name}{' with LoRA' if lora else ''}: "
-        "use bf16 or fp16 weights, or autocast over fp32 ones without LoRA"
+        "use bf16 or fp16 weights, or fp32 ones without LoRA"
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_actcompress.cli.cache import FOLDER
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64, "dtype": "bfloat16",
@@ -19,3 +21,10 @@ def model(tmp_path: Path) -> str:
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(CONFIG))
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the commands of a test keep their answers: no test reads those of another one."""
+    monkeypatch.setenv(FOLDER, str(tmp_path / "answers"))
+    return tmp_path / "answers" / "estimates"

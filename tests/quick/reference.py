@@ -17,10 +17,12 @@ FILE = Path(__file__).with_name("reference.json")
 PRESETS: dict[str, Any] = json.loads((Path(page.__file__).parent / "presets.json").read_text())
 STRATEGIES: dict[str, Any] = json.loads((Path(page.__file__).parent / "strategies.json").read_text())
 MODES: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
     "autocast": {"dtype": "float32", "autocast": "bfloat16"},
     "lora": {"dtype": "bfloat16", "lora": 16},
     "qlora": {"dtype": "bfloat16", "lora": 16, "quantization": "nf4"},
+    "int8": {"dtype": "bfloat16", "lora": 16, "quantization": "int8"},
 }
 # (batch, tokens): from less than what most people have to more
 LONG = ((1, 4096), (4, 2048), (16, 512), (2, 128), (8, 1000))
@@ -33,9 +35,9 @@ def cases() -> Iterator[dict[str, Any]]:
     number = 0
     for name, config in PRESETS.items():
         learned = "max_position_embeddings" not in config or config["max_position_embeddings"] <= 1024
-        for mode in list(MODES)[len(name) % 2 :: 2]:
+        for mode in list(MODES)[len(name) % 3 :: 3]:
             sizes = (SHORT if learned else LONG)[number % (4 if learned else 5)]
-            strategy = list(STRATEGIES)[number * 3 % 8]
+            strategy = list(STRATEGIES)[number * 3 % len(STRATEGIES)]
             optimizer = OPTIMIZERS[number // 3 % 4]
             yield {
                 "model": name, "mode": mode, "strategy": strategy, "optimizer": optimizer,

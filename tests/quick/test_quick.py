@@ -15,6 +15,7 @@ import pytest
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.quick import formula, page
 from hf_actcompress.quick.question import classes, question
+from tests.browser import dom, looked_at, needs_browser
 from tests.cli.invoke import run
 from tests.quick.reference import FILE, MODES, PRESETS, STRATEGIES, estimated
 
@@ -61,12 +62,18 @@ REFUSED = {
     "structure": ({**LLAMA, "attention_bias": True}, {}, "attention_bias"),
     "quantised": ({**LLAMA, "quantization_config": {"bits": 4}}, {}, "QLoRA"),
     "heads": ({**LLAMA, "num_key_value_heads": 7}, {}, "multiple"),
+    "one head of keys": ({**LLAMA, "num_key_value_heads": 1}, {}, "several heads of keys"),
     "sizes": ({**LLAMA, "num_hidden_layers": 0}, {}, "num_hidden_layers"),
-    "dtype": (LLAMA, {"dtype": "float32"}, "no formula for weights in float32"),
-    "int8": (LLAMA, {"quantization": "int8", "lora": True}, "nf4"),
+    "dtype": (LLAMA, {"dtype": "float32", "lora": True}, "no formula for weights in float32"),
+    "long dtype": (LLAMA, {"dtype": "float64"}, "no formula for weights in float64"),
+    "fp4": (LLAMA, {"quantization": "fp4", "lora": True}, "nf4"),
+    "experts": ({**PRESETS["Mixtral-8x7B"], "num_local_experts": 0}, {}, "num_local_experts"),
+    "dense layers": ({**PRESETS["Qwen3-30B-A3B"], "mlp_only_layers": [0]}, {}, "mlp_only_layers"),
+    "layer types": ({**PRESETS["Gemma-3-4B"], "layer_types": ["full_attention"] * 34}, {}, "full attention in each 6"),
     "head": ({**PRESETS["GPT-2"], "n_head": 6}, {"dtype": "bf16"}, "heads of 64"),
     "positions": ({**PRESETS["GPT-2"], "n_positions": 64}, {"dtype": "bf16"}, "learned positions"),
-    "window": ({**PRESETS["Mistral-7B-v0.3"], "sliding_window": 64}, {}, "tokens back"),
+    "reserved positions": ({**PRESETS["RoBERTa base (classification)"], "max_position_embeddings": 129}, {}, "127 tok"),
+    "window": ({**PRESETS["Mixtral-8x7B"], "sliding_window": 128}, {}, "tokens back"),
 }
 
 
@@ -132,16 +139,23 @@ def test_what_the_page_shows(tmp_path):
         assert shown["hidden"] and message in shown["problem"]
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
+@needs_browser
 def test_a_browser_shows_it(tmp_path):
     path = tmp_path / "page.html"
     path.write_text(page.page())
-    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run([*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, check=True)
+    shown = dom(path)
     asked = question(next(iter(PRESETS.values())), dtype="bf16")
     for strategy in asked.strategies:
         peak = asked.answer(strategy, 4, 512).device_bytes / 2**30
-        assert f'<th scope="row">{strategy}</th><td class="number">{peak:.2f} GiB</td>' in done.stdout
+        assert f'<th scope="row">{strategy}</th><td class="number">{peak:.2f} GiB</td>' in shown
+
+
+@needs_browser
+@pytest.mark.parametrize("width, dark", ((360, True), (1200, False)), ids=("phone, dark", "desktop, light"))
+def test_the_page_can_be_read(tmp_path, dark, width):
+    found = looked_at(page.page(), tmp_path, width, dark)
+    assert found["dark"] == dark and not found["fetched"] and not found["errors"]
+    assert found["width"] == width and not found["cut"] and not found["faint"]
 
 
 def test_the_command_answers_without_torch(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ DATA = Path(__file__).parents[2] / "quick" / "data"
 STRUCTURE = (
     "hidden_act", "activation_function", "attention_bias", "mlp_bias", "attention_dropout", "hidden_dropout_prob",
     "attention_probs_dropout_prob", "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "is_decoder",
-    "add_cross_attention", "reorder_and_upcast_attn", "use_sliding_window",
+    "add_cross_attention", "reorder_and_upcast_attn", "use_sliding_window", "hidden_activation",
+    "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention", "activation", "dropout",
+    "seq_classif_dropout", "decoder_sparse_step", "mlp_only_layers", "output_router_logits",
 )  # fmt: skip
 # and others that are read
-_READ = ("tie_word_embeddings", "sliding_window")
+_READ = ("tie_word_embeddings", "sliding_window", "use_sliding_window")
 
 # name -> what it is patched with, checkpointing, the codec of the checkpoints: as the table of the command has them
 STRATEGIES: dict[str, tuple[str | None, bool, str | None]] = json.loads(
@@ -41,10 +43,12 @@ STRATEGIES: dict[str, tuple[str | None, bool, str | None]] = json.loads(
 )
 # name -> dtype of the weights, of autocast, whether there is LoRA, quantisation
 MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
+    "fp32": (torch.float32, None, False, None),
     "bf16": (torch.bfloat16, None, False, None),
     "autocast": (torch.float32, torch.bfloat16, False, None),
     "lora": (torch.bfloat16, None, True, None),
     "qlora": (torch.bfloat16, None, True, "nf4"),
+    "int8": (torch.bfloat16, None, True, "int8"),
 }
 
 
@@ -53,7 +57,8 @@ class Writer:
 
     def __init__(self) -> None:
         self.terms: list[dict[str, int]] = []
-        self.states: list[dict[str, Any]] = []
+        self.sums: list[list[float]] = []
+        self.states: list[dict[str, int]] = []
         self.steps: list[dict[str, Any]] = []
 
     def number(self, found: Any, known: list[Any]) -> int:
@@ -61,13 +66,14 @@ class Writer:
             known.append(found)
         return known.index(found)
 
-    def polynomial(self, polynomial: Polynomial) -> list[list[float]]:
-        rows = []
+    def polynomial(self, polynomial: Polynomial) -> int:
+        """The number of a sum: the number of a term and its coefficient, in turn."""
+        row: list[float] = []
         for term, coefficient in sorted(polynomial.items()):
             powers = {name: power for name, power in zip(SYMBOLS, term, strict=True) if power}
-            value = float(coefficient)
-            rows.append([self.number(powers, self.terms), int(value) if value.is_integer() else value])
-        return rows
+            value = float(f"{float(coefficient):.7g}")
+            row += [self.number(powers, self.terms), int(value) if value.is_integer() else value]
+        return self.number(row, self.sums)
 
 
 def export(name: str) -> dict[str, Any]:
@@ -76,40 +82,47 @@ def export(name: str) -> dict[str, Any]:
     cases: dict[str, Any] = {}
     for variant in family.variants:
         for grouped in family.grouped:
-            for mode in MODES:
-                found = dict(_cases(name, variant, grouped, mode, writer))
-                cases[f"{variant}/{'grouped' if grouped else 'single'}/{mode}"] = found
+            for mode, windowed in product(MODES, (False, True) if family.period else (False,)):
+                found = dict(_cases(name, variant, grouped, mode, windowed, writer))
+                key = f"{variant}/{'grouped' if grouped else 'single'}/{mode}"
+                cases[f"{key}/windowed" if windowed else key] = found
     return {
         **described(name),
         "terms": writer.terms,
+        "sums": writer.sums,
         "states": writer.states,
         "steps": writer.steps,
         "cases": cases,
     }
 
 
-def _cases(name: str, variant: str, grouped: bool, mode: str, writer: Writer) -> Iterator[tuple[str, Any]]:
+def _cases(
+    name: str, variant: str, grouped: bool, mode: str, windowed: bool, writer: Writer
+) -> Iterator[tuple[str, tuple[int, int]]]:
     family = FAMILIES[name]
+    period = family.period if windowed else 1
     sizes = sizes_of(family, grouped)
     reader, at = Reader(sizes), points(grouped, "kv_heads" not in family.fields)
     dtype, autocast, lora, quantization = MODES[mode]
     rank = sizes["rank"].value if lora else None
-    configs = [probe(name, variant, grouped, FEWEST + more) for more in (0, 1)]
+    configs = [probe(name, variant, grouped, period * (FEWEST + more), windowed) for more in (0, 1)]
     plain = [skeleton(config, dtype, rank, False, quantization) for config in configs]
     checkpointed = [skeleton(model, None, None, True) for model in plain]
-    state = writer.number(_state(plain, reader, writer), writer.states)
+    state = writer.number(_state(plain, reader, writer, period), writer.states)
     setting = Setting(sizes["batch"].value, sizes["seq"].value, None, True, autocast)
     for strategy, (preset, checkpointing, codec) in STRATEGIES.items():
         short, longer = checkpointed if checkpointing else plain
-        found = trace(short, longer, replace(setting, config=_config(preset, codec)), reader)
+        config = _config(preset, codec, sizes["tile"].value)
+        found = trace(short, longer, replace(setting, config=config), reader, period)
         step = writer.number(_step(found, at, writer), writer.steps)
-        yield strategy, {"state": state, "step": step}
+        yield strategy, (state, step)
 
 
-def _config(preset: str | None, codec: str | None) -> CompressionConfig | None:
+def _config(preset: str | None, codec: str | None, tile: int) -> CompressionConfig | None:
     if preset is None:
         return None
-    return resolve(preset) if codec is None else CompressionConfig.from_preset(preset, checkpoint_input=codec)
+    config = resolve(preset) if codec is None else CompressionConfig.from_preset(preset, checkpoint_input=codec)
+    return replace(config, tiled_mlp=tile) if config.tiled_mlp else config
 
 
 def _step(found: Trace, at: Sequence[Mapping[str, float]], writer: Writer) -> dict[str, Any]:
@@ -117,7 +130,7 @@ def _step(found: Trace, at: Sequence[Mapping[str, float]], writer: Writer) -> di
     return {"kept": kept, "moments": [writer.polynomial(moment) for moment in pruned(found.moments, at)]}
 
 
-def _state(models: Sequence[nn.Module], reader: Reader, writer: Writer) -> dict[str, Any]:
+def _state(models: Sequence[nn.Module], reader: Reader, writer: Writer, period: int) -> dict[str, int]:
     """Polynomials of the weights, the gradients, and each optimizer's states."""
     parts: list[dict[str, Polynomial]] = []
     for model in models:
@@ -127,15 +140,19 @@ def _state(models: Sequence[nn.Module], reader: Reader, writer: Writer) -> dict[
         sizes = {"weights": weights, "gradients": [p.nbytes for p in trained], **optimizers}
         parts.append({part: reader.total(found) for part, found in sizes.items()})
     short, longer = parts
-    return {part: writer.polynomial(by_layers(short[part], longer[part].plus(short[part], -1))) for part in short}
+    growth = {part: longer[part].plus(short[part], -1) for part in short}
+    return {part: writer.polynomial(by_layers(short[part], growth[part], period)) for part in short}
 
 
 def described(name: str) -> dict[str, Any]:
     """What was traced: the versions, the fields of a config, and what it means where it says nothing."""
     family = FAMILIES[name]
-    stated = {field: getattr(family.config, field, None) for field in [*family.fields.values(), *_READ, *STRUCTURE]}
+    stated = {field: getattr(family.config, field, None) for field in [*family.fields.values(), *_READ]}
     config = probe(name, next(iter(family.variants)), False, FEWEST)
     with_default = {field for field in stated if hasattr(family.config, field)}
+    structure = {field: getattr(config, field) for field in STRUCTURE if hasattr(config, field)}
+    if family.period > 1:
+        structure["sliding_window_pattern"] = family.period
     return {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "context_bytes": CONTEXT_BYTES,
@@ -143,11 +160,14 @@ def described(name: str) -> dict[str, Any]:
         "model_type": family.config.model_type,
         "task": family.task,
         "learned_positions": family.learned_positions,
+        "reserved": family.reserved,
+        "period": family.period,
+        "tile": family.tile,
         # of a class whose heads were traced at one size alone
         "head": None if "head" in family.fields else HEAD,
         "fields": dict(family.fields),
         "defaults": {field: value for field, value in stated.items() if field in with_default},
-        "structure": {field: getattr(config, field) for field in STRUCTURE if hasattr(config, field)},
+        "structure": structure,
         "variants": {variant: dict(options) for variant, options in family.variants.items()},
     }
 

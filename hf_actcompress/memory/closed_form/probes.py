@@ -25,6 +25,9 @@ _SHARED = {
     "rows": Size(16 * 167, 167, {}),
     "few_rows": Size(32 * 59, 59, {}),
     "positions": Size(128 * 47, 47, {}),
+    "tile": Size(64 * 53, 53, {}),
+    "experts": Size(41, 41, {}),
+    "active": Size(19, 19, {}),
 }
 # heads of their own size, and several that share one key
 GROUPED = {
@@ -54,6 +57,9 @@ class Family:
         task: What the class is for.
         grouped: Whether heads share keys; both are traced for themselves.
         learned_positions: Whether they are a table, which no sequence may exceed.
+        reserved: Rows of that table that belong to no token.
+        period: Layers from one that attends to everything to the next, where the others have windows; 0: no layer has.
+        tile: What the preset `long` takes the rows of a tile from: the input of the first weight of the MLP.
     """
 
     config: type[Any]
@@ -63,6 +69,9 @@ class Family:
     task: str = "causal"
     grouped: tuple[bool, ...] = (True,)
     learned_positions: bool = False
+    reserved: int = 0
+    period: int = 0
+    tile: str = "hidden"
 
 
 _DECODER = {
@@ -75,31 +84,50 @@ _GPT2 = {
     "layers": "n_layer", "hidden": "n_embd", "ffn": "n_inner", "vocab": "vocab_size", "heads": "n_head",
     "positions": "n_positions",
 }  # fmt: skip
+_DISTILBERT = {
+    "layers": "n_layers", "hidden": "dim", "ffn": "hidden_dim", "vocab": "vocab_size", "heads": "n_heads",
+    "positions": "max_position_embeddings",
+}  # fmt: skip
+_MIXTRAL = {**_DECODER, "experts": "num_local_experts", "active": "num_experts_per_tok"}
+_QWEN3_MOE = {**_MIXTRAL, "ffn": "moe_intermediate_size", "experts": "num_experts"}
 _TABLE: dict[str, Any] = {"grouped": (False,), "learned_positions": True}
 _UNTIED = {"untied": {"tie_word_embeddings": False}}
-_TIES = {"tied": {"tie_word_embeddings": True}, **_UNTIED}
+_TIED = {"tied": {"tie_word_embeddings": True}}
+_TIES = {**_TIED, **_UNTIED}
+_ENCODERS = {"Bert": (transformers.BertConfig, _ENCODER, 0), "Roberta": (transformers.RobertaConfig, _ENCODER, 2),
+             "DistilBert": (transformers.DistilBertConfig, _DISTILBERT, 0)}  # fmt: skip
+_HEADS = {"ForMaskedLM": "mlm", "ForSequenceClassification": "classification"}
+_MOE = {"output_router_logits": False}
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(transformers.LlamaConfig, _DECODER, _TIES, grouped=(True, False)),
-    "MistralForCausalLM": Family(transformers.MistralConfig, _DECODER, _UNTIED, {"sliding_window": None}),
+    "MistralForCausalLM": Family(transformers.MistralConfig, _DECODER, _UNTIED, period=1),
     "Qwen2ForCausalLM": Family(transformers.Qwen2Config, _DECODER, _TIES),
     "Qwen3ForCausalLM": Family(transformers.Qwen3Config, _DECODER, _TIES),
-    "GPT2LMHeadModel": Family(transformers.GPT2Config, _GPT2, {"dropout": {}}, **_TABLE),
-    "BertForMaskedLM": Family(transformers.BertConfig, _ENCODER, {"dropout": {}}, **_TABLE, task="mlm"),
-    "BertForSequenceClassification": Family(
-        transformers.BertConfig, _ENCODER, {"dropout": {}}, **_TABLE, task="classification"
-    ),
+    "Gemma2ForCausalLM": Family(transformers.Gemma2Config, _DECODER, _TIED, period=2),
+    "Gemma3ForCausalLM": Family(transformers.Gemma3TextConfig, _DECODER, _TIED, period=6),
+    "MixtralForCausalLM": Family(transformers.MixtralConfig, _MIXTRAL, _UNTIED, _MOE),
+    "Qwen3MoeForCausalLM": Family(transformers.Qwen3MoeConfig, _QWEN3_MOE, _UNTIED, _MOE),
+    "GPT2LMHeadModel": Family(transformers.GPT2Config, _GPT2, {"dropout": {}}, **_TABLE, tile="ffn"),
+    **{
+        f"{name}{head}": Family(config, fields, {"dropout": {}}, **_TABLE, reserved=reserved, task=task)
+        for name, (config, fields, reserved) in _ENCODERS.items()
+        for head, task in _HEADS.items()
+    },
 }
+_OF_EXPERTS = ("experts", "active")
+# within which no probe's sequence is, or each is
+_NARROW, _WIDE = 64, 2**20
 
 
 def sizes_of(family: Family, grouped: bool) -> Mapping[str, Size]:
     """The probe's sizes."""
-    if "kv_heads" not in family.fields:
-        return JOINED
-    return GROUPED if grouped else SINGLE
+    found = JOINED if "kv_heads" not in family.fields else GROUPED if grouped else SINGLE
+    # a size that the model does not have would be read by chance, out of a chunk's last turn
+    return {name: size for name, size in found.items() if name not in _OF_EXPERTS or name in family.fields}
 
 
-def probe(name: str, variant: str, grouped: bool, layers: int) -> Any:
-    """A config of the class at the probe's sizes."""
+def probe(name: str, variant: str, grouped: bool, layers: int, windowed: bool = False) -> Any:
+    """A config of the class at the probe's sizes, whose sequences are longer than its windows or not."""
     family = FAMILIES[name]
     sizes = sizes_of(family, grouped)
     values = {size: value.value for size, value in sizes.items()}
@@ -109,6 +137,8 @@ def probe(name: str, variant: str, grouped: bool, layers: int) -> Any:
     values.setdefault("hidden", values["heads"] * values["head"])
     fields = {where: values[size] for size, where in family.fields.items()}
     options = {"pad_token_id": 0, **family.options, **family.variants[variant]}
+    if family.period:
+        options["sliding_window"] = _NARROW if windowed else _WIDE
     # any width that heads divide, and then the one that they do not
     width = {family.fields["hidden"]: values["heads"] * values["head"]}
     config = family.config(**{**fields, **width}, **options)

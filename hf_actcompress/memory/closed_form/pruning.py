@@ -12,7 +12,7 @@ from ...quick.formula import with_chunks
 from .symbols import SYMBOLS, Polynomial, Term
 
 # shares of a sum below which a moment or a term is left out, at every one of the points
-_MOMENT, _TERM = 1e-3, 2e-5
+_MOMENT, _TERM = 4e-3, 2e-4
 _POINTS = 600
 
 
@@ -31,14 +31,15 @@ def points(grouped: bool, joined: bool) -> list[Mapping[str, float]]:
             "ffn": 64 * max(1, round(hidden * draw.choice((1.5, 2.7, 3.5, 4, 6)) / 64)), "head": head,
             "vocab": draw.choice((2_000, 30_522, 32_000, 50_257, 128_256, 151_936, 262_144)), "kv_heads": kv_heads,
             "groups": groups, "rank": draw.choice((4, 8, 16, 64)), "positions": 2 ** draw.randint(9, 13),
-            "layers": draw.choice((3, 6, 12, 16, 24, 32, 48, 80)),
+            "layers": draw.choice((3, 6, 12, 16, 24, 32, 48, 80)), "tile": max(256, hidden // 2),
+            "experts": draw.choice((4, 8, 16, 64, 128)), "active": draw.choice((1, 2, 4)),
         }  # fmt: skip
         found.append(with_chunks(sizes))
     return found
 
 
 def pruned(polynomials: Sequence[Polynomial], at: Sequence[Mapping[str, float]]) -> list[Polynomial]:
-    """Those whose highest value is that of all, at each of the points, within a thousandth."""
+    """Those whose highest value is that of all, at each of the points, within some thousandths."""
     terms = sorted({term for polynomial in polynomials for term in polynomial})
     values = _matrix(polynomials, terms) @ _products(terms, at)
     highest = values.amax(0)

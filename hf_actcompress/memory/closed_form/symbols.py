@@ -13,7 +13,7 @@ from fractions import Fraction
 # the names of the sizes in the order of a term's exponents
 SYMBOLS = (
     "batch", "seq", "labels", "hidden", "ffn", "vocab", "columns", "rows", "few_rows", "head", "kv_heads", "groups",
-    "rank", "positions", "layers",
+    "rank", "positions", "tile", "experts", "active", "layers",
 )  # fmt: skip
 
 Term = tuple[int, ...]
@@ -40,7 +40,7 @@ class Size:
 class Polynomial(dict[Term, Fraction]):
     """A sum of products of sizes: term -> coefficient. What adds up to nothing is left out."""
 
-    def add(self, other: Polynomial, times: int = 1) -> None:
+    def add(self, other: Polynomial, times: int | Fraction = 1) -> None:
         for term, coefficient in other.items():
             total = self.get(term, Fraction(0)) + times * coefficient
             if total:
@@ -48,7 +48,7 @@ class Polynomial(dict[Term, Fraction]):
             else:
                 self.pop(term, None)
 
-    def plus(self, other: Polynomial, times: int = 1) -> Polynomial:
+    def plus(self, other: Polynomial, times: int | Fraction = 1) -> Polynomial:
         result = Polynomial(self)
         result.add(other, times)
         return result

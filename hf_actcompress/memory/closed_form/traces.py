@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from torch import nn
@@ -29,8 +30,8 @@ class Trace:
     moments: Sequence[Polynomial]
 
 
-def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader) -> Trace:
-    """The trace of a model out of two with two and three layers, which are on the meta device."""
+def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader, period: int = 1) -> Trace:
+    """The trace of a model out of two with two and three times `period` layers, which are on the meta device."""
     base, more = (run_step(model, setting, roles=True) for model in (short, longer))
     growth = growth_of(base, more)
     first, end = _moments(base, reader)
@@ -41,23 +42,24 @@ def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader)
         growth.forward[0] > count - 1 - i if i < count else growth.backward[0] > i - count for i in range(len(first))
     ]
     moments = [
-        by_layers(moment, at_end if in_reach else Polynomial()) for moment, in_reach in zip(first, reached, strict=True)
+        by_layers(moment, at_end if in_reach else Polynomial(), period)
+        for moment, in_reach in zip(first, reached, strict=True)
     ]
     short_roles, long_roles = (_roles(step, reader) for step in (base, more))
-    kept = {
-        role: by_layers(short_roles.get(role, Polynomial()), found.plus(short_roles.get(role, Polynomial()), -1))
-        for role, found in long_roles.items()
-    }
-    rest = by_layers(end, at_end)
+    kept = {}
+    for role, found in long_roles.items():
+        fewest = short_roles.get(role, Polynomial())
+        kept[role] = by_layers(fewest, found.plus(fewest, -1), period)
+    rest = by_layers(end, at_end, period)
     for found in kept.values():
         rest.add(found, -1)
     kept["other"] = kept.get("other", Polynomial()).plus(rest)
     return Trace({role: found for role, found in kept.items() if found}, moments)
 
 
-def by_layers(base: Polynomial, growth: Polynomial) -> Polynomial:
-    """The polynomial of any number of layers, from that of the fewest and what one more adds."""
-    return base.plus(growth, -FEWEST).plus(growth.times("layers"))
+def by_layers(base: Polynomial, growth: Polynomial, period: int = 1) -> Polynomial:
+    """The polynomial of any number of layers, from that of the fewest and what `period` more of them add."""
+    return base.plus(growth, -FEWEST).plus(growth.times("layers"), Fraction(1, period))
 
 
 def _roles(step: FakeStep, reader: Reader) -> dict[str, Polynomial]:

@@ -1,7 +1,8 @@
 // The formula of quick/formula.py and quick/question.py. A test runs both on the same inputs.
 "use strict";
 
-const LEAST_CHUNK = 2 ** 18, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8;
+const LEAST_CHUNK = 2 ** 18, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8, LEAST_TILE = 256;
+const QUANTIZED = { nf4: "qlora", int8: "int8" };
 const HALF = ["bf16", "bfloat16", "fp16", "float16", "half"];
 
 function chunk(total, others, budget) {
@@ -14,6 +15,7 @@ function withChunks(sizes) {
   return {
     ...sizes,
     labels: sizes.seq - 1,
+    tile: Math.min(sizes.tile, tokens),
     columns: chunk(vocab, tokens, tokens * sizes.hidden),
     rows: chunk(tokens, vocab, Math.floor((tokens * vocab) / 16)),
     few_rows: chunk(tokens, vocab, Math.floor((tokens * vocab) / 32)),
@@ -25,14 +27,16 @@ function termValues(terms, sizes) {
 }
 
 function total(polynomial, values) {
-  return polynomial.reduce((sum, [term, coefficient]) => sum + coefficient * values[term], 0);
+  let sum = 0;
+  for (let at = 0; at < polynomial.length; at += 2) sum += values[polynomial[at]] * polynomial[at + 1];
+  return sum;
 }
 
 function evaluate(data, found, optimizer, sizes) {
   const values = termValues(data.terms, withChunks(sizes));
-  const state = data.states[found.state], step = data.steps[found.step];
-  const bytes = (polynomial) => Math.round(total(polynomial, values));
-  const kept = Object.fromEntries(Object.entries(step.kept).map(([role, terms]) => [role, bytes(terms)]));
+  const state = data.states[found[0]], step = data.steps[found[1]];
+  const bytes = (number) => Math.round(total(data.sums[number], values));
+  const kept = Object.fromEntries(Object.entries(step.kept).map(([role, number]) => [role, bytes(number)]));
   const answer = {
     weights_bytes: bytes(state.weights),
     gradients_bytes: bytes(state.gradients),
@@ -72,10 +76,14 @@ const value = (values, field) => (values[field] === undefined ? null : values[fi
 
 function checkStructure(name, data, values) {
   for (const [field, expected] of Object.entries(data.structure)) {
-    if (field in values && values[field] !== expected) {
+    if (field in values && JSON.stringify(values[field]) !== JSON.stringify(expected)) {
       throw new Error(`The formula of ${name} is for ${field}=${expected}, and this config has ${values[field]}; `
         + "`hf-actcompress estimate` takes any model.");
     }
+  }
+  const alike = (kind, at) => (kind === "full_attention") === ((at + 1) % data.period === 0);
+  if (data.period > 1 && !(values.layer_types || []).every(alike)) {
+    throw new Error(`The formula of ${name} is for one layer of full attention in each ${data.period}, the last.`);
   }
   if (values.quantization_config) {
     throw new Error("The formula does not read a quantization_config; choose QLoRA instead.");
@@ -91,7 +99,7 @@ function variantOf(data, values) {
 
 function sizesOf(fields, values) {
   const found = Object.fromEntries(Object.entries(fields).map(([size, field]) => [size, value(values, field)]));
-  for (const size of ["layers", "hidden", "heads", "vocab", "positions"]) {
+  for (const size of Object.keys(fields).filter((name) => !["ffn", "head", "kv_heads"].includes(name))) {
     if (!Number.isInteger(found[size]) || found[size] < 1) {
       throw new Error(`The config has no ${fields[size]} above 0: ${found[size]}`);
     }
@@ -99,6 +107,9 @@ function sizesOf(fields, values) {
   const { heads, ...rest } = found;
   const kvHeads = found.kv_heads || heads;
   if (heads % kvHeads) throw new Error(`${heads} heads are not a multiple of ${kvHeads} heads of keys`);
+  if (kvHeads === 1 && heads > 1) {
+    throw new Error("The formula is for several heads of keys, not for one; `hf-actcompress estimate` takes any model.");
+  }
   return {
     ...rest,
     ffn: found.ffn || 4 * found.hidden,
@@ -111,13 +122,13 @@ function sizesOf(fields, values) {
 function modeOf(dtype, autocast, lora, quantization) {
   const name = String(dtype || "float32").replace("torch.", "");
   const half = HALF.includes(name);
-  if (quantization && (quantization !== "nf4" || !lora || !half)) {
-    throw new Error("The formula for quantised weights is that of QLoRA: nf4 under bf16 or fp16.");
+  if (quantization && (!Object.hasOwn(QUANTIZED, quantization) || !lora || !half)) {
+    throw new Error("The formula for quantised weights is that of LoRA over nf4 or int8 with bf16 or fp16.");
   }
-  if (half && !autocast) return quantization ? "qlora" : lora ? "lora" : "bf16";
-  if (autocast && !lora) return "autocast";
+  if (half && !autocast) return quantization ? QUANTIZED[quantization] : lora ? "lora" : "bf16";
+  if (!lora && (autocast || ["fp32", "float32", "float"].includes(name))) return autocast ? "autocast" : "fp32";
   throw new Error(`There is no formula for weights in ${name}${lora ? " with LoRA" : ""}: `
-    + "use bf16 or fp16 weights, or autocast over fp32 ones without LoRA.");
+    + "use bf16 or fp16 weights, or fp32 ones without LoRA.");
 }
 
 function question(classes, config, training) {
@@ -131,6 +142,8 @@ function question(classes, config, training) {
   }
   const { dtype, autocast, lora, quantization } = training;
   sizes.rank = Number.isInteger(lora) && lora > 0 ? lora : LORA_RANK;
+  // a weight of packed codes has no width
+  sizes.tile = quantization ? LEAST_TILE : Math.max(LEAST_TILE, Math.floor(sizes[data.tile] / 2));
   const mode = modeOf(dtype || values.dtype || values.torch_dtype, autocast, Boolean(lora), quantization);
   const key = `${variant}/${sizes.groups > 1 ? "grouped" : "single"}/${mode}`;
   if (!(key in data.cases)) {
@@ -140,17 +153,21 @@ function question(classes, config, training) {
   return { name, data, key, sizes, window };
 }
 
+// the cases of sequences that are longer than what attention reaches
+const windowed = (asked) => `${asked.key}/windowed`;
+
 function mostTokens(asked) {
-  const limits = [asked.sizes.positions, asked.window].filter(Boolean);
-  return Math.min(...limits);
+  const most = asked.sizes.positions - asked.data.reserved;
+  return !asked.window || windowed(asked) in asked.data.cases ? most : Math.min(most, asked.window - 1);
 }
 
 function checkLength(asked, seqLen) {
-  if (asked.data.learned_positions && seqLen > asked.sizes.positions) {
-    throw new Error(`${asked.name} has learned positions for ${asked.sizes.positions} tokens.`);
+  const positions = asked.sizes.positions - asked.data.reserved;
+  if (asked.data.learned_positions && seqLen > positions) {
+    throw new Error(`${asked.name} has learned positions for ${positions} tokens.`);
   }
-  if (asked.window && seqLen > asked.window) {
-    throw new Error(`Its attention reaches ${asked.window} tokens back, and the formula holds up to that many; `
+  if (asked.window && seqLen >= asked.window && !(windowed(asked) in asked.data.cases)) {
+    throw new Error(`Its attention reaches ${asked.window} tokens back, and the formula holds below that many; `
       + "`hf-actcompress estimate` counts the masks that longer sequences need.");
   }
 }
@@ -158,7 +175,8 @@ function checkLength(asked, seqLen) {
 function answer(asked, strategy, batchSize, seqLen, optimizer = "adamw") {
   checkLength(asked, seqLen);
   const sizes = { ...asked.sizes, batch: batchSize, seq: seqLen };
-  return evaluate(asked.data, asked.data.cases[asked.key][strategy], optimizer, sizes);
+  const key = asked.window && seqLen >= asked.window ? windowed(asked) : asked.key;
+  return evaluate(asked.data, asked.data.cases[key][strategy], optimizer, sizes);
 }
 
 if (typeof module !== "undefined") module.exports = { question, answer, largest, mostTokens };

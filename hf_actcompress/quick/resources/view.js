@@ -28,9 +28,11 @@ const readable = (bytes) => `${(bytes / GIB).toFixed(2)} GiB`;
 function trainingOf(mode, rank) {
   return {
     bf16: { dtype: "bf16" },
+    fp32: { dtype: "fp32" },
     autocast: { dtype: "fp32", autocast: "bf16" },
     lora: { dtype: "bf16", lora: rank },
     qlora: { dtype: "bf16", lora: rank, quantization: "nf4" },
+    int8: { dtype: "bf16", lora: rank, quantization: "int8" },
   }[mode];
 }
 
@@ -90,17 +92,18 @@ function show(state) {
 function codeOf({ asked, mode, rank, batch }) {
   const [preset, checkpointing, codec] = DATA.strategies[$("strategy").value];
   const auto = { causal: "AutoModelForCausalLM", mlm: "AutoModelForMaskedLM", classification: "AutoModelForSequenceClassification" }[asked.data.task];
-  const lora = mode === "lora" || mode === "qlora", dtype = mode === "autocast" ? "float32" : "bfloat16";
+  const lora = ["lora", "qlora", "int8"].includes(mode), dtype = ["autocast", "fp32"].includes(mode) ? "float32" : "bfloat16";
   const names = preset === null ? [] : codec === null ? ["patch_model"] : ["CompressionConfig", "patch_model"];
   const config = codec === null ? `"${preset}"` : `CompressionConfig.from_preset("${preset}", checkpoint_input="${codec}")`;
   const quantized = mode === "qlora"
     ? ', quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",\n'
-      + "    bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)" : "";
+      + "    bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)"
+    : mode === "int8" ? ", quantization_config=BitsAndBytesConfig(load_in_8bit=True)" : "";
   const optim = { adamw: "adamw_torch_fused", adamw_8bit: "adamw_bnb_8bit", adafactor: "adafactor", sgd: "sgd" }[$("optimizer").value];
   const lines = [
     mode === "qlora" ? "import torch" : null,
     lora ? "from peft import LoraConfig, get_peft_model" : null,
-    `from transformers import ${auto}, ${mode === "qlora" ? "BitsAndBytesConfig, " : ""}Trainer, TrainingArguments`,
+    `from transformers import ${auto}, ${quantized ? "BitsAndBytesConfig, " : ""}Trainer, TrainingArguments`,
     names.length ? `from hf_actcompress import ${names.join(", ")}` : null,
     "",
     `model = ${auto}.from_pretrained("YOUR MODEL", dtype="${dtype}"${quantized})`,

@@ -1,0 +1,138 @@
+"""Answers of `estimate` on disk: what was asked before is printed again without torch.
+
+A file is named by the hash of all that its answer depends on: the content of the model's config, the options, this
+package's source, and the versions of the libraries whose code an estimate runs. So nothing in it grows old.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelConfigError
+from .quick import config_of
+
+# the folder of the answers
+FOLDER = "ACTCOMPRESS_CACHE"
+# of them, the ones that were written first are deleted beyond
+_MOST = 256
+_LIBRARIES = ("torch", "transformers", "peft", "triton")
+_VARIABLES = ("TRITON_INTERPRET",)
+_PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that the command says.
+
+    Args:
+        text: On stdout.
+        fits: Whether what was asked for fits on the card.
+        page: The HTML of `--html`, if it was asked for.
+    """
+
+    text: str
+    fits: bool
+    page: str | None
+
+
+def place_of(model: str, asked: Mapping[str, Any]) -> Path | None:
+    """The file of an answer, whether it is there or not; None: this answer cannot be kept.
+
+    Args:
+        model: As the command has it.
+        asked: Every option.
+    """
+    if asked["trust_remote_code"]:
+        # whose code may read anything
+        return None
+    try:
+        config = config_of(model)
+    except ModelConfigError:
+        # which `estimate` says in its own words
+        return None
+    if "configuration_files" in config:
+        # the config is in another file, by the version of transformers
+        return None
+    about = {
+        "model": model,
+        "config": config,
+        "asked": dict(asked),
+        "source": _source(),
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "variables": {name: os.environ.get(name) for name in _VARIABLES},
+        "machine": [platform.machine(), platform.python_version()],
+    }
+    return _folder() / f"{_hash(json.dumps(about).encode())}.json"
+
+
+def read(place: Path) -> Answer | None:
+    """The answer that is there; None if none is, or the file is broken."""
+    try:
+        found = json.loads(place.read_text(encoding="utf-8"))
+        answer = Answer(**found["answer"])
+        return answer if found["hash"] == _hash_of(answer) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write(place: Path, answer: Answer) -> None:
+    """Keep an answer. Where that is impossible (no room, no rights) nothing happens."""
+    text = json.dumps({"answer": asdict(answer), "hash": _hash_of(answer)})
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=place.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            # whoever reads at this time gets the old file or the new one, whole
+            os.replace(name, place)
+        except OSError:
+            os.unlink(name)
+            raise
+        for old in sorted(place.parent.iterdir(), key=_written)[:-_MOST]:
+            old.unlink(missing_ok=True)
+
+
+def _written(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    # another process has deleted it
+    return 0.0
+
+
+def _folder() -> Path:
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(named).expanduser() / "estimates"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_actcompress" / "estimates"
+
+
+def _source() -> str:
+    """The hash of this package's files."""
+    files = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".json"))
+    return _hash(b"\0".join(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() for path in files))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _hash_of(answer: Answer) -> str:
+    return _hash(json.dumps(asdict(answer)).encode())
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

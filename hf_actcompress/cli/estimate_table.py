@@ -1,0 +1,161 @@
+"""The table of `hf-actcompress estimate`: its rows, and how they are shown as text, as JSON and on a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .common import Rows
+from .remedies import STRATEGY, Remedy
+from .strategies import DEFAULT, MOST, TIME_CLASSES, Row
+
+_COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
+# of what is not known before the first row is printed
+_WIDTHS = {
+    "strategy": max(len(strategy.name) for strategy in DEFAULT), "peak": 10, "kept": 10, "fits": 5,
+    "extra time": max(map(len, TIME_CLASSES)),
+}  # fmt: skip
+_RIGHT = ("peak", "kept", "largest batch", "longest")
+
+
+def columns_of(room: int | None, max_context: bool) -> tuple[str, ...]:
+    """Names of the columns: what fits is known for a card alone."""
+    left_out: tuple[str, ...] = () if max_context else ("longest",)
+    left_out += ("fits", "largest batch") if room is None else ()
+    return tuple(column for column in _COLUMNS if column not in left_out)
+
+
+@dataclass
+class EstimateTable:
+    """The rows, and what they are about.
+
+    Args:
+        model: Its name.
+        columns: Their names.
+        room, gpu: The card in bytes, and as it was given.
+        rows: As far as they are known.
+        evaluation_bytes: What evaluating such a batch needs.
+        assumed: All that the figures depend on.
+        fits: Whether one of the rows that were asked for fits.
+        instead: What would fit, where none does.
+    """
+
+    model: str
+    columns: tuple[str, ...]
+    room: int | None
+    gpu: str | None
+    rows: list[Row] = field(default_factory=list)
+    evaluation_bytes: int = 0
+    assumed: str = ""
+    fits: bool = True
+    instead: list[Remedy] = field(default_factory=list)
+
+
+def cells_of(row: Row, table: EstimateTable) -> tuple[str, ...]:
+    """A row as texts."""
+    from ..quick.sizes import readable_size
+
+    strategy, columns = row.strategy, table.columns
+    if row.estimate is None:
+        return (strategy.name, *["-"] * (len(columns) - 2), f"not for this model: {row.why_not}")
+    texts = {
+        "strategy": strategy.name,
+        "peak": readable_size(row.estimate.device_bytes),
+        "kept": readable_size(row.estimate.kept_bytes),
+        "fits": _fits(row, table.room),
+        "largest batch": _at_least(row.largest),
+        "longest": "-" if row.longest is None else str(row.longest),
+        "extra time": strategy.time,
+        "gradients": strategy.gradients,
+    }
+    return tuple(texts[column] for column in columns)
+
+
+def _fits(row: Row, room: int | None) -> str:
+    if room is None or not row.fits(room):
+        return "no"
+    return "tight" if row.tight(room) else "yes"
+
+
+def _at_least(largest: int | None) -> str:
+    return "-" if largest is None else f"{largest}+" if largest >= MOST else str(largest)
+
+
+def layout(columns: tuple[str, ...]) -> Rows:
+    """How wide the columns are, before the rows are known."""
+    return Rows({name: _WIDTHS.get(name, 0) for name in columns}, _RIGHT)
+
+
+def text_of(table: EstimateTable) -> str:
+    """All of it, as it is printed without --json."""
+    rows = layout(table.columns)
+    lines = [rows.line(cells) for cells in (table.columns, *(cells_of(row, table) for row in table.rows))]
+    return "\n".join([*lines, *explanation(table)])
+
+
+def explanation(table: EstimateTable) -> Iterator[str]:
+    """The lines below the rows."""
+    from ..quick.headroom import ADVICE
+    from ..quick.sizes import readable_size
+
+    found, room = table.rows, table.room
+    used = {row.strategy.time for row in found}
+    yield ""
+    yield f"assumed: {table.assumed}"
+    yield from (f"extra time, {name}: {text}" for name, text in TIME_CLASSES.items() if name in used and name != "none")
+    if any(row.strategy.gradients != "exact" for row in found):
+        yield "lossy gradients: fidelity_report(model, batch) measures how far they are off"
+    yield from dict.fromkeys(note for row in found if row.estimate is not None for note in row.estimate.notes)
+    yield f"evaluating such a batch, its logits whole: {readable_size(table.evaluation_bytes)}"
+    if room is None:
+        return
+    if any(row.tight(room) for row in found):
+        yield ADVICE
+    fitting = [row.strategy.name for row in found if row.fits(room)]
+    yield f"fits into {table.gpu}: {', '.join(fitting) if fitting else 'none of these'}"
+    for remedy in table.instead:
+        fits = "would fit" if remedy.fits else "would not"
+        yield f"  {remedy.name}, {STRATEGY}: {readable_size(remedy.nbytes)}, {fits}"
+
+
+def as_data(table: EstimateTable) -> dict[str, Any]:
+    """What --json prints."""
+    room = table.room
+
+    def data(row: Row) -> dict[str, Any]:
+        strategy = row.strategy
+        return {
+            "strategy": strategy.name,
+            "preset": strategy.config,
+            "gradient_checkpointing": strategy.checkpointing,
+            "checkpoint_input": strategy.checkpoint_input,
+            "peak_bytes": row.estimate.device_bytes if row.estimate is not None else None,
+            "fits": row.fits(room) if room is not None else None,
+            "tight": row.tight(room) if room is not None else None,
+            "largest_batch_size": row.largest,
+            "longest_sequences": row.longest,
+            "extra_time": strategy.time,
+            "gradients": strategy.gradients,
+            "why_not": row.why_not or None,
+            "estimate": json.loads(row.estimate.to_json()) if row.estimate is not None else None,
+        }
+
+    return {
+        "model": table.model,
+        "gpu_bytes": room,
+        "assumed": table.assumed,
+        "evaluation_bytes": table.evaluation_bytes,
+        "rows": [data(row) for row in table.rows],
+        "remedies": [asdict(remedy) for remedy in table.instead],
+    }
+
+
+def page_of(table: EstimateTable) -> str:
+    """What --html writes."""
+    from ..display.tables import Table
+    from .html_pages import estimates_page
+
+    cells = Table(table.columns, [cells_of(row, table) for row in table.rows], _RIGHT)
+    return estimates_page(table.model, table.rows, cells, table.room, table.gpu)

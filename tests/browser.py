@@ -1,0 +1,86 @@
+"""Pages in a real browser without a network: what they show, whether all of it can be read, and what clicks do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser")
+
+# an element's text against the first ground below it that is painted, by WCAG's formula
+_LOOK = """
+const errors = [], frame = document.querySelector("iframe");
+frame.onload = () => {
+  const page = frame.contentDocument, view = frame.contentWindow, faint = [], cut = [];
+  view.addEventListener("error", (event) => errors.push(event.message));
+  const rgb = (text) => text.match(/[0-9.]+/g).map(Number);
+  const light = (colour) => colour.slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const found = rgb(view.getComputedStyle(at).backgroundColor);
+      if (found[3] !== 0) return found;
+    }
+    return [255, 255, 255];
+  };
+  const scrolls = (element) => element
+    && (/auto|scroll/.test(view.getComputedStyle(element).overflowX) || scrolls(element.parentElement));
+  for (const element of page.body.querySelectorAll("*")) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!own || !element.getClientRects().length || /^(SCRIPT|STYLE|OPTION)$/.test(element.tagName)) continue;
+    const shades = [light(rgb(view.getComputedStyle(element).color)), light(ground(element))].sort((a, b) => b - a);
+    const text = element.textContent.trim().slice(0, 40);
+    if ((shades[0] + 0.05) / (shades[1] + 0.05) < 4.5) faint.push(text);
+    if (element.getBoundingClientRect().right > view.innerWidth + 1 && !scrolls(element)) cut.push(text);
+  }
+  CLICKS
+  document.title = JSON.stringify({
+    dark: view.matchMedia("(prefers-color-scheme: dark)").matches, width: page.documentElement.scrollWidth, faint, cut,
+    errors, fetched: view.performance.getEntriesByType("resource").map((entry) => entry.name),
+    tables: [...page.querySelectorAll("table")].map(
+      (table) => [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent))),
+  });
+};
+"""
+
+
+def dom(path: Path, dark: bool = False) -> str:
+    """The document after its scripts have run."""
+    assert BROWSER is not None
+    # 0 and 1: what the system says it prefers
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}",
+               f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1300,1000",
+               "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", path.as_uri()]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def looked_at(html: str, folder: Path, width: int, dark: bool, clicks: str = "") -> dict[str, Any]:
+    """What a page of that width is like.
+
+    Args:
+        html: The page.
+        folder: For files.
+        width: In pixels.
+        dark: What the system prefers.
+        clicks: JavaScript that is run on the document `page`, after its looks were noted.
+
+    Returns:
+        dark: what it was told; width: how wide it is; faint: texts of too little contrast; cut: texts beyond the edge
+        that no scrolling reaches; errors; fetched: addresses; tables: the texts of each one's cells.
+    """
+    path = folder / "frame.html"
+    frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{escape(html)}"></iframe>'
+    path.write_text(f"<!doctype html><title></title>{frame}<script>{_LOOK.replace('CLICKS', clicks)}</script>")
+    title = re.search(r"<title>(.*?)</title>", dom(path, dark), re.DOTALL)
+    assert title is not None and title[1], "the page was not looked at"
+    found: dict[str, Any] = json.loads(unescape(title[1]))
+    return found
