@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 from hf_actcompress import PRESETS, kept_bytes, measure_step, patch_model
 
 COMPARED = ("exact", "int8", "mesa", "gact", "actnn", "pooled", "blocksparse", "dropit")
-COLUMNS = ("kept MiB", "of stock", "peak MiB", "of stock", "x step", "accuracy", "against stock, points")
+COLUMNS = ("kept MiB", "kept, of stock", "peak MiB", "peak, of stock", "x step", "accuracy", "against stock, points")
 MIB = 2**20
 
 

@@ -28,6 +28,7 @@ class Row:
     ours: float
     verdict: str
     reason: str
+    command: str
 
 
 def verdict(claim: Claim, ours: float) -> tuple[str, str]:
@@ -47,8 +48,9 @@ def readable(value: float, unit: str) -> str:
 
 
 def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
-    """The command, the machine and one table."""
-    lines = [f"`{about['command']}`", "", f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "]
+    """The commands, the machine and one table."""
+    commands = dict.fromkeys(f"`{row.command}`" for row in rows)
+    lines = [", ".join(commands), "", f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "]
     lines[-1] += f"transformers {about['transformers']}, hf-actcompress {about['hf-actcompress']}"
     lines += ["", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for row in rows:
@@ -59,19 +61,18 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Ours over what is claimed, a bar per claim about bytes. Returns False where matplotlib is missing."""
+    """Ours over what is claimed, a bar per claim. Returns False where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
 
-    shown = [row for row in rows if row.unit != "points"]
-    figure = Figure(figsize=(7, 1 + 0.35 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(7, 1 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for verdict_of, colour in zip(VERDICTS, ("tab:green", "tab:red", "tab:gray"), strict=True):
-        places = [i for i, row in enumerate(shown) if row.verdict == verdict_of]
-        axes.barh(places, [shown[i].ours / shown[i].claimed for i in places], color=colour, label=verdict_of)
-    names = [f"{row.title}, {readable(row.claimed, row.unit)}" for row in shown]
-    axes.set_yticks(range(len(shown)), names)
+        places = [i for i, row in enumerate(rows) if row.verdict == verdict_of]
+        axes.barh(places, [rows[i].ours / rows[i].claimed for i in places], color=colour, label=verdict_of)
+    names = [f"{row.title}, {readable(row.claimed, row.unit)}" for row in rows]
+    axes.set_yticks(range(len(rows)), names)
     axes.axvline(1, color="black", linewidth=1)
     axes.invert_yaxis()
     axes.set(xlabel="our figure over the claimed one")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_actcompress import CompressionConfig, kept_bytes, measure_step, patch_model
 
-from .images import Batch, ResMLP, accuracy, digits, fit_images, image_model
+from .images import Batch, ResMLP
 
 Config = CompressionConfig | str | None
 VOCAB = 1024  # of models whose layers alone are measured
@@ -31,8 +29,6 @@ class Scale:
     shrink: int = 1
     rows: int = 1
     image: int = 224
-    steps: int = 60
-    seeds: int = 3
 
     def width(self, width: int) -> int:
         return width // self.shrink
@@ -49,8 +45,8 @@ class Scale:
 
 SCALES = {
     "default": Scale("default"),
-    "full": Scale("full", device="cuda", rows=8, steps=1000),
-    "quick": Scale("quick", shrink=8, image=64, steps=2, seeds=1),
+    "full": Scale("full", device="cuda", rows=8),
+    "quick": Scale("quick", shrink=8, image=64),
 }
 
 
@@ -126,10 +122,11 @@ def with_states(
 ) -> float:
     """The share of all memory of a training that is not there under a config, at a batch `times` as large.
 
-    All of it: 16 bytes per parameter (weight, gradient and AdamW's two states in fp32), and the peak times `times`.
+    All of it: 16 bytes per parameter (weight, gradient and AdamW's two states in fp32), and what is kept for backward
+    times `times`. Not the peak, which in a small batch is that of an embedding's gradient.
     """
     states = 16 * sum(p.numel() for p in model.parameters())
-    stock, ours = (states + times * peak(model, loss, c, scale, parts) for c in (None, config))
+    stock, ours = (states + times * kept(model, loss, c, scale, parts) for c in (None, config))
     return 1 - ours / stock
 
 
@@ -227,24 +224,3 @@ def chain_less(scale: Scale) -> float:
     x = torch.randn(2 * scale.rows, 32, scale.image // 4, scale.image // 4, device=scale.device, requires_grad=True)
     stock, ours = per_layer(lambda layers: Chain(layers, 32), lambda model: model(x), "exact", scale)
     return 1 - ours / stock
-
-
-@cache
-def accuracies(model: str, preset: str | None, scale: Scale) -> list[float]:
-    """Of the small models of recipes/finetune_image.py on scikit-learn's digits, seed by seed."""
-    images = digits(32)
-    args = argparse.Namespace(device=scale.device, lr=3e-3, batch_size=32, max_steps=scale.steps)
-    found = []
-    for seed in range(scale.seeds):
-        trained = image_model(model, images, seed).to(scale.device)
-        if preset is not None:
-            patch_model(trained, preset, seed=seed)
-        fit_images(trained, images, args, seed)
-        found.append(accuracy(trained, images, args.batch_size, scale.device))
-    return found
-
-
-def points(model: str, preset: str, scale: Scale) -> float:
-    """Percentage points of accuracy above stock's, the mean over seeds."""
-    pairs = zip(accuracies(model, None, scale), accuracies(model, preset, scale), strict=True)
-    return 100 * sum(ours - stock for stock, ours in pairs) / scale.seeds

@@ -41,9 +41,6 @@ def claim(figure: float, unit: str, **reasons: str) -> Any:
         (0.30, "less", -0.1, "not reproduced"),
         (12.0, "times", 13.0, "reproduced"),
         (12.0, "times", 10.7, "not reproduced"),
-        (-0.5, "points", -1.4, "reproduced"),
-        (-0.5, "points", -1.6, "not reproduced"),
-        (0.4, "points", -0.5, "reproduced"),
         (0.30, "less", math.nan, "not reproduced"),
     ],
 )
@@ -63,8 +60,8 @@ def test_a_reason_is_said_where_it_matters_alone() -> None:
 
 def test_figures_are_written_with_their_unit() -> None:
     readable = common("paper_report").readable
-    written = [readable(0.293, "less"), readable(-0.02, "less"), readable(7.6, "times"), readable(-0.5, "points")]
-    assert written == ["-29.3%", "+2.0%", "7.60x", "-0.50 points"]
+    written = [readable(0.293, "less"), readable(-0.02, "less"), readable(7.6, "times")]
+    assert written == ["-29.3%", "+2.0%", "7.60x"]
 
 
 def test_every_claim_can_be_judged_and_every_preset_of_a_paper_has_one() -> None:
@@ -82,7 +79,9 @@ def test_every_claim_can_be_judged_and_every_preset_of_a_paper_has_one() -> None
 def test_reproduce_measures_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     recipe = importlib.import_module("reproduce")
-    assert recipe.main(["--quick", "--paper", "inplace-abn", "tempo", "--output-dir", str(tmp_path)]) == 0
+    for paper in ("inplace-abn", "tempo"):
+        # the second run leaves in place what the first one found
+        assert recipe.main(["--quick", "--paper", paper, "--output-dir", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "reproduce.json").read_text())
     rows = {row["paper"]: row for row in record["rows"]}
     # stock keeps the BatchNorm's input and the ReLU's output, exact the first; and two numbers per channel
@@ -91,7 +90,7 @@ def test_reproduce_measures_what_it_writes(tmp_path: Path, capsys: pytest.Captur
     assert 1.5 < rows["tempo"]["ours"] < 2.5
     assert record["torch"] == torch.__version__ and record["scale"]["name"] == "quick"
     table = (tmp_path / "reproduce.md").read_text()
-    assert record["command"] in table and "| In-Place ABN |" in table
+    assert all(row["command"] in table for row in rows.values()) and "| In-Place ABN |" in table
     assert (tmp_path / "reproduce.png").read_bytes().startswith(b"\x89PNG")
     assert "In-Place ABN: -50.0% claimed" in capsys.readouterr().out
 
