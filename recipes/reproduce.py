@@ -51,7 +51,7 @@ def earlier_rows(path: Path, scale: Scale) -> list[Row]:
 
 def list_papers() -> None:
     for name, paper in PAPERS.items():
-        print(f"{name}: {paper.title} (arXiv {paper.arxiv}), preset {paper.preset or 'exact'}")
+        print(f"{name}: {paper.title}{f' (arXiv {paper.arxiv})' if paper.arxiv else ''}")
         for claim in paper.claims:
             print(f"    {claim.text} ({claim.source})")
 

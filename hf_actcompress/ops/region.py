@@ -91,10 +91,10 @@ def _same(x: Tensor) -> Tensor:
 
 def result_in_region(compute: Callable[[], _Results]) -> _Results:
     """What `compute` returns; in a second run of a checkpointed layer that keeps it, without running it."""
-    region = _region.get()
+    region = region_in_progress()
     return compute() if region is None else region.result(compute)
 
 
 def region_in_progress() -> Region | None:
-    """The innermost checkpointed layer that keeps results and runs now."""
-    return _region.get()
+    """The innermost checkpointed layer that keeps results and runs now; None in a traced forward."""
+    return None if torch.compiler.is_compiling() else _region.get()

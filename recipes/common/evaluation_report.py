@@ -62,7 +62,8 @@ def write_reports(folder: Path) -> None:
         lines += _table(job, results["rows"], results.get("bf16_error"))
     lines += ["## What the papers report", ""]
     for paper in PAPERS.values():
-        lines += [f"- {paper.title} (arXiv {paper.arxiv}): {claim.text}" for claim in paper.claims if paper.preset]
+        claims = dict.fromkeys(claim.text for claim in paper.claims if paper.preset)
+        lines += [f"- `{paper.preset}`: {paper.title} (arXiv {paper.arxiv}): {claim}" for claim in claims]
     (folder / "evaluation.md").write_text("\n".join(lines) + "\n")
     _plot({job: results["rows"] for job, results in jobs.items()}, folder / "evaluation.png")
     print(f"Written: evaluation.md and evaluation.png in {folder}")

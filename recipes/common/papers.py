@@ -57,7 +57,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Paper:
-    """A method, the preset that has it (empty for none), and its claims."""
+    """A method, the preset that has it (empty where it is not one of its own), and its claims."""
 
     title: str
     arxiv: str
@@ -234,11 +234,12 @@ PAPERS = {
             "rebuilds the BatchNorm's output instead of inverting the activation", at.chain_less,
         ),
     )),
-    "groups": Paper("quantisation in groups: HyC-LoRA; COAT", "none", "int4", (
+    "groups": Paper("quantisation in groups", "", "", (
         Claim(
             "HyC-LoRA (MLSys 2025), Llama-2-7B with LoRA, 4 bits: buffers 5.61x smaller, by count", "the paper", 5.61,
             "times", "kept bytes of a layer with Llama 2's proportions, 512 wide, 2 x 512 tokens, bf16, LoRA on all "
-            "linear layers; preset int4, attention in 8 bits", _llama("int4", lora=True),
+            "linear layers; preset int4", _llama("int4", lora=True),
+            reason="the preset keeps queries, keys, values and attention's output in 8 bits",
         ),
         Claim(
             "COAT (ICLR 2025), Llama-2-7B, 8 bits (fp8): activations 1.65x smaller", "README of the authors' code",
