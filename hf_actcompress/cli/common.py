@@ -69,6 +69,10 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="By a formula, in less than a second, within 3%; for the most common models.")
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute it anew, and keep no answer for the next time.")]
+Fsdp = Annotated[int, typer.Option(min=1, help="Processes over which FSDP2 shards; the figures are those of one.")]
+TargetLen = Annotated[
+    int | None, typer.Option(min=1, help="Tokens of the labels of an encoder-decoder model; by default --seq-len.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings, if it does.")

@@ -17,6 +17,7 @@ from .common import (
     Engine,
     Exit,
     Fp16,
+    Fsdp,
     Gpu,
     Html,
     Json,
@@ -30,6 +31,7 @@ from .common import (
     Quantization,
     Quick,
     SeqLen,
+    TargetLen,
     TrustRemoteCode,
     busy,
     card_option,
@@ -71,6 +73,8 @@ def estimate(
     qlora: Qlora = False,
     device: Device = "cuda",
     engine: Engine = "eager",
+    fsdp: Fsdp = 1,
+    target_len: TargetLen = None,
     trust_remote_code: TrustRemoteCode = False,
     html: Html = None,
     quick: Quick = False,
@@ -90,6 +94,7 @@ def estimate(
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank), "trust_remote_code": trust_remote_code}
     options["quantization"] = quantization_of(quantization, qlora)
+    options |= {"fsdp": fsdp, "target_len": target_len}
     if quick:
         return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
     sizes, table = (batch_size, seq_len, max_context), EstimateTable(model, columns_of(room, max_context), room, gpu)
@@ -184,12 +189,14 @@ def _assumed(several: Estimates, options: dict[str, Any], batch: str) -> str:
     rank = options["lora"]
     return ", ".join(
         (
-            f"batch {batch} without padding",
+            f"batch {batch} without padding"
+            + (f", labels of {options['target_len']}" if options["target_len"] else ""),
             f"weights {'/'.join(dtypes)}" + (f" with {options['quantization']}" if options["quantization"] else ""),
             f"autocast {options['autocast']}" if options["autocast"] else "no autocast",
             adapters.get(rank) or f"LoRA of rank {rank} on all linear layers",
             options["optimizer"],
             f"engine {options['engine']}",
+            *([f"one of {options['fsdp']} processes under FSDP2"] if options["fsdp"] > 1 else []),
             "CUDA's fused attention" if options["device"] == "cuda" else "a CPU's attention",
         )
     )

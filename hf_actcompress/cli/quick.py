@@ -113,8 +113,11 @@ def by_formula(
     Raises:
         typer.Exit: No row fits.
     """
-    if more or (options["device"], options["engine"]) != ("cuda", "eager"):
-        raise typer.BadParameter("--quick goes without --preset, --html, --device cpu and --engine compile")
+    asked_for = tuple(options[name] for name in ("device", "engine", "fsdp", "target_len"))
+    if more or asked_for != ("cuda", "eager", 1, None):
+        raise typer.BadParameter(
+            "--quick goes without --preset, --html, --fsdp, --target-len, --device cpu and --engine compile"
+        )
     with exit_codes():
         training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}
         asked = question(config_of(model), **training)

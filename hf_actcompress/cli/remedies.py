@@ -54,7 +54,7 @@ def remedies(
             continue
         yield Remedy(name, nbytes, nbytes <= room)
     elsewhere = several.frozen_elsewhere()
-    if elsewhere:
+    if elsewhere and options.get("fsdp", 1) == 1:
         nbytes = several.device_bytes(batch_size, seq_len, "exact", True) - elsewhere
         yield Remedy(f"{_ON_HOST} ({readable_size(elsewhere)} less)", nbytes, nbytes <= room)
 
@@ -67,7 +67,8 @@ def _changes(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[str,
         yield "an optimizer with states of 8 bits (--optim adamw_8bit)", batch_size, {"optimizer": "adamw_8bit"}
     if not lora:
         yield "LoRA (--lora)", batch_size, {"lora": True}
-    if options.get("quantization") is None:
+    # several processes are not estimated with quantised weights
+    if options.get("quantization") is None and options.get("fsdp", 1) == 1:
         yield "QLoRA (--qlora)", batch_size, {"lora": lora or True, "quantization": "nf4"}
         if batch_size > 1:
             yield "QLoRA and a batch of 1", 1, {"lora": lora or True, "quantization": "nf4"}

@@ -41,6 +41,18 @@ def test_an_estimate_of_compiled_models(model):
     assert run("estimate", model, *SIZES, "--engine", "jit").exit_code == Exit.USAGE
 
 
+def test_an_estimate_of_one_process_of_several(model):
+    sizes = {}
+    for ranks in ("1", "4"):
+        result = run("estimate", model, *SIZES, "--preset", "exact", "--fsdp", ranks, "--json")
+        assert result.exit_code == Exit.OK, result.output
+        found = json.loads(result.stdout)
+        sizes[ranks] = found["rows"][1]["estimate"]["weights_bytes"]
+    assert sizes["4"] < 0.5 * sizes["1"] and "one of 4 processes under FSDP2" in found["assumed"]
+    assert run("estimate", model, *SIZES, "--fsdp", "2", "--quick").exit_code == Exit.USAGE
+    assert run("estimate", model, *SIZES, "--target-len", "4").exit_code == Exit.NO_MODEL
+
+
 def rows_of(**peaks: int):
     """Rows as if they had been estimated."""
     by_name = {strategy.name: strategy for strategy in DEFAULT}

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ....errors import ModelConfigError
 from ....models.checkpointing import checkpointable
-from ....private_apis import fake_process_store
+from ....private_apis import FakeTensorMode, fake_process_store
 from .fake_allocator import FakeAllocator
 
 
@@ -41,26 +41,33 @@ def process_group(ranks: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, mixed: torch.dtype | None) -> None:
-    """Shard each layer, then the rest, as accelerate's wrap policy of transformer layers does.
+@contextmanager
+def sharded(model: nn.Module, mode: FakeTensorMode, ranks: int, mixed: torch.dtype | None) -> Iterator[None]:
+    """Each layer sharded, then the rest, as accelerate's wrap policy of transformer layers does; for good.
 
     Args:
-        model: On fake tensors, inside of their mode.
-        mesh: Of all processes.
+        model: On fake tensors.
+        mode: Theirs.
+        ranks: Processes; 1: nothing is done.
         mixed: Dtype in which gathered weights are used and gradients are reduced; None: as they are.
 
     Raises:
-        ModelConfigError: Weights are quantised.
+        ModelConfigError: Weights are quantised, or this process belongs to a group already.
     """
+    if ranks == 1:
+        yield
+        return
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if not all(p.is_floating_point() for p in model.parameters()):
         raise ModelConfigError("an estimate for several processes is not made for quantised weights")
     policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=mixed)
     modules = dict(model.named_modules())
-    for name in checkpointable(model):
-        fully_shard(modules[name], mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    with process_group(ranks) as mesh:
+        with mode:
+            for part in (*(modules[name] for name in checkpointable(model)), model):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        yield
 
 
 def local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

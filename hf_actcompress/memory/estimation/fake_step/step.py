@@ -35,7 +35,7 @@ from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
 from .positions import check_length
 from .setting import Setting
-from .sharding import local, process_group, resizes_counted, shard
+from .sharding import local, resizes_counted, sharded
 from .stand_ins import StepRules, counted_checkpoints
 from .workspaces import CPU_WORKSPACES
 
@@ -112,11 +112,7 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
         name_default_loss(fake)
     else:
         counted_checkpoints(fake, cuda=setting.cuda)
-    if setting.ranks == 1:
-        return _measure(fake, batch, setting, mode, names)
-    with process_group(setting.ranks) as mesh:
-        with mode:
-            shard(fake, mesh, setting.autocast)
+    with sharded(fake, mode, setting.ranks, setting.autocast):
         return _measure(fake, batch, setting, mode, names)
 
 
@@ -127,11 +123,12 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     """
     mode, fake, batch = _fake(model, setting)
     fake.eval()
-    allocator = _allocator(fake, batch, setting)
-    with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting), _pictures_named(fake):
-        outputs = fake(**batch)
-        kept = allocator.live_bytes
-    del outputs
+    with sharded(fake, mode, setting.ranks, setting.autocast):
+        allocator = _allocator(fake, batch, setting)
+        with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting), _pictures_named(fake):
+            outputs = fake(**batch)
+            kept = allocator.live_bytes
+        del outputs
     return FakeStep(kept, allocator.peak_bytes, {}, allocator.timeline)
 
 
