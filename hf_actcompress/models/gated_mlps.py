@@ -47,9 +47,9 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
         if not set(row.children) <= names:
             continue
         settings = Settings("gated_mlp", "", row.children, CODECS[config.mlp])
-        settings = tiled_settings(settings, module, config)
+        # of what a whole MLP computes; tiles are calls of that
         if _same_with_stand_ins(module, row, settings):
-            return Site(row.mixin, settings)
+            return Site(row.mixin, tiled_settings(settings, module, config))
         return Declined("gated_mlp", f"has {', '.join(row.children)} but its forward does something else with them")
     return None
 

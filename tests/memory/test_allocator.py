@@ -7,7 +7,8 @@ import torch
 
 from hf_actcompress import StepMemory, measure_step
 from hf_actcompress.errors import MeasurementError
-from hf_actcompress.memory import allocator, kept_bytes, trace
+from hf_actcompress.memory import kept_bytes, trace
+from hf_actcompress.memory.measurement import allocator
 
 N = 1 << 16
 
