@@ -100,12 +100,11 @@ class CompressionConfig(ConfigFile):
             in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants have no effect
             inside. Evaluation under ``no_grad`` goes in tiles, too. Whole are: MLPs with hooks on their layers, sharded
             ones (ZeRO-3), compiled ones, and experts.
-        programs: Run layers as programs: half a layer in one autograd Function, with the same bytes, values and
-            gradients, for less of the host's time. So far exact pre-norm layers with a gated MLP (Llama, Mistral, Qwen,
-            Gemma, Granite), where a tiny layer of the class proves it; all others, and calls that are not ordinary ones
-            (autocast, hooks, adapters, a filled cache), run leaf by leaf. A half hands its weights' gradients on
-            together, which raises the peak of gradient accumulation by what they take. Queries and keys behind a norm
-            (Qwen3) are kept once more, rotated.
+        programs: Run exact layers as programs: one or two autograd Functions per layer and its attention, in code that
+            is written down from what the layer's own code does, with the same bits and kept bytes for less of the
+            host's time. A layer runs so if a small one of its kind proves it; LoRA, autocast, dropout, frozen weights
+            and empty caches are part of that. Other layers (the report says why), and calls that are not ordinary ones
+            (hooks inside, a filled cache, adapters switched off), run leaf by leaf, as all do with False.
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
@@ -134,7 +133,7 @@ class CompressionConfig(ConfigFile):
     net: bool = True
     selective: bool = True
     tiled_mlp: int | str = 0
-    programs: bool = False
+    programs: bool = True
 
     def __post_init__(self) -> None:
         for role in (*CODEC_ROLES, "other"):

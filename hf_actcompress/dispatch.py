@@ -57,6 +57,11 @@ def use(choice: str) -> Iterator[None]:
         _choice = before
 
 
+def chosen() -> str:
+    """Which implementations are asked for now."""
+    return _choice
+
+
 def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any]:
     """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x.
 

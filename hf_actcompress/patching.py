@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import TypeVar
 
 from torch import nn
@@ -22,7 +22,7 @@ from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
 from .models.selective import find_selective
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
-from .programs import find_program
+from .programs import find_program, is_outdated
 from .reference.rng import Generators
 from .reporting import heads_of, is_parametrization, patch_report
 
@@ -111,7 +111,7 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
         generators: From which the stochastic codecs draw.
     """
     _patch_leaves(model, config, prefix, generators)
-    _install_programs(model, config, prefix, generators)
+    _install_programs(model, config)
     _patch_code(model, config, prefix, generators)
 
 
@@ -136,11 +136,13 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
             patch_instance(module, found.mixin, replace(found.settings, codec=codec))
 
 
-def _install_programs(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
+def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
     """Let the layers that are proved run as programs; their leaves stay patched for the calls that do not."""
-    for name, layer in list(_named(model, prefix)):
-        patch_leaves = partial(_patch_leaves, config=config, prefix=name, generators=generators)
-        found = find_program(layer, config, patch_leaves) if settings_of(layer) is None else None
+    for layer in list(model.modules()):
+        if is_outdated(layer):
+            # adapters have come into it, or have gone
+            unpatch_instance(layer)  # type: ignore[arg-type]
+        found = find_program(layer, config) if settings_of(layer) is None else None
         if isinstance(found, Site):
             patch_instance(layer, found.mixin, found.settings)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..codecs import CODECS, IDENTITY
@@ -84,8 +86,16 @@ def _switch_on(layer: Any) -> None:
     layer.__dict__[_BEFORE] = {flag: layer.__dict__[flag] for flag in _FLAGS if flag in layer.__dict__}
     if not layer.gradient_checkpointing:
         # what `gradient_checkpointing_disable` leaves behind is not what anybody asked for
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer._gradient_checkpointing_func = partial(checkpoint_without_cache, use_reentrant=False)
     layer.gradient_checkpointing = True
+
+
+def checkpoint_without_cache(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's checkpoint. The second run would fill a cache once more, which GPT-2 hands its layers by position.
+
+    transformers takes it out of the keywords, and a model that is checkpointed as a whole makes none.
+    """
+    return checkpoint(layer, *(None if isinstance(arg, Cache) else arg for arg in args), **kwargs)
 
 
 def is_switched_on(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 from .names import PRIVATE_APIS, PrivateAPI
 
@@ -32,6 +33,7 @@ __all__ = [
     "FakeTensorMode",
     "PrivateAPI",
     "ProfilerEvent",
+    "accumulation_hooks",
     "active_fake_mode",
     "at_end_of_backward",
     "compile_for_inductor",
@@ -58,6 +60,7 @@ __all__ = [
     "tracing_for_compiler",
     "transforms_active",
     "unset_fake_temporarily",
+    "without_dispatch_modes",
     "without_torch_function",
     "without_torch_function_modes",
 ]
@@ -119,6 +122,11 @@ def delayed_error(message: str, count: int) -> Callable[..., tuple[Tensor, ...]]
 def transforms_active() -> bool:
     """Whether torch.func transforms or forward-mode differentiation are on."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def accumulation_hooks(x: Tensor) -> bool:
+    """Whether somebody uses the gradient of a leaf as soon as it has been added up."""
+    return bool(x._post_accumulate_grad_hooks)
 
 
 def hooks_on_every_module() -> bool:

@@ -28,6 +28,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
                "border of a checkpointed region, and the hooks that ours hand on to"),
     PrivateAPI("torch._C._autograd._pop_saved_tensors_default_hooks", _T, "our ops without the net's hooks"),
     PrivateAPI("torch._C._autograd._push_saved_tensors_default_hooks", _T, "the net's hooks on again"),
+    PrivateAPI("torch.ones(1)._post_accumulate_grad_hooks", _T, "who uses a gradient as soon as it is there"),
     PrivateAPI("torch._C._autograd._get_sequence_nr", _T, "which node saves a tensor"),
     PrivateAPI("torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr", _T, "which node made a tensor"),
     PrivateAPI("torch.ones(1, 1, requires_grad=True).transpose(0, 1).grad_fn._saved_dim0", _T, "which dimensions a "
@@ -56,6 +57,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._subclasses.fake_tensor.FakeTensor", _T, "estimates: tensors without memory count as plain ones"),
     PrivateAPI("torch._subclasses.fake_tensor.FakeTensorMode", _T, "estimates: a step without memory"),
     PrivateAPI("torch._subclasses.fake_tensor.unset_fake_temporarily", _T, "estimates: masks with real values"),
+    PrivateAPI("torch.utils._python_dispatch._disable_current_modes", _T, "layers are tried where nobody counts ops"),
     PrivateAPI("torch.testing._internal.distributed.fake_pg.FakeStore", _T, "estimates: one process of several"),
     PrivateAPI("torch.Tensor._make_subclass", _T, "estimates: fake tensors, made as their constructor does"),
     PrivateAPI("torch._C._set_throw_on_mutable_data_ptr", _T, "the same: nobody reads the data of such a tensor"),

@@ -1,32 +1,33 @@
-"""Layers as programs: a whole half of a layer in one autograd Function, where that is proved to be the same.
+"""Layers as programs: all of a layer but its attention in one or two autograd Functions, where that is proved right.
 
-`find_program` says of a layer whose leaves are patched whether it can run so, or why it goes on leaf by leaf.
+The layer's code runs once on tensors without data and is written down (`tracing`, `recorder`: a `Tape` of steps). The
+tape is cut at the attentions (`schedule`); each program between them becomes straight-line code for forward and
+backward (`emit`, `program`), with a rule for every operation (`operations`, `arithmetic`). A call of the layer runs
+these if it is an ordinary one (`layer`), and leaf by leaf if not. All of it is tried before it counts (`proof`).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import CompressionConfig
 from ..models.sites import Declined, Site
 from ..modules.base import Settings
-from .gated_layer import GatedLayer, find_parts
 from .layer import LayerPrograms, ProgramLayerMixin
-from .proof import PatchLeaves, prove
+from .proof import proved
+from .refusal import NotStraight
 
-__all__ = ["find_program"]
+__all__ = ["find_program", "is_outdated"]
 
 
-def find_program(
-    layer: nn.Module, config: CompressionConfig, patch_leaves: PatchLeaves | None = None
-) -> Site | Declined | None:
+def find_program(layer: nn.Module, config: CompressionConfig) -> Site | Declined | None:
     """The site of a layer that runs as programs; why not; None for what is no layer, or if nobody asked for programs.
 
     Args:
         layer: Its leaves are patched.
         config: What they were patched with.
-        patch_leaves: Patches the leaves of a module in the same way, for the proof; None: what has been proved counts.
     """
     if not config.programs or not isinstance(layer, GradientCheckpointingLayer):
         return None
@@ -34,13 +35,27 @@ def find_program(
         return _leaf_by_leaf("programs keep padding rows, which drop_padding=True does not want")
     if config.tiled_mlp:
         return _leaf_by_leaf("programs compute all rows at once, which tiled_mlp does not want")
-    parts = find_parts(layer)
-    if not isinstance(parts, GatedLayer):
-        return _leaf_by_leaf(parts or "no program knows its structure")
-    keywords = prove(layer, parts, patch_leaves)
-    if isinstance(keywords, str):
-        return _leaf_by_leaf(keywords)
-    return Site(ProgramLayerMixin, Settings("layer", "program", (LayerPrograms.of(parts, keywords),)))
+    try:
+        programs = _programs_of(layer)
+    except NotStraight as reason:
+        return _leaf_by_leaf(str(reason))
+    return Site(ProgramLayerMixin, Settings("layer", "program", (programs,)))
+
+
+def _programs_of(layer: nn.Module) -> LayerPrograms:
+    """Written down as they run without autocast, and else for bf16: weights of mixed dtypes need one."""
+    try:
+        return LayerPrograms.of(layer, {None: proved(layer, None)}, proved)
+    except NotStraight as reason:
+        try:
+            return LayerPrograms.of(layer, {torch.bfloat16: proved(layer, torch.bfloat16)}, proved)
+        except NotStraight:
+            raise reason from None
+
+
+def is_outdated(layer: nn.Module) -> bool:
+    """Whether a layer runs as programs that were written down when it had other modules inside."""
+    return isinstance(layer, ProgramLayerMixin) and not layer.actcompress.options[0].look.has_all_of(layer)  # type: ignore[union-attr]
 
 
 def _leaf_by_leaf(reason: str) -> Declined:

@@ -6,21 +6,23 @@ leaf: the stock forward of the layer over its patched children, with the same nu
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..models.attention import attention_forward
-from ..modules.base import PatchedModule, keeps_for_backward
+from ..modules.base import PatchedModule, is_sharded, recording, stock_type
 from ..ops.autocast import autocast_dtype
-from ..private_apis import hooks_on_every_module, transforms_active
-from ..reference.device_rules import device_rules
-from .gated_layer import GatedLayer, Places, places_after, places_before, program_after, program_before
-from .program import Program
+from ..private_apis import FakeTensor
+from .layer_code import LayerCode, cache_of
+from .look import Look
+from .refusal import NotStraight
+from .tape import Tape
 
 if TYPE_CHECKING:
 
@@ -29,12 +31,15 @@ if TYPE_CHECKING:
 else:
     _Module = PatchedModule
 
-# what the layer hands on to the attention, and what it looks at itself
+# arguments that are looked at, and those that say nothing to a training step in one go
 _KNOWN = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "cache_position",
+    "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "use_cache",
+    "cache_position",
     # of packed rows, for kernels that this attention is none of
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
 }  # fmt: skip
+# fake ones count as plain, or an estimate would take another path than the training
+_PARAMETERS = {nn.Parameter, FakeTensor}
 
 
 class ProgramLayerMixin(_Module):
@@ -42,95 +47,115 @@ class ProgramLayerMixin(_Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
-        if settings is not None and len(args) == 1:
-            y = settings.options[0].run(args[0], kwargs)
-            if y is not None:
-                return y
+        if settings is not None and not torch.compiler.is_compiling():
+            found = settings.options[0].run(self, args, kwargs)
+            if found is not None:
+                return found[0]
         return super().forward(*args, **kwargs)
 
 
 @dataclass
 class LayerPrograms:
-    """The programs of one layer and its parts. Deep-copies and pickles with the layer.
+    """The programs of one layer. Deep-copies and pickles with the layer.
 
     Attributes:
-        keywords: The attention's own keywords -> what reads each off the attention module.
-        children: Each part as the entry of its parent's children that it was found in.
-        before_weights, after_weights: Where the tensors of each program are.
+        codes: By the dtype of autocast, None without it: what has been proved right; None where there is nothing.
+        prove: The tape of a layer under an autocast, or a NotStraight error.
+        names: Of the layer's arguments behind the first one, in order.
+        look: At what the layer is made of.
         calls: How many calls ran as programs.
     """
 
-    parts: GatedLayer
-    before: Program
-    after: Program
-    keywords: Mapping[str, Callable[[Any], Any]]
-    children: tuple[tuple[dict[str, Any], str, nn.Module], ...]
-    before_weights: Places
-    after_weights: Places
+    codes: dict[torch.dtype | None, LayerCode | None]
+    prove: Callable[[nn.Module, torch.dtype | None], Tape]
+    names: tuple[str, ...]
+    look: Look
     calls: int = 0
 
     @classmethod
-    def of(cls, parts: GatedLayer, keywords: Mapping[str, str]) -> LayerPrograms:
-        readers = {name: attrgetter(place) for name, place in keywords.items()}
-        children = tuple((part.parent._modules, part.name, part.module) for part in parts.parts())
-        programs = program_before(parts), program_after(parts)
-        return cls(parts, *programs, readers, children, places_before(parts), places_after(parts))
+    def of(
+        cls,
+        layer: nn.Module,
+        tapes: Mapping[torch.dtype | None, Tape],
+        prove: Callable[[nn.Module, torch.dtype | None], Tape],
+    ) -> LayerPrograms:
+        return cls(
+            {autocast: LayerCode.of(layer, tape, autocast) for autocast, tape in tapes.items()},
+            prove,
+            tuple(inspect.signature(inspect.unwrap(stock_type(layer).forward)).parameters)[2:],
+            Look.at(layer),
+        )
 
-    def run(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-        """The layer's output; None for a call that goes leaf by leaf."""
-        angles = kwargs.get("position_embeddings")
-        if type(angles) is not tuple or not kwargs.keys() <= _KNOWN or not self._is_ordinary(x, kwargs):
+    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
+        """What the layer returns, in a tuple; None for a call that goes leaf by leaf."""
+        if len(args) != 1:
+            if not args or len(args) > 1 + len(self.names):
+                return None
+            kwargs = {**dict(zip(self.names, args[1:], strict=False)), **kwargs}
+        x = args[0]
+        if not isinstance(x, Tensor) or not self.look.holds():
             return None
-        before, after = _tensors(self.before_weights), _tensors(self.after_weights)
-        if not (_plain(x, before) and _plain(x, after) and keeps_for_backward(x, *before, *after)):
+        autocast = autocast_dtype(x)
+        if autocast not in self.codes:
+            self._write_down(layer, autocast)
+        code = self.codes[autocast]
+        if code is None or not _is_ordinary(code, x, kwargs):
             return None
-        attention: Any = self.parts.attention.module
-        q, k, v = self.before(x, *before, *angles)
-        cache = kwargs.get("past_key_values")
-        if cache is not None:
-            k, v = cache.update(k, v, attention.layer_idx)
-        options = {name: read(attention) for name, read in self.keywords.items()}
-        dropout = attention.attention_dropout if attention.training else 0.0
-        heads, _ = attention_forward(attention, q, k, v, kwargs.get("attention_mask"), dropout=dropout, **options)
-        self.calls += 1
-        y: Tensor = self.after(heads.reshape(*x.shape[:-1], -1), x, *after)
-        return y
+        weights = [[place.get(name) for place, name in places] for places in code.weights]
+        wanted = x.requires_grad or any(w is not None and w.requires_grad for w in chain(*weights))
+        if not wanted or not _plain(weights) or not recording(x):
+            return None
+        found = code.run(x, weights, kwargs, is_sharded(layer))
+        self.calls += found is not None
+        return found
 
-    def _is_ordinary(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether it is a call in training, of a layer that nobody has changed or looks into."""
-        if torch.compiler.is_compiling() or transforms_active() or device_rules() is not None:
-            return False
-        if x.dim() != 3 or not x.numel() or autocast_dtype(x) is not None or not self._is_unchanged():
-            return False
-        attention: Any = self.parts.attention.module
-        cache = kwargs.get("past_key_values")
-        if cache is not None and cache.get_seq_length(attention.layer_idx) > 0:
-            return False
-        return bool(attention.__dict__["config"]._attn_implementation == "sdpa")
+    def _write_down(self, layer: nn.Module, autocast: torch.dtype | None) -> None:
+        """The first call under that autocast."""
+        try:
+            self.codes[autocast] = LayerCode.of(layer, self.prove(layer, autocast), autocast)
+        except NotStraight:
+            self.codes[autocast] = None
 
-    def _is_unchanged(self) -> bool:
-        """Whether all parts are where they were and patched, and nobody wants to see one called."""
-        if hooks_on_every_module():
-            return False
-        for children, name, module in self.children:
-            state = module.__dict__
-            if children.get(name) is not module or "actcompress" not in state or "forward" in state:
+
+def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether it is a call in training whose arguments are known."""
+    if x.dim() != 3 or x.dtype != code.dtype or not x.numel():
+        return False
+    if not kwargs.keys() <= _KNOWN and any(_says_something(kwargs[name]) for name in kwargs.keys() - _KNOWN):
+        return False
+    angles, cache = kwargs.get("position_embeddings"), cache_of(kwargs)
+    if angles is not None and not _are_given(angles, x, code.angles):
+        return False
+    for module in code.attentions:
+        if module is not None:
+            if cache is not None and not _is_empty(cache, module.layer_idx):
                 return False
-            if state["_forward_hooks"] or state["_forward_pre_hooks"]:
+            if module.__dict__["config"]._attn_implementation != "sdpa":
                 return False
-            if state["_backward_hooks"] or state["_backward_pre_hooks"]:
-                return False
-        return True
-
-
-def _tensors(places: Places) -> list[Any]:
-    return [place[0].get(place[1]) if place is not None else None for place in places]
-
-
-def _plain(x: Tensor, weights: list[Any]) -> bool:
-    """Whether all weights are plain parameters in x's dtype. ZeRO-3 gathers its own by hooks that only a call runs."""
-    dtype = x.dtype
-    for w in weights:
-        if w is not None and (type(w) is not nn.Parameter or w.dtype != dtype or hasattr(w, "ds_id")):
-            return False
     return True
+
+
+def _are_given(angles: Any, x: Tensor, width: int) -> bool:
+    """Whether these are cosines and sines of that width that nobody learns."""
+    if type(angles) is not tuple or len(angles) != 2:
+        return False
+    cos = angles[0]
+    return cos.dtype == x.dtype and cos.size(-1) == width and cos.dim() == 3 and not cos.requires_grad
+
+
+def _says_something(argument: Any) -> bool:
+    return argument is not None and argument is not False
+
+
+def _is_empty(cache: Any, layer: int) -> bool:
+    """Whether a cache keeps keys and values as they are, hands them back, and has none of that layer yet."""
+    if type(cache).__name__ != "DynamicCache":
+        return False
+    return len(cache.layers) <= layer or cache.get_seq_length(layer) == 0
+
+
+def _plain(weights: list[list[Any]]) -> bool:
+    """Whether all weights are plain parameters. ZeRO-3 gathers its own by hooks that only a call runs."""
+    if not {type(w) for w in chain(*weights)} <= _PARAMETERS:
+        return False
+    return "deepspeed" not in sys.modules or not any(hasattr(w, "ds_id") for w in chain(*weights))

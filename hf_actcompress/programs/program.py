@@ -1,8 +1,11 @@
-"""A program: steps over numbered values, run by one autograd Function."""
+"""A program: steps over numbered values, run by one autograd Function.
+
+The steps are written down as straight-line code (`emit`), once for each setting in which the program is called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,152 +13,153 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import dispatch
 from ..ops.first_order import once_differentiable
-from ..records import applied, saved_next
-from .steps import Step, Values
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a program runs when gradients of some of its inputs are asked for.
-
-    Attributes:
-        wanted: The values that need a gradient.
-        kept: The values that are kept for backward, inputs among them.
-        order: Of backward: a step, whether it is made again (True) or differentiated (False), and which values nobody
-            reads after it.
-    """
-
-    wanted: frozenset[int]
-    kept: tuple[int, ...]
-    order: tuple[tuple[bool, Step, tuple[int, ...]], ...]
+from ..records import (
+    Derived,
+    Record,
+    applied,
+    current,
+    is_dropped,
+    is_lossless,
+    known_record,
+    parameter,
+    raw,
+    saved_next,
+)
+from ..records.saving import Leaves, Slot, slot_of
+from ..reference.device_rules import device_rules
+from .emit import ESTIMATED, Setting
+from .handing import Box, Handed, Heads, in_box, with_heads
+from .plan import Computation, Plan, make_plan
 
 
 @dataclass
-class Program:
-    """Steps over numbered values.
+class Program(Computation):
+    """A computation that runs. Layers that do the same share their programs.
 
     Attributes:
-        inputs: How many of the first values are given.
-        outputs: The values that it returns.
-        values: How many values there are.
+        plans: By the setting in which it is called.
     """
 
-    inputs: int
-    steps: tuple[Step, ...]
-    outputs: tuple[int, ...]
-    values: int
-    plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
+    plans: dict[Any, Plan] = field(default_factory=dict)
 
-    def plan(self, needed: tuple[bool, ...]) -> Plan:
-        """The plan for gradients of those inputs that are `needed`; made once."""
-        found = self.plans.get(needed)
-        if found is None:
-            found = self.plans[needed] = self._plan(needed)
-        return found
+    def __call__(
+        self,
+        inputs: Sequence[Tensor | None],
+        autocast: torch.dtype | None,
+        sharded: bool,
+        handed: tuple[int, ...] = (),
+        heads: Heads | None = None,
+    ) -> Any:
+        """Run it: a tuple of the outputs.
 
-    def _plan(self, needed: tuple[bool, ...]) -> Plan:
-        wanted = {i for i, x in enumerate(needed) if x}
-        for step in self.steps:
-            if wanted.intersection(step.inputs()):
-                wanted.add(step.y)
-        frozen, maker = frozenset(wanted), {step.y: step for step in self.steps}
-        order: list[tuple[bool, Step]] = []
-        kept: list[int] = []
-        made: set[int] = set()
+        Args:
+            inputs: The first is an activation.
+            autocast: The dtype of products under autocast; None while it is off.
+            sharded: Whether the weights' memory is freed when the layer has run.
+            handed: The inputs whose gradients go to them one by one.
+            heads: Where gradients of outputs are left; None: autograd hands them in.
+        """
+        x = inputs[0]
+        assert x is not None
+        dtypes = tuple([None if x is None else x.dtype for x in inputs])
+        needed = tuple([x is not None and x.requires_grad for x in inputs])
+        choice = dispatch.chosen() if device_rules() is None else ESTIMATED
+        key = (x.device, autocast, choice, dtypes, needed, handed)
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = make_plan(self, Setting(*key))
+        boxes: dict[int, Box] = {i: [] for i in handed}
+        if boxes:
+            inputs = [Handed.apply(x, boxes[i]) if i in boxes else x for i, x in enumerate(inputs)]  # type: ignore[no-untyped-call]
+        return applied(ProgramFunction, plan, sharded, boxes, heads, *inputs)
 
-        def want(value: int) -> None:
-            """Have a value at hand in backward: kept, or made again from what is."""
-            step = maker.get(value)
-            if value in made or value in kept:
-                return
-            # what needs no gradient is one tensor to keep, and what it is made from would be kept for it alone
-            if step is None or not step.rebuilt or value not in frozen:
-                kept.append(value)
-                return
-            # what it is made from: its inputs, and what its own forward left behind
-            for source in {*step.inputs(), *step.needs(frozen)} - {value}:
-                want(source)
-            made.add(value)
-            order.append((True, step))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self
 
-        for step in reversed(self.steps):
-            if step.y not in frozen:
-                continue
-            for value in step.needs(frozen):
-                want(value)
-            order.append((False, step))
-        return Plan(frozen, tuple(kept), tuple(_freeing(order, frozen)))
-
-    def __call__(self, *inputs: Tensor | None) -> Any:
-        """Run it: the outputs, a tensor or a tuple of them."""
-        return applied(ProgramFunction, self, *inputs)
-
-
-def _freeing(
-    order: Sequence[tuple[bool, Step]], wanted: frozenset[int]
-) -> Iterator[tuple[bool, Step, tuple[int, ...]]]:
-    """The order of backward with the values that are read for the last time by each of its entries."""
-    reads = [{*step.needs(wanted), *(step.inputs() if again else ())} for again, step in order]
-    for index, (again, step) in enumerate(order):
-        later: set[int] = set().union(*reads[index + 1 :])
-        yield again, step, tuple((reads[index] | {step.y}) - later) if not again else ()
+    def __reduce__(self) -> Any:
+        return Program, (self.steps, self.metas, self.weights, self.outputs)
 
 
 class ProgramFunction(torch.autograd.Function):
     """Keeps what the plan says, weights by reference."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, *inputs: Tensor | None) -> Any:
-        v: Values = [*inputs, *[None] * (program.values - program.inputs)]
-        for step in program.steps:
-            step.forward(v)
-        plan = ctx.plan = program.plan(ctx.needs_input_grad[1:])
-        ctx.program = program
+    def forward(
+        ctx: Any, plan: Plan, sharded: bool, boxes: dict[int, Box], heads: Heads | None, *inputs: Tensor | None
+    ) -> Any:
+        found = plan.forward(*inputs)
+        outputs = found[: plan.outputs]
+        pool = (*inputs, *found)
         # a weight as its data are now, as stock's views keep it: `param.data = ...` changes the parameter alone
-        kept = [x.detach() if type(x) is Parameter else x for x in [v[i] for i in plan.kept]]
-        saved_next([x for x in kept if x is not None])
+        kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in zip(plan.kept, plan.weights, strict=True)]
+        ctx.slots = _derived(plan, kept) if plan.derivable else None
+        if current.watcher is not None:
+            current.watcher.keeps(kept, plan.keepers)
+        outside = [kept[i] for i in plan.derivable]
+        saved_next([x for x in kept if x is not None] if outside else (), [x for x in outside if x is not None])
         ctx.save_for_backward(*kept)
-        outputs = program.outputs
-        return v[outputs[0]] if len(outputs) == 1 else tuple([v[i] for i in outputs])
+        ctx.plan, ctx.boxes, ctx.handed = plan, boxes, [(i, *_kind(inputs[i])) for i in plan.handed]
+        ctx.heads = heads
+        for rebuilt in plan.rebuilt:
+            rebuilt.declare(outputs[rebuilt.output], [_record(pool[i], sharded) for i in rebuilt.sources])
+        if len(plan.graded) < plan.outputs:
+            ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in plan.graded))
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        plan, program = ctx.plan, ctx.program
-        v: Values = [None] * program.values
-        g: Values = [None] * program.values
-        for i, x in zip(plan.kept, ctx.saved_tensors, strict=True):
-            v[i] = x
-        for i, dy in zip(program.outputs, grads, strict=True):
-            g[i] = dy
-        wanted = plan.wanted
-        for again, step, unread in plan.order:
-            if again:
-                step.rebuild(v)
-            else:
-                step.backward(v, g, wanted)
-                g[step.y] = None
-            for i in unread:
-                v[i] = None
-        return (None, *g[: program.inputs])
+        plan, saved = ctx.plan, list(ctx.saved_tensors)
+        if ctx.slots is not None:
+            saved = _with_derived(ctx.slots, saved, len(plan.kept))
+        # the code frees each as soon as it can, unless somebody goes through the graph again
+        ctx.maybe_clear_saved_tensors()
+        saved.reverse()
+        saved.extend(with_heads(grads, ctx.heads, plan.graded))
+        found = plan.backward(saved)
+        if plan.handed:
+            found = _left_behind(ctx, found)
+        return (None, None, None, None, *found)
 
 
-class Builder:
-    """Numbers the values of a program while its steps are put down in order."""
+def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
+    return x.shape, x.dtype
 
-    def __init__(self, inputs: Sequence[str]) -> None:
-        self.at = {name: i for i, name in enumerate(inputs)}
-        self.inputs = len(self.at)
-        self.steps: list[Step] = []
 
-    def value(self, name: str) -> int:
-        return self.at.setdefault(name, len(self.at))
+def _left_behind(ctx: Any, found: tuple[Any, ...]) -> list[Tensor | None]:
+    """The gradients of all inputs, with placeholders for those whose factors are left in boxes."""
+    first = len(found) - 2 * len(ctx.handed)
+    gradients = list(found[:first])
+    for n, (i, shape, dtype) in enumerate(ctx.handed):
+        gradients[i] = in_box(ctx.boxes[i], shape, dtype, *found[first + 2 * n : first + 2 * n + 2])
+    return gradients
 
-    def add(self, step: type[Step], y: str, **options: Any) -> None:
-        """Put down a step; its options that name a value are strings of names that are known."""
-        fields = {name: self.at[x] if isinstance(x, str) and x in self.at else x for name, x in options.items()}
-        self.steps.append(step(self.value(y), **fields))
 
-    def program(self, *outputs: str) -> Program:
-        return Program(self.inputs, tuple(self.steps), tuple(self.at[name] for name in outputs), len(self.at))
+def _derived(plan: Plan, kept: list[Any]) -> dict[int, Slot] | None:
+    """Put what derived activations are made from in their place, behind the others; how each is made again, if any."""
+    slots: dict[int, Slot] = {}
+    leaves = Leaves()
+    for i in plan.derivable:
+        record = known_record(kept[i])
+        if isinstance(record, Derived) and is_lossless(record) and not is_dropped(record):
+            slots[i] = slot_of(record, leaves)
+            kept[i] = None
+    kept += leaves.tensors
+    return slots or None
+
+
+def _with_derived(slots: dict[int, Slot], saved: list[Any], count: int) -> list[Any]:
+    """What `_derived` has taken apart."""
+    values, sources = saved[:count], tuple(saved[count:])
+    for i, slot in slots.items():
+        values[i] = slot.value(sources)
+    return values
+
+
+def _record(x: Tensor, sharded: bool) -> Record:
+    if type(x) is not Parameter:
+        known = known_record(x)
+        return raw(x) if known is None else known
+    return raw(x.detach().clone()) if sharded else parameter(x)

@@ -1,199 +1,174 @@
-"""Whether the programs of a layer compute what the layer computes: tried on a tiny layer of the same class.
+"""Whether the programs of a layer compute what the layer computes: tried on a small layer of the same kind.
 
-A layer's structure is guessed from its parts. The guess is right if a tiny layer of the class, with the same config but
-for sizes, gives stock's outputs and the leaf path's gradients bit by bit, in fp32 and bf16, with and without a mask.
+The small layer has the layer's structure, dtypes and patches, but few and small weights, with random values. Its tape
+must be the layer's but for the sizes; then its programs must give stock's outputs and the leaf path's gradients, bit by
+bit, with dropout drawn from the same state, with and without a mask and a cache.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from operator import attrgetter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import DynamicCache, PretrainedConfig
 
 from ..models.probe import REFUSALS, same_bits
-from ..modules.base import Settings, patch_instance, stock_type
-from ..private_apis import unset_fake_temporarily
-from ..records import frame
-from .gated_layer import GatedLayer, find_parts
+from ..modules.base import PatchedModule, Settings, patch_instance, stock_type, unpatch_instance
+from ..private_apis import FakeTensor, without_dispatch_modes
+from ..records import apart, frame
+from ..reference.device_rules import under_rules
 from .layer import LayerPrograms, ProgramLayerMixin
+from .refusal import NotStraight
+from .small import small_layer, without_dropout
+from .tape import Tape
+from .tracing import CACHES, arguments, head_width, tape_of
 
-# patches the leaves of a module
-PatchLeaves = Callable[[nn.Module], object]
-# keyword of the attention -> where its module has it
-Keywords = dict[str, str]
-_BATCH, _TOKENS, _HEADS, _HEAD_SIZE, _MLP = 2, 5, 4, 8, 48
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-_SPY = "hf_actcompress_spy"
+_BATCH, _TOKENS = 2, 5
+# what is tried without autocast, and under it
+_CASES, _AUTOCAST_CASES = ("", "mask and a cache"), ("mask",)
 
-_proved: dict[tuple[Any, ...], Keywords | str] = {}
-# one at a time: what an attention was called with is noted in one place
-_proving = threading.RLock()
-
-
-def prove(layer: nn.Module, parts: GatedLayer, patch_leaves: PatchLeaves | None) -> Keywords | str:
-    """The attention's keywords if programs of such a layer are right, or why it is not known that they are.
-
-    Asked once for a class and all that its config says but sizes. Without `patch_leaves` nothing new is tried.
-    """
-    attention: Any = parts.attention.module
-    config = attention.__dict__["config"]
-    told = {name: value for name, value in config.to_dict().items() if name not in _SIZES}
-    of_parts = tuple((part.name, stock_type(part.module), part.settings.variant) for part in parts.parts())
-    key = (stock_type(layer), of_parts, json.dumps(told, default=str, sort_keys=True), attention.layer_idx)
-    if key not in _proved and patch_leaves is None:
-        return "it has not been tried"
-    with _proving:
-        if key not in _proved and patch_leaves is not None:
-            _proved[key] = _proof(layer, config, attention.layer_idx, patch_leaves)
-        return _proved[key]
+# by what decides the answer: None, or why not
+_answers: dict[Hashable, str | None] = {}
 
 
-def _proof(layer: nn.Module, config: Any, layer_idx: int, patch_leaves: PatchLeaves) -> Keywords | str:
+def proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
+    """What the layer does under one autocast. Raises NotStraight if that cannot be written down, or is not it."""
+    if next(layer.parameters(), None) is None:
+        raise NotStraight("it has no weights")
+    with _undisturbed(_device(layer), _is_estimated(layer)):
+        return _proved(layer, autocast)
+
+
+def _proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
     try:
-        with _undisturbed():
-            return _prove(layer, config, layer_idx, patch_leaves)
-    except (*REFUSALS, StopIteration) as error:
-        return f"a tiny layer of its class cannot be tried: {type(error).__name__}: {str(error)[:100]}"
+        tape = tape_of(layer, autocast)
+    except REFUSALS as error:
+        raise NotStraight(f"its code cannot be recorded: {type(error).__name__}: {str(error)[:100]}") from error
+    weights = tuple((w.dtype, w.requires_grad) for w in layer.parameters())
+    key = stock_type(layer), tape.structure(), weights, _device(layer), autocast, _is_estimated(layer)
+    if key not in _answers:
+        _answers[key] = _why_not(layer, tape, autocast)
+    reason = _answers[key]
+    if reason is not None:
+        raise NotStraight(reason)
+    return tape
+
+
+def _device(layer: nn.Module) -> torch.device:
+    """Where it is tried: where the weights are, if they have data."""
+    weight = next(layer.parameters())
+    return torch.device("cpu") if _is_estimated(layer) or weight.device.type == "meta" else weight.device
+
+
+def _is_estimated(layer: nn.Module) -> bool:
+    """Whether its weights are fake: a training may go on beside an estimate, and draws from the same generator."""
+    return isinstance(next(layer.parameters()), FakeTensor)
+
+
+def _why_not(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> str | None:
+    try:
+        small = small_layer(layer, _device(layer))
+        small_tape = tape_of(small, autocast)
+    except NotStraight as reason:
+        return str(reason)
+    except REFUSALS as error:
+        return f"a small layer of its kind cannot be recorded: {type(error).__name__}: {str(error)[:100]}"
+    if small_tape.structure() != tape.structure():
+        return "a small layer of its kind does something else than it"
+    if _is_estimated(layer):
+        small = without_dropout(small)
+        small_tape = tape_of(small, autocast)
+    return _difference(small, small_tape, autocast)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Gradients on, autocast off, real tensors on the CPU, no random number, whatever the patching runs under."""
+def _undisturbed(device: torch.device, estimated: bool) -> Iterator[None]:
+    """Gradients on, autocast off, generators as they were; nothing that counts ops or sees what is saved sees it."""
+    devices = [] if device.type == "cpu" else [device]
+    forked = torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type)
     with (
-        unset_fake_temporarily(),
-        torch.device("cpu"),
+        without_dispatch_modes(),
+        apart(),
+        under_rules(None),
+        saved_tensors_hooks(Tensor.detach, lambda x: x),
+        nullcontext() if estimated else forked,
         torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        frame(),
+        torch.autocast(device.type, enabled=False),
     ):
         yield
 
 
-def _prove(layer: nn.Module, config: Any, layer_idx: int, patch_leaves: PatchLeaves) -> Keywords | str:
-    stock = _tiny(stock_type(layer), config, layer_idx)
-    keywords = _keywords(stock)
-    if isinstance(keywords, str):
-        return keywords
-    for dtype in (torch.float32, torch.bfloat16):
-        stock = stock.to(dtype)
-        leaves = copy.deepcopy(stock)
-        patch_leaves(leaves)
-        programs = copy.deepcopy(leaves)
-        parts = find_parts(programs)
-        if not isinstance(parts, GatedLayer):
-            return f"a tiny layer of its class has other parts: {parts}"
-        made = LayerPrograms.of(parts, keywords)
-        patch_instance(programs, ProgramLayerMixin, Settings("layer", "program", (made,)))
-        for masked in (False, True):
-            expected, by_leaf, found = (_step(module, dtype, masked) for module in (stock, leaves, programs))
-            if not same_bits(found[0], expected[0]):
-                return "its forward is not that of a pre-norm layer with a gated MLP (found by a numeric probe)"
-            if not all(map(same_bits, found, by_leaf)):
-                return "its gradients are not those of its parts (found by a numeric probe)"
-        if made.calls != 2:
-            return "its calls are not ordinary ones"
-    return keywords
+def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> str | None:
+    """Where stock, the leaf path and the programs are not the same."""
+    stock, programs = _unpatched(_share(leaves)), _share(leaves)
+    made = LayerPrograms.of(programs, {autocast: tape}, proved)
+    patch_instance(programs, ProgramLayerMixin, Settings("layer", "program", (made,)))
+    for calls, case in enumerate(_CASES if autocast is None else _AUTOCAST_CASES, 1):
+        try:
+            expected, by_leaf, found = (_step(m, tape, case, autocast) for m in (stock, leaves, programs))
+        except REFUSALS as error:
+            return f"it cannot be tried: {type(error).__name__}: {str(error)[:100]}"
+        if not same_bits(found[0], expected[0]):
+            return f"its forward is not what has been recorded of it (found by a numeric probe{_of(case)})"
+        if not all(map(same_bits, found, by_leaf)):
+            return f"its gradients are not those of its parts (found by a numeric probe{_of(case)})"
+        if made.calls != calls:
+            return f"its calls are not ordinary ones{_of(case)}"
+    return None
 
 
-def _tiny(kind: Any, config: Any, layer_idx: int) -> nn.Module:
-    """A stock layer of that class with small sizes and random weights; no global random number is drawn."""
-    config = copy.deepcopy(config)
-    heads = config.num_key_value_heads
-    few = _HEADS if heads == config.num_attention_heads else min(heads, _HEADS // 2)
-    sizes = (_HEADS * _HEAD_SIZE, _MLP, _HEADS, few, _HEAD_SIZE)
-    for name, size in zip(_SIZES, sizes, strict=True):
-        if getattr(config, name, None) is not None:
-            setattr(config, name, size)
-    with torch.device("meta"):
-        layer: nn.Module = kind(config, layer_idx)
-    if next(layer.buffers(), None) is not None:
-        raise ValueError("it has buffers")
-    layer = layer.to_empty(device="cpu").to(torch.float32).train()
-    # a program hands it on to the attention, which draws where stock draws
-    _attention_of(layer).attention_dropout = 0.0
-    generator = torch.Generator().manual_seed(0)
-    for parameter in layer.parameters():
-        with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
+def _of(case: str) -> str:
+    return f", with a {case}" if case else ""
+
+
+def _share(layer: nn.Module) -> nn.Module:
+    """A copy over the same weights."""
+    memo: dict[int, Any] = {id(w): w for w in layer.parameters()}
+    for module in layer.modules():
+        memo.update((id(v), v) for v in vars(module).values() if isinstance(v, PretrainedConfig))
+    return copy.deepcopy(layer, memo)
+
+
+def _unpatched(layer: nn.Module) -> nn.Module:
+    for module in list(layer.modules()):
+        if isinstance(module, PatchedModule):
+            unpatch_instance(module)  # type: ignore[arg-type]
     return layer
 
 
-def _attention_of(layer: nn.Module) -> Any:
-    return next(child for child in layer.children() if hasattr(child, "attention_dropout"))
-
-
-def _call(dtype: torch.dtype, masked: bool) -> tuple[Tensor, dict[str, Any]]:
+def _step(layer: nn.Module, tape: Tape, case: str, autocast: torch.dtype | None) -> list[Tensor]:
+    """The output, and the gradients of the input and all parameters that want one."""
+    meta = tape.metas[tape.inputs["x"]]
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(_BATCH, _TOKENS, _HEADS * _HEAD_SIZE, generator=generator).to(dtype)
-    angles = torch.randn(1, _TOKENS, _HEAD_SIZE // 2, generator=generator).repeat(1, 1, 2)
+    device = next(layer.parameters()).device
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device="cpu").to(device, meta.dtype)
+
+    x = normal(_BATCH, _TOKENS, meta.size(-1)).requires_grad_()
+    width = head_width(layer)
+    angles = normal(_BATCH if case else 1, _TOKENS, (width + 1) // 2).repeat(1, 1, 2)[..., :width]
+    kwargs = arguments(layer, _mask(device) if "mask" in case else None, (angles.cos(), angles.sin()))
+    if "cache" in case:
+        kwargs.update((name, DynamicCache()) for name in CACHES if name in kwargs)
+    if tape.draws():
+        torch.manual_seed(3)
+    with frame(), torch.autocast(device.type, autocast, enabled=autocast is not None):
+        y = layer(x, **kwargs)
+    y = y[0] if isinstance(y, tuple) else y
+    wanted = [x, *(w for w in layer.parameters() if w.requires_grad)]
+    dy = normal(*y.shape).to(y.dtype)
+    grads = torch.autograd.grad(y, wanted, dy, allow_unused=True)
+    return [y.detach(), *(x.new_zeros(0) if g is None else g for g in grads)]
+
+
+def _mask(device: torch.device) -> Tensor:
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril().expand(_BATCH, 1, -1, -1).clone()
     mask[1, :, :, 0] = False
     mask[1, :, 0, 0] = True
-    return x, {
-        "attention_mask": mask if masked else None,
-        "position_ids": torch.arange(_TOKENS)[None],
-        "past_key_values": None,
-        "use_cache": False,
-        "position_embeddings": (angles.cos().to(dtype), angles.sin().to(dtype)),
-    }
-
-
-def _step(layer: nn.Module, dtype: torch.dtype, masked: bool) -> list[Tensor]:
-    """The output, and the gradients of the input and all parameters."""
-    x, kwargs = _call(dtype, masked)
-    x.requires_grad_()
-    y = layer(x, **kwargs)
-    if not isinstance(y, Tensor):
-        raise ValueError("it returns more than a tensor")
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
-    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
-
-
-# what the attention was called with last
-_spied: dict[str, Any] = {}
-
-
-def _spy(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    _spied.clear()
-    _spied.update(kwargs)
-    return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
-
-
-AttentionInterface.register(_SPY, _spy)
-
-
-def _keywords(layer: Any) -> Keywords | str:
-    """Which keywords the layer's attention hands to the attention interface, and where it has them from."""
-    attention = _attention_of(layer)
-    before = attention.config._attn_implementation
-    attention.config._attn_implementation = _SPY
-    x, kwargs = _call(torch.float32, False)
-    layer(x, **kwargs)
-    attention.config._attn_implementation = before
-    found: Keywords = {}
-    for name, value in _spied.items():
-        if name == "dropout" or name in kwargs:
-            continue
-        places = (place for place in (name, f"config.{name}") if _has(attention, place, value))
-        place = next(places, None)
-        if place is None and value is not None:
-            return f"its attention is called with {name}={value!r}, and where that is from is not known"
-        if place is not None:
-            found[name] = place
-    return found
-
-
-def _has(module: Any, place: str, value: Any) -> bool:
-    try:
-        return bool(attrgetter(place)(module) == value)
-    except AttributeError:
-        return False
+    return mask.to(device)

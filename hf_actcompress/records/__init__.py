@@ -7,9 +7,10 @@ of its own. This package is the only code that touches storage on `ctx`.
 
 from __future__ import annotations
 
+from .apart import apart
 from .current import current, stock_only
 from .hooks import kept_through
-from .net import applied, netted
+from .net import applied, netted, unnetted
 from .outside import hooks_outside
 from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, raw
@@ -42,6 +43,7 @@ __all__ = [
     "Recipe",
     "Record",
     "Stored",
+    "apart",
     "applied",
     "clear",
     "current",
@@ -77,5 +79,6 @@ __all__ = [
     "stock_only",
     "storage_sizes",
     "storages_of",
+    "unnetted",
     "whole_record_of",
 ]

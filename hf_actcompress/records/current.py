@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -37,10 +37,23 @@ class Calling(Protocol):
         ...
 
 
+class Watching(Protocol):
+    """Somebody who wants to know which module keeps what, of code that runs several modules at once."""
+
+    def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str]) -> None:
+        """What will be saved next, and for which module inside of the one that runs."""
+        ...
+
+    def within(self, module: str) -> AbstractContextManager[None]:
+        """While that module inside of the one that runs is at work."""
+        ...
+
+
 class _Current(threading.local):
     def __init__(self) -> None:
         self.net: Netting | None = None
         self.call: Calling | None = None
+        self.watcher: Watching | None = None
         # what runs now ends before anything else does: patched modules run their stock code
         self.stock_only = False
         # the module of those whose output nobody reads: only its gradient matters

@@ -270,6 +270,20 @@ def applied(function: _Function, *inputs: Any) -> Any:
         own_tensors.forget()
 
 
+def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The function's result without the net, so that autograd keeps all: for what the net could save nothing of."""
+    net = None if torch.compiler.is_compiling() else current.net
+    if net is None or net.outside is not None or not net.is_innermost():
+        return function(*args, **kwargs)
+    pop_saved_tensor_hooks()
+    current.net = None
+    try:
+        return function(*args, **kwargs)
+    finally:
+        push_saved_tensor_hooks(net.hooks)
+        current.net = net
+
+
 def _always(saved: Sequence[Tensor]) -> bool:
     return True
 

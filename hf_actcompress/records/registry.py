@@ -121,6 +121,8 @@ def _insert(x: Tensor, record: Record | None) -> _Entry | None:
 
 
 def _find(x: Tensor) -> _Entry | None:
+    if not _state.entries:
+        return None
     key = _key(x)
     entry = _entries().get(key) if key is not None else None
     if entry is None:
@@ -261,13 +263,21 @@ def frame() -> Iterator[None]:
     if _state.in_frame:
         yield
         return
-    outer, outer_hooks = _state.entries, _state.hooks
-    _state.entries, _state.hooks, _state.in_frame = {}, None, True
+    with another_registry():
+        _state.in_frame = True
+        yield
+
+
+@contextmanager
+def another_registry() -> Iterator[None]:
+    """Inside, there is no frame and nothing is declared; afterwards all is as before."""
+    before = _state.entries, _state.hooks, _state.in_frame
+    _state.entries, _state.hooks, _state.in_frame = {}, None, False
     try:
         yield
     finally:
         _state.entries.clear()
-        _state.entries, _state.hooks, _state.in_frame = outer, outer_hooks, False
+        _state.entries, _state.hooks, _state.in_frame = before
 
 
 def in_frame() -> bool:

@@ -55,9 +55,9 @@ class _OwnTensors(threading.local):
         self._ids: set[int] = set()
         self.asked: Callable[[Sequence[Tensor]], bool] | None = None
 
-    def note(self, tensors: Sequence[Tensor]) -> None:
-        """Say which tensors are saved next."""
-        if self.asked is not None and self.asked(tensors):
+    def note(self, tensors: Sequence[Tensor], outside: Sequence[Tensor] | None = None) -> None:
+        """Say which tensors are saved next, and which of them stock code may have made; None: all."""
+        if self.asked is not None and self.asked(tensors if outside is None else outside):
             self._ids = {id(x) for x in tensors}
 
     def forget(self) -> None:
@@ -76,9 +76,14 @@ class _OwnTensors(threading.local):
 own_tensors = _OwnTensors()
 
 
-def saved_next(tensors: Sequence[Tensor]) -> None:
-    """Say, inside of an op of ours that does not call `save`, what it gives to ``ctx.save_for_backward`` next."""
-    own_tensors.note(tensors)
+def saved_next(tensors: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
+    """Say, inside of an op of ours that does not call `save`, what it gives to ``ctx.save_for_backward`` next.
+
+    Args:
+        tensors: All of it.
+        outside: What of it stock code may have made.
+    """
+    own_tensors.note(tensors, outside)
 
 
 class Leaves:

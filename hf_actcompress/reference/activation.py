@@ -130,8 +130,9 @@ def _gelu_new(dy: Tensor, x: Tensor) -> Any:
     square = x * x
     t = torch.tanh(x * (square * cubic).add_(1).mul_(scale))
     dinner = square.mul_(3 * cubic).add_(1).mul_(scale)
-    derivative = (1 - t * t).mul_(x).mul_(dinner).add_(t).add_(1).mul_(0.5)
-    return derivative.mul_(dy)
+    derivative = aten.tanh_backward(x, t).mul_(dinner)
+    del square, dinner
+    return derivative.add_(t).add_(1).mul_(0.5).mul_(dy)
 
 
 def _sqrt_softplus(dy: Tensor, x: Tensor) -> Any:

@@ -65,8 +65,8 @@ def device_rules() -> DeviceRules | None:
 
 
 @contextmanager
-def under_rules(rules: DeviceRules) -> Iterator[None]:
-    """While the block runs, `device_rules()` returns these in this thread."""
+def under_rules(rules: DeviceRules | None) -> Iterator[None]:
+    """While the block runs, `device_rules()` returns these in this thread; None: work on real tensors in between."""
     token = _rules.set(rules)
     try:
         yield

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .tiles import in_tiles
+from .tiles import goes_in_tiles, in_tiles
 
+_WIDE = (torch.float32, torch.float64)
 RMS_NORM_VARIANTS = ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32")
 
 
@@ -25,7 +26,7 @@ def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, variant: s
         x32 = _fp32(x)
         added = torch.finfo(x32.dtype).eps if eps is None else eps
         rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + added)
-        return _rebuilt(x, rstd, weight, variant), rstd
+        return _rebuilt(x32, rstd, weight, variant, x.dtype), rstd
 
     y, rstd = in_tiles(of_rows, x)
     return y, rstd
@@ -33,19 +34,20 @@ def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, variant: s
 
 def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
     """y from x and rstd, bit-equal to `rms_norm_fwd`."""
-    (y,) = in_tiles(lambda x, rstd: (_rebuilt(x, rstd, weight, variant),), x, rstd)
+    (y,) = in_tiles(lambda x, rstd: (_rebuilt(_fp32(x), rstd, weight, variant, x.dtype),), x, rstd)
     return y
 
 
-def _rebuilt(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
-    normed = _fp32(x) * rstd
+def _rebuilt(x32: Tensor, rstd: Tensor, weight: Tensor | None, variant: str, dtype: torch.dtype) -> Tensor:
+    """y of x in fp32; `dtype` is that of x."""
+    normed = x32 * rstd
     if weight is None:
-        return _in(normed, x.dtype)
+        return _in(normed, dtype)
     if variant == "one_plus_weight":
-        return _in(normed * (1.0 + _fp32(weight)), x.dtype)
+        return _in(normed * (1.0 + _fp32(weight)), dtype)
     if variant == "weight_in_fp32":
-        return _in(_fp32(weight) * normed, x.dtype)
-    return weight * normed.to(_normed_dtype(x, weight, variant))
+        return _in(_fp32(weight) * normed, dtype)
+    return weight * normed.to(_normed_dtype(dtype, weight, variant))
 
 
 def rms_norm_bwd(
@@ -53,7 +55,8 @@ def rms_norm_bwd(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like x and dweight [C], from dy [..., C]; those not `needed` are None."""
     in_fp32 = weight is None or variant in ("one_plus_weight", "weight_in_fp32")
-    cast = x.dtype if weight is None else _normed_dtype(x, weight, variant)
+    dtype = x.dtype
+    cast = dtype if weight is None else _normed_dtype(dtype, weight, variant)
     gain = _gain(weight, variant) if in_fp32 else weight
 
     def product(dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor]:
@@ -67,10 +70,13 @@ def rms_norm_bwd(
         direct, through_rstd = _dx(_fp32(dnormed if in_fp32 else dnormed.to(cast)), _fp32(x), rstd)
         if variant == "cast_to_weight":
             # T5 multiplies x itself, not its fp32 copy: autograd rounds each term, then adds
-            return (direct.to(x.dtype) + through_rstd.to(x.dtype),)
-        return ((direct + through_rstd).to(x.dtype),)
+            return (direct.to(dtype) + through_rstd.to(dtype),)
+        return ((direct + through_rstd).to(dtype),)
 
     dweight = None
+    if all(needed) and not goes_in_tiles(dy, x, rstd):
+        # once for both
+        x = _fp32(x)
     if needed[1] and weight is not None:
         # one sum over all rows, as autograd has it
         (products,) = in_tiles(product, dy, x, rstd)
@@ -93,11 +99,11 @@ def _gain(weight: Tensor | None, variant: str) -> Tensor | None:
     return 1.0 + _fp32(weight) if variant == "one_plus_weight" else _fp32(weight)
 
 
-def _normed_dtype(x: Tensor, weight: Tensor, variant: str) -> torch.dtype:
+def _normed_dtype(dtype: torch.dtype, weight: Tensor, variant: str) -> torch.dtype:
     if variant == "cast_to_weight":
         half = weight.dtype in (torch.float16, torch.bfloat16)
-        return weight.dtype if half else torch.promote_types(x.dtype, torch.float32)
-    return x.dtype
+        return weight.dtype if half else torch.promote_types(dtype, torch.float32)
+    return dtype
 
 
 def _in(y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,4 +113,4 @@ def _in(y: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _fp32(x: Tensor) -> Tensor:
     """At least fp32; fp64 stays, so that the oracle and gradcheck see full precision."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in _WIDE else x.float()

@@ -22,6 +22,6 @@ def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor
     half, rest = dy.size(-1) // 2, dy.size(-1) - dy.size(-1) // 2
     dx, turned = (dy * cos).to(dtype), (dy * sin).to(dtype)
     # both are new; of an odd width the first half is the shorter one
-    dx[..., :half] += turned[..., rest:]
-    dx[..., half:] -= turned[..., :rest]
+    dx[..., :half].add_(turned[..., rest:])
+    dx[..., half:].sub_(turned[..., :rest])
     return dx

@@ -25,6 +25,13 @@ def tiles(x: Tensor, tile: int) -> Iterator[slice]:
     return islice(parts, _FAKE_TILES) if isinstance(x, FakeTensor) else parts
 
 
+def goes_in_tiles(*tensors: Tensor) -> bool:
+    """Whether `in_tiles` takes more than one tile for them."""
+    if tensors[0].numel() <= TILE or torch.compiler.is_compiling():
+        return False
+    return all(t.is_contiguous() for t in tensors)
+
+
 def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
     """``function(*tensors)`` for a function that computes each row by itself, with the same bits.
 
@@ -34,8 +41,7 @@ def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Seq
             their results have a layout of their own.
     """
     x = tensors[0]
-    plain = x.numel() > TILE and not torch.compiler.is_compiling() and all(t.is_contiguous() for t in tensors)
-    if not plain:
+    if not goes_in_tiles(*tensors):
         return function(*tensors)
     rows = [t.view(-1, t.shape[-1]) for t in tensors]
     found: list[Tensor] = []

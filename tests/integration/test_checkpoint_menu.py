@@ -54,10 +54,12 @@ def checkpointed(name: str, mode: str = "fp32", reentrant: bool = False, **optio
 def test_attention_does_not_run_again(name: str, padding: str, reentrant: bool) -> None:
     batch, model = BY_NAME[name].make_batch(padding), checkpointed(name, reentrant=reentrant)
     oracle, expected = oracle_step(build(BY_NAME[name], "fp32"), batch), step(model, batch)
+    patch_model(model, BODY)
     with Kernels() as stock:
-        step(patch_model(model, BODY), batch)
+        step(model, batch)
+    patch_model(model, KEPT)
     with Kernels() as kept:
-        found = step(patch_model(model, KEPT), batch)
+        found = step(model, batch)
     assert torch.equal(found[0], expected[0])
     assert relative_error(found[1], oracle) <= EXACT * relative_error(expected[1], oracle)
     if name != "t5":  # whose bias needs a gradient, which no fused kernel gives
@@ -201,3 +203,16 @@ def test_stocks_own_forms(name: str, options: Any, config: Any, monkeypatch: pyt
     expected, found = step(stock, batch), step(ours, batch)
     assert torch.equal(found[0], expected[0])
     assert relative_error(found[1], oracle) <= EXACT * relative_error(expected[1], oracle)
+
+
+@pytest.mark.parametrize("programs", [False, True])
+@pytest.mark.parametrize("name", ["gpt2-gelu-new", "llama"])
+def test_one_layer_beside_the_cache_that_a_plain_forward_makes(name: str, programs: bool) -> None:
+    """GPT-2 hands it to its layers by position, where transformers does not take it out."""
+    config, batch = replace(BODY, programs=programs), BY_NAME[name].make_batch()
+    steps = []
+    for checkpoints in ((), ("h.1" if name.startswith("gpt2") else "layers.1",)):
+        model = build(BY_NAME[name], "fp32")
+        model.config.use_cache = True
+        steps.append(step(patch_model(model, replace(config, checkpoint=checkpoints)), batch))
+    assert torch.equal(steps[0][0], steps[1][0]) and not differing(steps[0][1], steps[1][1])

@@ -177,9 +177,10 @@ def test_report_covers_the_model(family: Family) -> None:
     # OPT's layers drop out by a function, RoBERTa's head calls one for its activation
     own_calls = {"opt": {"OPTDecoderLayer"}, "roberta": {"RobertaLMHead"}}
     assert {row.module for row in report.left_alone if row.role == "functions"} == own_calls.get(family.name, set())
-    assert {row.role for row in report.left_alone} <= {"embedding", "loss_head", "functions"}
-    assert all(row.reason for row in report.left_alone)
-    assert all(row.codec == "identity" for row in report.patched)
+    # T5's layers run leaf by leaf: their attention takes a bias
+    assert {row.role for row in report.left_alone} <= {"embedding", "loss_head", "functions", "layer"}
+    assert all(row.reason or row.note for row in report.left_alone)
+    assert {row.codec for row in report.patched if row.role != "layer"} == {"identity"}
 
 
 @families

@@ -7,6 +7,7 @@ import io
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -18,8 +19,11 @@ from transformers.models.llama import modeling_llama
 
 from hf_actcompress import CompressionConfig, ops, patch_model, patch_report, unpatch_model
 from hf_actcompress.models import rope
-from tests.families import BODY, BY_NAME, MODES, build, differing, mode_of, step
+from tests.families import BODY as EXACT_BODY
+from tests.families import BY_NAME, MODES, build, differing, mode_of, step
 
+# the op itself, which layers that run as programs have no need of
+BODY = replace(EXACT_BODY, programs=False)
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 TEMPO = CompressionConfig(attention_variant="tempo", loss_head=False)
 LAYERS = 2
@@ -237,15 +241,17 @@ def exchanged(name: str, value: Any, home: Any = modeling_llama) -> Iterator[Non
         setattr(home, name, before)
 
 
-def test_what_others_put_in_its_place_later_runs(calls: Calls) -> None:
-    model, batch = patch_model(BY_NAME["llama"].build(), BODY), BY_NAME["llama"].make_batch()
+@pytest.mark.parametrize("config", [BODY, EXACT_BODY], ids=["leaf by leaf", "programs"])
+def test_what_others_put_in_its_place_later_runs(calls: Calls, config: CompressionConfig) -> None:
+    model, batch = patch_model(BY_NAME["llama"].build(), config), BY_NAME["llama"].make_batch()
+    calls.clear()
     with exchanged("apply_rotary_pos_emb", broken), pytest.raises(RuntimeError, match="needs a GPU"):
         step(model, batch)
     with exchanged("forward", print, modeling_llama.LlamaAttention), pytest.raises(TypeError):
         step(model, batch)
     assert not calls
     step(model, batch)
-    assert len(calls) == LAYERS
+    assert len(calls) == (0 if config.programs else LAYERS)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...ops import DeferredLogits
-from ...records import hooks_outside, storage_sizes, storages_of
+from ...records import current, hooks_outside, storage_sizes, storages_of
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
 # where hooks of our own are, which stand between an op and these
@@ -96,13 +96,37 @@ class _Collector:
         self.layers = set(layer_names(model))
         self.names = {module: name for name, module in model.named_modules() if module not in left_out}
         self.thread = threading.get_ident()
+        # of storages that are saved next: who keeps them
+        self.keepers: dict[int, str] = {}
+
+    def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str]) -> None:
+        """For `current.watcher`: code that runs several modules of the one that is running."""
+        self.keepers = {}
+        if self._is_hidden():
+            return
+        for x, module in zip(tensors, modules, strict=False):
+            if x is not None:
+                self.keepers[x.untyped_storage()._cdata] = self._inside(module)
+
+    @contextmanager
+    def within(self, module: str) -> Iterator[None]:
+        """For `current.watcher`."""
+        self.stack.append(self._inside(module))
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    def _inside(self, module: str) -> str:
+        return ".".join(filter(None, (self.stack[-1], module)))
 
     def pack(self, x: Tensor) -> _Packed:
         # whoever calls the op is one frame up, or above the hooks of this package: a dropout that is no module shows
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
             frame = frame.f_back
-        module = self.module_of(x)
+        named = [self.keepers.pop(storage._cdata) for storage in storages_of(x) if storage._cdata in self.keepers]
+        module = self.module_of(x) or next(iter(named), None)
         packed = _Packed(x, self.stack[-1] if module is None else module, _CALLS.get(frame.f_code, ""))
         self.packed.append(weakref.ref(packed))
         return packed
@@ -125,9 +149,13 @@ class _Collector:
 
     def _enter(self, module: nn.Module) -> None:
         self.stack.append(self.names[module])
-        top = hooks_outside()
-        if not torch.is_grad_enabled() or top is None or top[0] != self.pack:
+        if not torch.is_grad_enabled() or self._is_hidden():
             self.seen.hidden_from_view = True
+
+    def _is_hidden(self) -> bool:
+        """Whether somebody else gets what is saved now."""
+        top = hooks_outside()
+        return top is None or top[0] != self.pack
 
     def _leave(self, args: Any, output: Any) -> None:
         name = self.stack.pop()
@@ -222,7 +250,11 @@ def saved_tensors(
     """
     collector = _Collector(model, size_of, module_of, left_out)
     with _noted_calls(collector), saved_tensors_hooks(collector.pack, collector.unpack):
-        output = forward()
+        before_us, current.watcher = current.watcher, collector
+        try:
+            output = forward()
+        finally:
+            current.watcher = before_us
     loss = loss_of(output)
     logits = _size(getattr(output, "logits", None))
     # the output holds the logits, and through them graph nodes that the loss may not need

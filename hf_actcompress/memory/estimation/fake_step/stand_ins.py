@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .... import reference
+from ....models.checkpointing import checkpoint_without_cache
 from .fake_allocator import FakeAllocator
 from .fake_kernels import KernelResults, Kernels
 
@@ -97,7 +98,9 @@ class _Checkpoint:
     def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         preset = self._stock.keywords if isinstance(self._stock, functools.partial) else {}
         function = self._stock.func if isinstance(self._stock, functools.partial) else self._stock
-        if function is not checkpoint or not {**preset, **kwargs}.pop("preserve_rng_state", True):
+        if function not in (checkpoint, checkpoint_without_cache) or not {**preset, **kwargs}.pop(
+            "preserve_rng_state", True
+        ):
             return self._stock(layer, *args, **kwargs)
         # on the device of the step, so that it is counted; a CUDA device's state is kept on the host
         state = None if self._cuda else torch.empty(_state_bytes(), dtype=torch.uint8)

@@ -1,0 +1,288 @@
+"""Sums, products, casts and views of values: the code between the modules of a layer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .emit import Emitter
+from .operations import reshaped
+from .refusal import NotStraight
+from .step import Backward, Operation, Step
+
+
+@dataclass(frozen=True)
+class Add(Operation):
+    """y = a + b, of one shape."""
+
+    again: ClassVar[bool] = False
+
+    def forward(self, e: Emitter, a: Node, b: Node) -> Node:
+        return e.call(operator.add, a, b)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        for value in step.ins:
+            b.give(value, b.dy(step))
+
+
+@dataclass(frozen=True)
+class Mul(Operation):
+    """y = a * b; b may be broadcast to a's shape if it wants no gradient."""
+
+    def forward(self, e: Emitter, a: Node, b: Node) -> Node:
+        return e.call(operator.mul, a, b)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        left, right = step.ins
+        assert left is not None and right is not None
+        if b.wants(right) and b.shape_of(left) != b.shape_of(right):
+            raise NotStraight("it multiplies by a tensor of another shape that wants a gradient")
+        for value, other in ((right, left), (left, right)):
+            if b.wants(value):
+                b.give(value, b.call(operator.mul, b.dy(step), b.want(other)))
+
+
+@dataclass(frozen=True)
+class Scale(Operation):
+    """y = x * factor."""
+
+    factor: float
+
+    def forward(self, e: Emitter, x: Node) -> Node:
+        return e.call(operator.mul, x, self.factor)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(operator.mul, b.dy(step), self.factor))
+
+
+@dataclass(frozen=True)
+class Neg(Operation):
+    def forward(self, e: Emitter, x: Node) -> Node:
+        return e.call(operator.neg, x)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(operator.neg, b.dy(step)))
+
+
+@dataclass(frozen=True)
+class Cast(Operation):
+    """y = x in another dtype."""
+
+    dtype: torch.dtype
+    same: ClassVar[bool] = True
+
+    def forward(self, e: Emitter, x: Node) -> Node:
+        return e.cast(x, self.dtype)  # type: ignore[no-any-return]
+
+    def backward(self, b: Backward, step: Step) -> None:
+        # `give` casts it back
+        b.give(step.ins[0], b.dy(step))
+
+
+@dataclass(frozen=True)
+class Permute(Operation):
+    """A view with the dimensions in another order."""
+
+    order: tuple[int, ...]
+    same: ClassVar[bool] = True
+
+    def forward(self, e: Emitter, x: Node) -> Node:
+        return _permuted(e, x, self.order)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        back = tuple(self.order.index(i) for i in range(len(self.order)))
+        b.give(step.ins[0], _permuted(b, b.dy(step), back))
+
+
+def _permuted(e: Emitter, x: Node, order: tuple[int, ...]) -> Node:
+    moved = [i for i, dim in enumerate(order) if i != dim]
+    if len(moved) == 2:
+        return e.call(torch.transpose, x, *moved)
+    return e.call(torch.permute, x, order)
+
+
+@dataclass(frozen=True)
+class Contiguous(Operation):
+    def forward(self, e: Emitter, x: Node) -> Node:
+        return e.call(torch.Tensor.contiguous, x)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.dy(step))
+
+
+@dataclass(frozen=True)
+class Reshape(Operation):
+    """x in another shape: `sizes` and, of the way back, `back`, as `reshaped` takes them."""
+
+    sizes: tuple[int, ...]
+    back: tuple[int, ...]
+    same: ClassVar[bool] = True
+
+    def structure(self) -> Hashable:
+        return tuple(tuple(min(size, 0) for size in sizes) for sizes in (self.sizes, self.back))
+
+    def forward(self, e: Emitter, x: Node) -> Node:
+        return e.call(reshaped, x, self.sizes)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(reshaped, b.dy(step), self.back))
+
+
+def _tokens(x: Tensor, like: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    return x.view(*like.shape[:2], *sizes)
+
+
+@dataclass(frozen=True)
+class Tokens(Operation):
+    """Rows [B * T, ...] as [B, T, ...], with B and T of another value."""
+
+    sizes: tuple[int, ...]
+    again: ClassVar[bool] = False
+
+    def structure(self) -> Hashable:
+        return len(self.sizes)
+
+    def forward(self, e: Emitter, x: Node, like: Node) -> Node:
+        return e.call(_tokens, x, like, self.sizes)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(reshaped, b.dy(step), (-1, *self.sizes)))
+
+
+@dataclass(frozen=True)
+class Unbind(Operation):
+    """The parts of x along a dimension, without it."""
+
+    count: int
+    dim: int
+    same: ClassVar[bool] = True
+
+    def rebuilds(self, index: int) -> bool:
+        return True
+
+    def forward(self, e: Emitter, x: Node) -> tuple[Node, ...]:
+        parts = e.call(torch.unbind, x, self.dim)
+        return tuple(e.item(parts, i) for i in range(self.count))
+
+    def rebuild(self, b: Backward, step: Step) -> None:
+        (x,) = step.ins
+        assert x is not None
+        b.values.update(zip(step.outs, self.forward(b, b.want(x)), strict=True))
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(torch.stack, [b.dy(step, i) for i in range(self.count)], self.dim))
+
+
+@dataclass(frozen=True)
+class Split(Operation):
+    """The parts of x along a dimension."""
+
+    sizes: tuple[int, ...]
+    dim: int
+    same: ClassVar[bool] = True
+
+    def structure(self) -> Hashable:
+        return len(self.sizes), self.dim
+
+    def rebuilds(self, index: int) -> bool:
+        return True
+
+    def forward(self, e: Emitter, x: Node) -> tuple[Node, ...]:
+        parts = e.call(torch.Tensor.split, x, list(self.sizes), self.dim)
+        return tuple(e.item(parts, i) for i in range(len(self.sizes)))
+
+    def rebuild(self, b: Backward, step: Step) -> None:
+        (x,) = step.ins
+        assert x is not None
+        b.values.update(zip(step.outs, self.forward(b, b.want(x)), strict=True))
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(torch.cat, [b.dy(step, i) for i in range(len(step.outs))], self.dim))
+
+
+def sliced(x: Tensor, start: int, end: int, step: int) -> Tensor:
+    """x[..., start:end:step]."""
+    return x[..., start:end:step]
+
+
+def unsliced(dy: Tensor, size: int, start: int, step: int) -> Tensor:
+    """dy [..., n] among zeros [..., size]."""
+    dx = dy.new_zeros((*dy.shape[:-1], size))
+    dx[..., start : start + step * dy.size(-1) : step] = dy
+    return dx
+
+
+@dataclass(frozen=True)
+class Slice(Operation):
+    """x[..., start:end:step] of x [..., size]."""
+
+    start: int
+    end: int
+    size: int
+    step: int = 1
+
+    def structure(self) -> Hashable:
+        first = self.start if self.step > 1 else self.start == 0
+        return first, self.end == self.size, self.step
+
+    def forward(self, e: Emitter, x: Node) -> Node:
+        if self.step > 1:
+            return e.call(sliced, x, self.start, self.end, self.step)
+        return e.call(torch.narrow, x, -1, self.start, self.end - self.start)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(unsliced, b.dy(step), self.size, self.start, self.step))
+
+
+@dataclass(frozen=True)
+class Stack(Operation):
+    """Values beside each other along a new last dimension."""
+
+    def forward(self, e: Emitter, *xs: Node) -> Node:
+        return e.call(torch.stack, list(xs), -1)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        parts = b.call(torch.unbind, b.dy(step), -1)
+        for i, value in enumerate(step.ins):
+            b.give(value, b.item(parts, i))
+
+
+@dataclass(frozen=True)
+class Repeat(Operation):
+    """Each number of the last dimension several times in a row."""
+
+    times: int
+
+    def forward(self, e: Emitter, x: Node) -> Node:
+        return e.call(torch.repeat_interleave, x, self.times, -1)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(_summed, b.dy(step), self.times))
+
+
+def _summed(dy: Tensor, times: int) -> Tensor:
+    return dy.view(*dy.shape[:-1], -1, times).sum(-1)
+
+
+@dataclass(frozen=True)
+class Cat(Operation):
+    """Values beside each other along the last dimension."""
+
+    sizes: tuple[int, ...]
+
+    def structure(self) -> Hashable:
+        return len(self.sizes)
+
+    def forward(self, e: Emitter, *xs: Node) -> Node:
+        return e.call(torch.cat, list(xs), -1)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        parts = b.call(torch.Tensor.split, b.dy(step), list(self.sizes), -1)
+        for i, value in enumerate(step.ins):
+            b.give(value, b.item(parts, i))

@@ -1,0 +1,164 @@
+"""Which operation a call of torch stands for, by the name of the function. Each rule notes it, or refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from .arithmetic import (
+    Add,
+    Cast,
+    Cat,
+    Contiguous,
+    Mul,
+    Neg,
+    Permute,
+    Repeat,
+    Reshape,
+    Scale,
+    Slice,
+    Split,
+    Stack,
+    Tokens,
+    Unbind,
+)  # fmt: skip
+from .pointwise import Dropout
+from .recorder import Recorder
+from .refusal import NotStraight
+
+# of the batch and of its rows while a layer is recorded: prime, and no size of a model
+BATCH, TOKENS = 1013, 10007
+
+
+def _add(r: Recorder, y: Tensor, a: Any, b: Any) -> None:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not a.shape == b.shape:
+        raise NotStraight("it adds something that is no tensor of the same shape")
+    r.note(Add(), (a, b), y)
+
+
+def _mul(r: Recorder, y: Tensor, a: Any, b: Any) -> None:
+    if isinstance(a, Number):
+        a, b = b, a
+    if isinstance(b, Number):
+        r.note(Scale(float(b)), (a,), y)  # type: ignore[arg-type]
+    elif isinstance(a, Tensor) and isinstance(b, Tensor) and y.shape in (a.shape, b.shape):
+        r.note(Mul(), (a, b) if y.shape == a.shape else (b, a), y)
+    else:
+        raise NotStraight("it multiplies tensors of different shapes")
+
+
+def _neg(r: Recorder, y: Tensor, x: Tensor) -> None:
+    r.note(Neg(), (x,), y)
+
+
+def _reshape(r: Recorder, y: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
+    if x.shape[0] == BATCH * TOKENS and y.shape[:2] == (BATCH, TOKENS):
+        # the layer's input has both sizes
+        r.note(Tokens(tuple(y.shape[2:])), (x, r.metas[0]), y)
+    elif y is not x:
+        r.note(Reshape(sizes_of(y.shape, x.shape), sizes_of(x.shape, y.shape)), (x,), y)
+
+
+def sizes_of(shape: Size, source: Size) -> tuple[int, ...]:
+    """A shape as `reshaped` takes it of a tensor of the shape `source`: without the sizes of batch and tokens."""
+    sizes = []
+    for size in shape:
+        if size in (BATCH, TOKENS) and size in source:
+            sizes.append(-2 - source.index(size))
+        else:
+            sizes.append(-1 if size % BATCH == 0 or size % TOKENS == 0 else size)
+    if sizes.count(-1) > 1:
+        raise NotStraight("it reshapes batch and tokens in a way that is not known")
+    return tuple(sizes)
+
+
+def _permute(r: Recorder, y: Tensor, x: Tensor, *dims: Any) -> None:
+    wanted = dims[0] if isinstance(dims[0], (tuple, list)) else dims
+    r.note(Permute(tuple(dim % x.dim() for dim in wanted)), (x,), y)
+
+
+def _transpose(r: Recorder, y: Tensor, x: Tensor, first: int, second: int) -> None:
+    order = list(range(x.dim()))
+    order[first], order[second] = order[second], order[first]
+    r.note(Permute(tuple(order)), (x,), y)
+
+
+def _contiguous(r: Recorder, y: Tensor, x: Tensor) -> None:
+    if y is not x:
+        r.note(Contiguous(), (x,), y)
+
+
+def _split(r: Recorder, y: Sequence[Tensor], x: Tensor, _: Any, dim: int = 0) -> None:
+    if dim % x.dim() in (0, 1) and x.dim() == 3:
+        raise NotStraight("it splits batch or tokens")
+    r.note(Split(tuple(part.size(dim) for part in y), dim), (x,), *y)
+
+
+def _unbind(r: Recorder, y: Sequence[Tensor], x: Tensor, dim: int = 0) -> None:
+    r.note(Unbind(len(y), dim % x.dim()), (x,), *y)
+
+
+def _item(r: Recorder, y: Any, x: Tensor, index: Any) -> None:
+    kept = (Ellipsis, slice(None))
+    *before, last = index if isinstance(index, tuple) else (index,)
+    whole = all(any(i is k or (isinstance(i, slice) and i == k) for k in kept) for i in before)
+    covered = Ellipsis in before or len(before) + 1 == x.dim()
+    if not whole or not covered or not isinstance(last, slice) or (last.step or 1) < 1:
+        raise NotStraight("it takes a part of a tensor that is no slice of its last dimension")
+    start, end, step = last.indices(x.size(-1))
+    r.note(Slice(start, end, x.size(-1), step), (x,), y)
+
+
+def _cat(r: Recorder, y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> None:
+    if dim % y.dim() != y.dim() - 1:
+        raise NotStraight("it joins tensors along another dimension than their last")
+    r.note(Cat(tuple(x.size(-1) for x in tensors)), tuple(tensors), y)
+
+
+def _stack(r: Recorder, y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> None:
+    if dim % y.dim() != y.dim() - 1:
+        raise NotStraight("it stacks tensors along another dimension than a new last one")
+    r.note(Stack(), tuple(tensors), y)
+
+
+def _repeat(r: Recorder, y: Tensor, x: Tensor, repeats: int, dim: int | None = None) -> None:
+    if not isinstance(repeats, int) or dim is None or dim % x.dim() != x.dim() - 1:
+        raise NotStraight("it repeats a tensor in another way than along its last dimension")
+    r.note(Repeat(repeats), (x,), y)
+
+
+def _cast(r: Recorder, y: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
+    if y.dtype == x.dtype:
+        r.same(y, x)
+    else:
+        r.note(Cast(y.dtype), (x,), y)
+
+
+def _dropout(r: Recorder, y: Tensor, input: Tensor, p: float = 0.5, training: bool = True, **_: Any) -> None:
+    if not training or p == 0:
+        r.same(y, input)
+    else:
+        r.note(Dropout(p), (input,), y, torch.empty(0, device="meta"))
+
+
+RULES: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _mul),
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"), _reshape),
+    "permute": _permute,
+    **dict.fromkeys(("transpose", "swapaxes"), _transpose),
+    "contiguous": _contiguous,
+    "unbind": _unbind,
+    **dict.fromkeys(("neg", "__neg__"), _neg),
+    **dict.fromkeys(("split", "chunk"), _split),
+    "__getitem__": _item,
+    **dict.fromkeys(("cat", "concat"), _cat),
+    "stack": _stack,
+    "repeat_interleave": _repeat,
+    **dict.fromkeys(("to", "float", "type", "half", "bfloat16"), _cast),
+    "dropout": _dropout,
+}

@@ -1,0 +1,141 @@
+"""Straight-line code for one direction of a program, written down as a `torch.fx` graph while its steps are walked.
+
+A graph is made once for each setting in which the program is called: device, dtypes, autocast, wanted gradients. What
+depends on these (casts, kernels, which gradients are computed) is decided here and costs a call nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from .. import reference
+from ..dispatch import implementation
+
+# in place of a choice: under the rules of a device that is not there, which are asked in each call
+ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """In what a program is called.
+
+    Attributes:
+        device: Of all its tensors.
+        autocast: The dtype to which autocast casts the inputs of products; None while it is off.
+        choice: Which implementations are asked for: a choice of `dispatch`, or ESTIMATED.
+        dtypes: Of the inputs, in order; None for one that is None.
+        needed: Which inputs want a gradient.
+        handed: Of which inputs the gradient is left behind as two factors.
+    """
+
+    device: torch.device
+    autocast: torch.dtype | None
+    choice: str
+    dtypes: tuple[torch.dtype | None, ...]
+    needed: tuple[bool, ...]
+    handed: tuple[int, ...] = ()
+
+
+class Emitter:
+    """A graph in the making. Each node has a tensor without data beside it, for its shape and dtype.
+
+    Attributes:
+        values: The node of each value of the program that the graph has.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.graph = fx.Graph()
+        self.values: dict[int, Node] = {}
+        self._meta: dict[Node, Any] = {}
+        self._same: dict[tuple[Any, ...], Node] = {}
+
+    def given(self, name: str, like: Any) -> Node:
+        """An argument of the code."""
+        node = self.graph.placeholder(name)
+        self._meta[node] = like
+        return node
+
+    def call(self, function: Callable[..., Any], *args: Any, like: Callable[..., Any] | None = None) -> Node:
+        """``function(*args)``; `like` is what to call for the result's shape and dtype, if not the function."""
+        node = self.graph.call_function(function, args)
+        self._meta[node] = (like or function)(*fx.map_arg(args, self.meta))  # type: ignore[no-untyped-call]
+        return node
+
+    def once(self, function: Callable[..., Any], *args: Any) -> Node:
+        """As `call`, of a function that has been called with these arguments, perhaps: then its node of then."""
+        key = (function, *args)
+        if key not in self._same:
+            self._same[key] = self.call(function, *args)
+        return self._same[key]
+
+    def dispatched(
+        self, name: str, row: str | None, *args: Any, tail: tuple[Any, ...] = (), like: Callable[..., Any] | None = None
+    ) -> Node:
+        """The function `name` of `reference/` or its kernel, as `dispatch` chooses for the first of `args`.
+
+        Args:
+            tail: Further arguments, which are no values and need not have a text: functions.
+            like: As in `call`; None: the reference.
+        """
+        stock = like or getattr(reference, name)
+        if self.setting.choice == ESTIMATED:
+            function: Callable[..., Any] = Chosen(name, row)
+        else:
+            sample = torch.empty(1, dtype=self.dtype(args[0]), device=self.setting.device)
+            function = implementation(name, sample, row)
+        if not tail:
+            return self.call(function, *args, like=stock)
+        return self.call(Bound(function, tail), *args, like=Bound(stock, tail))
+
+    def item(self, node: Node, index: int) -> Node:
+        return self.once(operator.getitem, node, index)
+
+    def cast(self, node: Node | None, dtype: torch.dtype | None) -> Any:
+        """The node in that dtype, cast once; as it is if it is None, or the dtype is."""
+        if node is None or dtype is None or self.dtype(node) == dtype:
+            return node
+        return self.once(torch.Tensor.to, node, dtype)
+
+    def meta(self, node: Node) -> Any:
+        """A tensor without data in place of the node's value."""
+        return self._meta[node]
+
+    def dtype(self, node: Node) -> torch.dtype:
+        dtype: torch.dtype = self._meta[node].dtype
+        return dtype
+
+    def code(self, results: Sequence[Node | None]) -> Callable[..., Any]:
+        """The function that has been written down: from the given values, in order, to a tuple of the results."""
+        self.graph.output(tuple(results))
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule({}, self.graph).forward
+
+
+class Chosen:
+    """A function of `reference/` as `dispatch` chooses it when it is called."""
+
+    def __init__(self, name: str, row: str | None) -> None:
+        self.name, self.row = name, row
+        self.__name__, self.__module__ = name, __name__
+
+    def __call__(self, x: Any, *args: Any) -> Any:
+        return implementation(self.name, x, self.row)(x, *args)
+
+
+class Bound:
+    """A function with its last arguments."""
+
+    def __init__(self, function: Callable[..., Any], tail: tuple[Any, ...]) -> None:
+        self.function, self.tail = function, tail
+        self.__name__, self.__module__ = function.__name__, function.__module__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args, *self.tail)

@@ -1,0 +1,184 @@
+"""What a layer runs in place of its own forward: its programs and attentions in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.attention import attention_forward
+from ..records import current, unnetted
+from ..reference.device_rules import device_rules
+from . import handing
+from .handing import Heads, HeadsHanded, to_hand_on
+from .schedule import Part, Schedule, schedule_of
+from .tape import Attend, Tape
+
+
+@dataclass
+class LayerCode:
+    """What a layer runs under one autocast.
+
+    Attributes:
+        parts: Programs and attentions, in order.
+        attentions: The module of each attention; None for a program.
+        keywords: Of each attention: its keywords -> what reads each off its module.
+        heads: Of each program: which of its outputs the next attention takes.
+        weights: Of each program: the dictionaries and names of its parameters.
+        sizes: Of each program: the elements of all of them.
+        inputs: The name of each tensor that is given -> its value.
+        angles: The width of cosines and sines.
+        values: How many values there are.
+        result: The value that is returned.
+        returns: What the layer returns beside it, in a tuple; None if it returns a tensor.
+        dtype: Of the layer's input.
+        autocast: The dtype of products under autocast; None without.
+    """
+
+    parts: Schedule
+    attentions: tuple[Any, ...]
+    keywords: tuple[Mapping[str, Callable[[Any], Any]], ...]
+    heads: tuple[tuple[int, ...], ...]
+    weights: tuple[tuple[tuple[dict[str, Any], str], ...], ...]
+    sizes: tuple[int, ...]
+    inputs: dict[str, int]
+    angles: int
+    values: int
+    result: int
+    returns: tuple[Any, ...] | None
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of(cls, layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> LayerCode:
+        parts, modules = schedule_of(tape), dict(layer.named_modules())
+        return cls(
+            parts,
+            tuple(modules[part.module] if isinstance(part, Attend) else None for part in parts),
+            tuple(_readers(modules, part) for part in parts),
+            tuple(_heads(part, later) for part, later in zip_longest(parts, parts[1:])),
+            tuple(
+                tuple(_place(modules, name) for name in part.parameters) if isinstance(part, Part) else ()
+                for part in parts
+            ),
+            tuple(
+                sum(tape.metas[tape.parameters[name]].numel() for name in part.parameters)
+                if isinstance(part, Part)
+                else 0
+                for part in parts
+            ),
+            tape.inputs,
+            tape.metas[tape.inputs["cos"]].size(-1),
+            len(tape.metas),
+            tape.result,
+            tape.returns,
+            tape.metas[tape.inputs["x"]].dtype,
+            autocast,
+        )
+
+    def run(self, x: Tensor, weights: list[list[Any]], kwargs: dict[str, Any], sharded: bool) -> tuple[Any] | None:
+        """What the layer returns, in a tuple; None where the gradients of its weights should come one by one."""
+        width = x.size(-1)
+        rows = x.numel() // width
+        handed = [
+            () if size <= handing.SLACK else to_hand_on(of_part, rows, width)
+            for size, of_part in zip(self.sizes, weights, strict=True)
+        ]
+        if None in handed:
+            return None
+        v: list[Any] = [None] * self.values
+        v[self.inputs["x"]] = x
+        angles = kwargs.get("position_embeddings")
+        if angles is not None:
+            v[self.inputs["cos"]], v[self.inputs["sin"]] = angles
+        for i, part in enumerate(self.parts):
+            if isinstance(part, Attend):
+                v[part.out] = self._attend(i, part, v, kwargs)
+            else:
+                places = tuple([len(part.ins) + j for j in handed[i]]) if handed[i] else ()  # type: ignore[union-attr]
+                heads: Heads | None = {} if self.heads[i] and 3 * x.numel() >= handing.SLACK else None
+                found = part.program([*[v[j] for j in part.ins], *weights[i]], self.autocast, sharded, places, heads)
+                for j, y in zip(part.outs, found, strict=True):
+                    v[j] = y
+                if heads is not None:
+                    self._hand_heads(i, heads, v)
+        return (v[self.result] if self.returns is None else (v[self.result], *self.returns),)
+
+    def _hand_heads(self, index: int, heads: Heads, v: list[Any]) -> None:
+        """Let the gradients of queries, keys and values be left behind, of large ones."""
+        part = self.parts[index]
+        assert isinstance(part, Part)
+        values = [part.outs[place] for place in self.heads[index]]
+        if all(v[j].requires_grad for j in values):
+            handed = HeadsHanded.apply(heads, self.heads[index], *(v[j] for j in values))  # type: ignore[no-untyped-call]
+            for j, y in zip(values, handed, strict=True):
+                v[j] = y
+
+    def _attend(self, index: int, part: Attend, v: list[Any], kwargs: dict[str, Any]) -> Tensor:
+        module = self.attentions[index]
+        q, k, value = (v[i] for i in part.ins)
+        cache = cache_of(kwargs)
+        if cache is not None:
+            k, value = cache.update(k, value, module.layer_idx)
+        options = {name: read(module) for name, read in self.keywords[index].items()}
+        # the net would find nothing to save but in what can be made again, and in a copy of an output that lies as q
+        # (as all outputs do on tensors without data)
+        netted = part.normed or q.is_contiguous() or device_rules() is not None
+        run = attention_forward if netted else partial(unnetted, attention_forward)
+        watcher = current.watcher
+        with nullcontext() if watcher is None else watcher.within(part.module):
+            heads: Tensor = run(module, q, k, value, kwargs.get("attention_mask"), **options)[0]
+        return heads
+
+
+def _heads(part: Part | Attend | None, later: Part | Attend | None) -> tuple[int, ...]:
+    """Which outputs of a program the attention behind it takes; none where they are kept in another way."""
+    if not isinstance(part, Part) or not isinstance(later, Attend) or later.normed:
+        return ()
+    return tuple(place for place, value in enumerate(part.outs) if value in later.ins)
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The cache of keys and values; GPT-NeoX has a name of its own for it."""
+    cache = kwargs.get("past_key_values")
+    return kwargs.get("layer_past") if cache is None else cache
+
+
+def _place(modules: dict[str, nn.Module], name: str) -> tuple[dict[str, Any], str]:
+    path, _, leaf = name.rpartition(".")
+    return modules[path]._parameters, leaf  # type: ignore[return-value]
+
+
+def _readers(modules: dict[str, nn.Module], part: Part | Attend) -> Mapping[str, Callable[[Any], Any]]:
+    """Where the attention's module has its keywords; one that is nowhere is a constant."""
+    if not isinstance(part, Attend):
+        return {}
+    module = modules[part.module]
+    return {name: _reader(module, name, value) for name, value in part.keywords}
+
+
+def _reader(module: nn.Module, name: str, value: Any) -> Callable[[Any], Any]:
+    for place in (name, f"config.{name}"):
+        try:
+            if attrgetter(place)(module) == value:
+                return attrgetter(place)
+        except AttributeError:
+            pass
+    return Constant(value)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A function that returns one value."""
+
+    value: Any
+
+    def __call__(self, _: Any) -> Any:
+        return self.value

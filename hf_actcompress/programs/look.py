@@ -1,0 +1,113 @@
+"""Whether a layer still is what it was when it was written down. Each call of a layer asks, so asking is cheap."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from ..modules.base import HOOKS, stock_type
+from ..private_apis import hooks_on_every_module
+from ..records import current
+
+# of modules: what is recorded and may be changed later: how much is dropped, and which adapters are on
+_STATE = (
+    "training", "p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout",
+    "_disable_adapters", "_active_adapter", "merged_adapters", "scaling",
+)  # fmt: skip
+# of modules, in place of what their class does: set by `nn.Module.compile`, and by those who watch for a moment
+_CALL = "_compiled_call_impl"
+_PLAIN = (bool, float, int, str, list, dict)
+
+
+@dataclass
+class Look:
+    """What is looked at. Deep-copies and pickles with the layer.
+
+    Attributes:
+        children: Each module of the layer: the module that it is in, its name there, and itself.
+        attributes: Modules, names and values of attributes.
+        functions: Classes of modules, and the names and values of functions that their code calls. Other libraries
+            may exchange them, or the forward of the class.
+        forwards: Of the same classes.
+    """
+
+    children: list[tuple[nn.Module, str, nn.Module]]
+    attributes: list[tuple[nn.Module, str, Any]]
+    functions: list[tuple[type[nn.Module], str, Any]]
+    forwards: list[tuple[type[nn.Module], Any]]
+    # the same as dictionaries, names and values
+    _fast: tuple[Any, ...] | None = None
+
+    @classmethod
+    def at(cls, layer: nn.Module) -> Look:
+        attributes = [
+            (module, name, copy.copy(vars(module)[name]))
+            for module in layer.modules()
+            for name in _STATE
+            if isinstance(vars(module).get(name), _PLAIN)
+        ]
+        classes = dict.fromkeys(stock_type(module) for module in layer.modules())
+        functions = [(kind, name, value) for kind in classes for name, value in _called(kind)]
+        return cls(list(_children(layer)), attributes, functions, [(kind, kind.forward) for kind in classes])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy looks its own modules up
+        return {**self.__dict__, "_fast": None}
+
+    def has_all_of(self, layer: nn.Module) -> bool:
+        """Whether the layer has the modules that it had, and no others."""
+        return [child for _, _, child in _children(layer)] == [child for _, _, child in self.children]
+
+    def holds(self) -> bool:
+        """Whether all modules are where they were and as they were, and nobody wants to see one called."""
+        hooks, states, places, names, values = self._fast or self._prepared()
+        if any([kind.forward is not forward for kind, forward in self.forwards]):
+            return False
+        if hooks_on_every_module() or any(hooks):
+            return False
+        if any(map(dict.get, states, repeat("forward"))):
+            return False
+        if current.watcher is None and any(map(dict.get, states, repeat(_CALL))):
+            return False
+        return values == list(map(dict.get, places, names))  # type: ignore[no-any-return]
+
+    def _prepared(self) -> tuple[Any, ...]:
+        states = [vars(child) for _, _, child in self.children]
+        hooks = [state[name] for state in states for name in HOOKS]
+        looks = [
+            *((module._modules, name, child) for module, name, child in self.children),
+            *((vars(module), name, value) for module, name, value in self.attributes),
+            *((_globals(kind), name, value) for kind, name, value in self.functions),
+        ]
+        places, names, values = zip(*looks, strict=True)
+        self._fast = hooks, states, places, names, list(values)
+        return self._fast
+
+
+def _children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for module in layer.modules():
+        for name, child in module._modules.items():
+            if child is not None:
+                yield module, name, child
+
+
+def _globals(kind: type[nn.Module]) -> dict[str, Any]:
+    forward: Any = inspect.unwrap(kind.forward)
+    found: dict[str, Any] = forward.__globals__
+    return found
+
+
+def _called(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    forward: Any = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    for name in code.co_names if code is not None else ():
+        value = forward.__globals__.get(name)
+        if isinstance(value, FunctionType):
+            yield name, value

@@ -1,0 +1,154 @@
+"""The operations of programs: how each is computed, made again and differentiated, in torch calls that are written
+down once (`emit`). The calls and their order are those of the leaf path's ops, so that values and gradients are
+bit-equal to its.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..reference import linear_fwd
+from .emit import Emitter
+from .step import Backward, Operation, Step
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., C] as [rows, C]."""
+    return x.reshape(-1, x.size(-1))
+
+
+def tokens_of(rows: Tensor, like: Tensor) -> Tensor:
+    """[rows, C] as the rows of `like` lie: [..., C]."""
+    return rows.view(*like.shape[:-1], rows.size(1))
+
+
+def flattened(x: Tensor, width: int) -> Tensor:
+    """x as [rows, width]."""
+    return x.reshape(-1, width)
+
+
+def _rows(b: Backward, x: Node) -> Node:
+    """x [..., C] as [rows, C], without the views on which it was given that shape."""
+    source: Any = x.args[0] if x.args else None
+    if x.target is tokens_of:
+        return source  # type: ignore[no-any-return]
+    if x.target is reshaped:
+        return b.once(flattened, source, b.meta(x).size(-1))
+    return b.once(rows_of, x)
+
+
+def reshaped(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """x in another shape: a size below -1 is that of a dimension of x (-2: the first, -3: the second, ...)."""
+    shape = x.shape
+    if len(sizes) == 3 and len(shape) == 4 and sizes[:2] == (-2, -3):
+        return x.flatten(2)
+    return x.reshape([shape[-2 - size] if size < -1 else size for size in sizes])
+
+
+def _transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear_fwd(x, weight, bias, True)
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    return rows.sum(0)
+
+
+@dataclass(frozen=True)
+class Linear(Operation):
+    """y = x W^T + b, or x W + b if `transposed` (transformers' Conv1D). Inputs: x, weight, bias."""
+
+    transposed: bool
+    again: ClassVar[bool] = False
+    multiplies: ClassVar[bool] = True
+
+    def forward(self, e: Emitter, x: Node, weight: Node, bias: Node | None) -> Node:
+        x, weight, bias = (e.cast(t, e.setting.autocast) for t in (x, weight, bias))
+        return e.call(_transposed_linear if self.transposed else torch.nn.functional.linear, x, weight, bias)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        x, weight, bias = step.ins
+        assert x is not None and weight is not None
+        dtype = b.dtype_of(step.outs[0])
+        dy = b.dy(step)
+        rows = _rows(b, dy)
+        if b.wants(x):
+            w = b.cast(b.want(weight), dtype)
+            w = b.call(torch.Tensor.t, w) if self.transposed else w
+            b.give(x, b.call(tokens_of, b.call(torch.mm, rows, w), dy))
+        if b.wants(weight):
+            x_rows = _rows(b, b.want_in(x, dtype))
+            left, right = (x_rows, rows) if self.transposed else (rows, x_rows)
+            b.give_product(weight, b.once(torch.Tensor.t, left), right)
+        if b.wants(bias):
+            b.give(bias, b.call(_sum_of_rows, rows))
+
+
+@dataclass(frozen=True)
+class RMSNorm(Operation):
+    """y and rstd of x and weight; `variant` is a row of `reference.RMS_NORM_VARIANTS`."""
+
+    eps: float | None
+    variant: str
+
+    def forward(self, e: Emitter, x: Node, weight: Node | None) -> tuple[Node, ...]:
+        both = e.dispatched("rms_norm_fwd", self.variant, x, weight, self.eps, self.variant)
+        return e.item(both, 0), e.item(both, 1)
+
+    def rebuild(self, b: Backward, step: Step) -> None:
+        x, weight = step.ins
+        assert x is not None
+        gain = None if weight is None else b.want(weight)
+        args = b.want(x), b.want(step.outs[1]), gain, self.variant
+        b.values[step.outs[0]] = b.dispatched("rms_norm_rebuild", self.variant, *args)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        x, weight = step.ins
+        assert x is not None
+        needed = b.wants(x), b.wants(weight)
+        gain = None if weight is None else b.want(weight)
+        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.variant, needed
+        both = b.dispatched("rms_norm_bwd", self.variant, *args)
+        for i, value in enumerate(step.ins):
+            if needed[i]:
+                b.give(value, b.item(both, i))
+
+
+@dataclass(frozen=True)
+class LayerNorm(Operation):
+    """y, mean and rstd of x, weight and bias."""
+
+    shape: tuple[int, ...]
+    eps: float
+
+    def structure(self) -> Hashable:
+        return len(self.shape), self.eps
+
+    def _inputs(self, e: Emitter, nodes: tuple[Node | None, ...]) -> list[Any]:
+        # autocast runs LayerNorm in fp32 everywhere but on a CPU
+        wide = e.setting.autocast is not None and e.setting.device.type != "cpu"
+        return [e.cast(node, torch.float32 if wide else None) for node in nodes]
+
+    def forward(self, e: Emitter, *ins: Node | None) -> tuple[Node, ...]:
+        x, weight, bias = self._inputs(e, ins)
+        found = e.dispatched("layer_norm_fwd", None, x, self.shape, weight, bias, self.eps)
+        return tuple(e.item(found, i) for i in range(3))
+
+    def rebuild(self, b: Backward, step: Step) -> None:
+        ins = tuple(None if x is None else b.want(x) for x in step.ins)
+        b.values[step.outs[0]] = self.forward(b, *ins)[0]
+
+    def backward(self, b: Backward, step: Step) -> None:
+        x, weight, bias = self._inputs(b, tuple(None if value is None else b.want(value) for value in step.ins))
+        mean, rstd = (b.want(value) for value in step.outs[1:])
+        needed = tuple(b.wants(value) for value in step.ins)
+        args = b.dy(step), x, self.shape, mean, rstd, weight, bias, needed
+        found = b.dispatched("layer_norm_bwd", None, *args)
+        for i, value in enumerate(step.ins):
+            if needed[i]:
+                b.give(value, b.item(found, i))

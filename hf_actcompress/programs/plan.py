@@ -1,0 +1,158 @@
+"""How a program runs in one setting: code for both directions, and what is kept between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..private_apis import without_dispatch_modes
+from ..records import Record, declare_in_order
+from .emit import Emitter, Setting
+from .step import Backward, Step
+
+
+@dataclass
+class Computation:
+    """Steps over numbered values. Inputs are the first values.
+
+    Attributes:
+        steps: In order.
+        metas: Of each input a tensor without data, for its shape; None for one that is None.
+        weights: Which inputs are parameters.
+        outputs: The values that are returned. An input among them is returned as it is: what its later readers give
+            as its gradient comes first in the sum, as autograd's engine has it.
+    """
+
+    steps: tuple[Step, ...]
+    metas: tuple[Tensor | None, ...]
+    weights: frozenset[int]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """An output that those who read it make again instead of keeping it.
+
+    Attributes:
+        output: Which one.
+        code: From a list of its sources, the first one last, to a tuple of the output.
+        sources: Where they are among the inputs and what the forward returns.
+    """
+
+    output: int
+    code: Callable[..., tuple[Any, ...]]
+    sources: tuple[int, ...]
+
+    def declare(self, y: Tensor, sources: Sequence[Record]) -> None:
+        """Tell those who read y. Heads may lie in memory as [B, T, H, D] and be seen as [B, H, T, D]."""
+        swapped = y.dim() == 4 and not y.is_contiguous()
+        declare_in_order(y, y.transpose(1, 2) if swapped else y, partial(self._again, swapped), *sources)
+
+    def _again(self, swapped: bool, *sources: Tensor) -> Tensor:
+        (y,) = self.code(list(reversed(sources)))
+        return y.transpose(1, 2).contiguous() if swapped else y  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a program runs in one setting.
+
+    Attributes:
+        forward: From the inputs to the outputs and other values that are kept, in one tuple.
+        backward: From a list of what is kept, the first one last, and behind that the gradients of the outputs that
+            want one, to the gradients of the inputs.
+        outputs: How many outputs there are.
+        graded: Which of them want a gradient.
+        kept: Where what is kept is among the inputs and what the forward returns.
+        keepers: The module for which each is kept, for reports.
+        weights: Which of the kept tensors are weights.
+        handed: The inputs whose gradients' factors are behind the gradients that the backward returns, in order.
+        derivable: Which of the kept tensors are activations from outside, which may be derived from others.
+        rebuilt: Of the outputs.
+    """
+
+    forward: Callable[..., tuple[Any, ...]]
+    backward: Callable[..., tuple[Any, ...]]
+    outputs: int
+    graded: tuple[int, ...]
+    kept: tuple[int, ...]
+    keepers: tuple[str, ...]
+    weights: tuple[bool, ...]
+    handed: tuple[int, ...]
+    derivable: tuple[int, ...]
+    rebuilt: tuple[Rebuilt, ...]
+
+
+def make_plan(program: Computation, setting: Setting) -> Plan:
+    """Write the code of both directions."""
+    with without_dispatch_modes(), torch.no_grad(), torch.autocast(setting.device.type, enabled=False):
+        forward = _forward(program, setting)
+        wanted = _wanted(program, setting.needed)
+        backward = Backward(forward, program.steps, wanted, program.weights)
+        graded = tuple(i for i, value in enumerate(program.outputs) if value in wanted)
+        for i in graded:
+            value = program.outputs[i]
+            backward.give(value, backward.taken(forward.meta(forward.values[value])))
+        for step in reversed(program.steps):
+            if any(value in backward.gradients for value in step.outs):
+                backward.module = step.module
+                step.operation.backward(backward, step)
+        return _assembled(program, forward, backward, graded)
+
+
+def _forward(program: Computation, setting: Setting) -> Emitter:
+    forward = Emitter(setting)
+    for i, (meta, dtype) in enumerate(zip(program.metas, setting.dtypes, strict=True)):
+        node = forward.given(f"v{i}", None if meta is None else torch.empty(meta.shape, dtype=dtype, device="meta"))
+        if meta is not None:
+            forward.values[i] = node
+    for step in program.steps:
+        nodes = step.operation.forward(forward, *(None if x is None else forward.values.get(x) for x in step.ins))
+        forward.values.update(zip(step.outs, nodes if isinstance(nodes, tuple) else (nodes,), strict=True))
+    return forward
+
+
+def _wanted(program: Computation, needed: tuple[bool, ...]) -> frozenset[int]:
+    wanted = {i for i, x in enumerate(needed) if x}
+    for step in program.steps:
+        if wanted.intersection(step.ins):
+            wanted.update(step.outs)
+    return frozenset(wanted)
+
+
+def _assembled(program: Computation, forward: Emitter, backward: Backward, graded: tuple[int, ...]) -> Plan:
+    inputs = len(program.metas)
+    # outputs that are made again out of what is kept anyway, and the graphs that do it
+    again: dict[int, Backward] = {}
+    for i, value in enumerate(program.outputs):
+        made = Backward(forward, program.steps, backward.wanted, program.weights)
+        made.want(value)
+        if value >= inputs and all(x in backward.kept or x in program.weights for x in made.kept):
+            again[i] = made
+    results = list(program.outputs)
+    for value in backward.kept:
+        if value >= inputs and value not in results:
+            results.append(value)
+
+    def places(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(value if value < inputs else inputs + results.index(value) for value in values)
+
+    outside = {i for i in range(inputs) if i not in program.weights}
+    return Plan(
+        forward.code([forward.values[value] for value in results]),
+        backward.code([*map(backward.gradients.get, range(inputs)), *chain(*backward.factors.values())]),
+        len(program.outputs),
+        graded,
+        places(backward.kept),
+        tuple(backward.readers[value] for value in backward.kept),
+        tuple(value in program.weights for value in backward.kept),
+        tuple(backward.factors),
+        tuple(i for i, value in enumerate(backward.kept) if value in outside),
+        tuple(Rebuilt(i, made.code([made.values[program.outputs[i]]]), places(made.kept)) for i, made in again.items()),
+    )

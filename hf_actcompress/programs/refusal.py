@@ -1,0 +1,5 @@
+"""Why a layer is not run as programs."""
+
+
+class NotStraight(Exception):
+    """The layer's code is no straight-line code of known operations; says what was met."""

@@ -1,0 +1,155 @@
+"""A tape cut at its attentions: programs and the attention calls between them, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .arithmetic import Add, Cat, Contiguous, Mul, Neg, Permute, Reshape, Scale, Slice, Split, Unbind
+from .calls import BATCH, TOKENS
+from .operations import LayerNorm, RMSNorm
+from .pointwise import Rope
+from .program import Program
+from .refusal import NotStraight
+from .step import Step
+from .tape import Attend, Tape
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program in a layer.
+
+    Attributes:
+        ins: The layer's values that it is given first.
+        parameters: The names of the parameters that it is given then.
+        outs: The layer's values that it returns.
+    """
+
+    program: Program
+    ins: tuple[int, ...]
+    parameters: tuple[str, ...]
+    outs: tuple[int, ...]
+
+
+Schedule = tuple[Part | Attend, ...]
+
+# programs of layers that do the same are the same, so that their code is written once
+_schedules: dict[Hashable, Schedule] = {}
+
+
+def schedule_of(tape: Tape) -> Schedule:
+    """The parts of a layer. Raises NotStraight if there is nothing in it that a program could do."""
+    key = tape.key()
+    if key not in _schedules:
+        _schedules[key] = tuple(_parts(tape))
+    return _schedules[key]
+
+
+def _parts(tape: Tape) -> Iterator[Part | Attend]:
+    runs = list(_runs(tape.entries))
+    if not any(isinstance(run, list) for run in runs):
+        raise NotStraight("it computes nothing but attention")
+    for i, run in enumerate(runs):
+        if isinstance(run, Attend):
+            yield replace(run, normed=any(_is_normed(value, tape.entries) for value in run.ins))
+        else:
+            yield _part(tape, run, {tape.result}.union(*(_read(later) for later in runs[i + 1 :])))
+
+
+def _runs(entries: Iterable[Step | Attend]) -> Iterator[list[Step] | Attend]:
+    steps: list[Step] = []
+    for entry in entries:
+        if isinstance(entry, Step):
+            steps.append(entry)
+            continue
+        if steps:
+            yield steps
+        steps = []
+        yield entry
+    if steps:
+        yield steps
+
+
+def _is_normed(value: int, entries: list[Step | Attend]) -> bool:
+    """Whether a value is the output of a norm, rotated or as another view."""
+    maker = next((entry for entry in entries if isinstance(entry, Step) and value in entry.outs), None)
+    if maker is None or isinstance(maker.operation, (RMSNorm, LayerNorm)):
+        return maker is not None
+    pointwise = isinstance(maker.operation, (Rope, Permute, Reshape, Contiguous, Scale, Add, Mul, Neg, Cat, Slice))
+    return pointwise and any(_is_normed(x, entries) for x in maker.ins if x is not None)
+
+
+def _read(run: list[Step] | Attend) -> set[int]:
+    if isinstance(run, Attend):
+        return set(run.ins)
+    return {value for step in run for value in step.ins if value is not None}
+
+
+def _part(tape: Tape, steps: list[Step], read_later: set[int]) -> Part:
+    """A program of the steps, with values numbered anew: inputs first."""
+    returned = {value for step in steps for value in step.outs} & read_later
+    steps = list(_without_the_rest(tape, steps, returned))
+    made = {value for step in steps for value in step.outs}
+    names = {value: name for name, value in tape.parameters.items()}
+    read = sorted(_read(steps) - made)
+    ins = [value for value in read if value not in names]
+    weights = [value for value in read if value in names]
+    if any(sum(step.ins.count(weight) for step in steps) > 1 for weight in weights):
+        raise NotStraight("it reads a weight more than once")
+    if not ins:
+        raise NotStraight("it computes something out of its weights alone")
+    at = {value: i for i, value in enumerate([*ins, *weights])}
+    for step in steps:
+        for value in step.outs:
+            at[value] = len(at)
+    renamed = tuple(
+        replace(s, ins=tuple(None if x is None else at[x] for x in s.ins), outs=tuple(at[y] for y in s.outs))
+        for s in steps
+    )
+    uses = [value for step in steps for value in step.ins]
+    # what several steps read here and others later: its gradient is one sum, in the order of autograd's engine
+    passed = {value for value in ins if value in read_later and uses.count(value) > 1}
+    outs = tuple(sorted(returned | passed))
+    metas = tuple(_small(tape.metas[value]) for value in (*ins, *weights))
+    places = frozenset(range(len(ins), len(metas)))
+    program = Program(renamed, metas, places, tuple(at[value] for value in outs))
+    return Part(program, tuple(ins), tuple(names[value] for value in weights), outs)
+
+
+def _without_the_rest(tape: Tape, steps: list[Step], outs: set[int]) -> Iterator[Step]:
+    """The steps, with copies of parts that are returned where the whole would only be kept for them."""
+    maker = {value: step for step in steps for value in step.outs}
+    # of each returned view of a part: the part
+    parts = {part for value in outs if (part := _part_of(value, maker)) is not None}
+    shown: dict[int | None, int] = {}
+    for part in parts:
+        whole = maker[part].ins[0]
+        shown[whole] = shown.get(whole, 0) + tape.metas[part].numel()
+    renamed: dict[int | None, int] = {}
+    for step in steps:
+        yield replace(step, ins=tuple(renamed.get(x, x) for x in step.ins))
+        for value in parts.intersection(step.outs):
+            whole = step.ins[0]
+            assert whole is not None
+            if shown[whole] < tape.metas[whole].numel():
+                renamed[value] = len(tape.metas)
+                tape.metas.append(tape.metas[value])
+                yield Step(Contiguous(), (value,), (renamed[value],))
+
+
+def _part_of(value: int, maker: dict[int, Step]) -> int | None:
+    """The part of a tensor that a value is another view of, if it is one."""
+    step = maker.get(value)
+    if step is None or isinstance(step.operation, (Slice, Split, Unbind)):
+        return None if step is None else value
+    source = step.ins[0] if isinstance(step.operation, (Permute, Reshape)) else None
+    return None if source is None else _part_of(source, maker)
+
+
+def _small(meta: Tensor) -> Tensor:
+    """The same with few tokens: while code is written down it runs on tensors without data, in tiles if large."""
+    few = {BATCH: 2, TOKENS: 3, BATCH * TOKENS: 6}
+    return torch.empty([few.get(size, size) for size in meta.shape], dtype=meta.dtype, device="meta")

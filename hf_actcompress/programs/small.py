@@ -1,0 +1,138 @@
+"""A small layer of the same kind as a large one: what is tried on it costs nothing, and holds for the large one.
+
+It is made by the layer's own class from the config with few heads, and gets what has been done to the layer: patches,
+LoRA, dtypes, frozen weights. That it computes the same is not believed but compared, tape with tape (`proof`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..models.probe import REFUSALS
+from ..modules.adapter import AdapterMixin
+from ..modules.base import HOOKS, settings_of, stock_type
+from .refusal import NotStraight
+
+_HEADS = 2
+# of configs: widths between the two products of an MLP
+_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim")
+_RATES = ("p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout", "hidden_dropout")
+_ALL_HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+
+
+def small_layer(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A layer of the same class in training, with two heads of the same width, and random weights on the device.
+
+    Raises:
+        NotStraight: None can be made.
+    """
+    kind = stock_type(layer)
+    config = next((vars(m)["config"] for m in layer.modules() if "config" in vars(m)), None)
+    if not isinstance(config, PretrainedConfig):
+        raise NotStraight("none of its modules has a config")
+    try:
+        # weights without data draw no random numbers
+        with torch.device("meta"):
+            small = kind(**_arguments(layer, kind, _small_config(config)))
+        return _alike(layer, small).to(device).train()
+    except REFUSALS as error:
+        what = f"{type(error).__name__}: {str(error)[:100]}"
+        raise NotStraight(f"no small layer of its kind can be made to try it: {what}") from error
+
+
+def without_dropout(layer: nn.Module) -> nn.Module:
+    """The layer, which drops nothing any more."""
+    for module in layer.modules():
+        for name in _RATES:
+            if isinstance(vars(module).get(name), float):
+                vars(module)[name] = 0.0
+    return layer
+
+
+def _small_config(config: Any) -> Any:
+    small = copy.deepcopy(config)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    if kv_heads is not None:
+        small.num_key_value_heads = _HEADS if kv_heads == heads else 1
+    for name in _ALL_HEADS:
+        if getattr(config, name, None) is not None:
+            setattr(small, name, _HEADS)
+    small.hidden_size = _HEADS * (config.hidden_size // heads)
+    for name in _WIDTHS:
+        if isinstance(getattr(config, name, None), int):
+            # none of the other widths
+            setattr(small, name, 3 * width)
+    return small
+
+
+def _arguments(layer: nn.Module, kind: type[nn.Module], config: Any) -> dict[str, Any]:
+    """What its class is called with."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        known = [vars(m)[name] for m in layer.modules() if isinstance(vars(m).get(name), int)]
+        if name == "config":
+            found[name] = config
+        elif known:
+            found[name] = known[0]
+        elif parameter.default is inspect.Parameter.empty:
+            raise TypeError(f"its class asks for {name}")
+    return found
+
+
+def _alike(large: nn.Module, small: nn.Module) -> nn.Module:
+    """The small module with what has been done to the large one."""
+    if isinstance(large, AdapterMixin):
+        return _adapted(large, small)
+    if stock_type(large) is not type(small) or large._modules.keys() != small._modules.keys():
+        raise TypeError(f"{type(large).__name__} is no {type(small).__name__}")
+    for name, child in large._modules.items():
+        if child is not None:
+            small._modules[name] = _alike(child, small._modules[name])  # type: ignore[arg-type]
+    for name, weight in large._parameters.items():
+        small._parameters[name] = _random(weight, small._parameters[name].shape) if weight is not None else None  # type: ignore[union-attr]
+    for name, value in vars(large).items():
+        # how much is dropped, and other flags; not the sizes
+        if isinstance(value, (bool, float, str)) or (
+            isinstance(value, int) and type(value) is not type(vars(small).get(name))
+        ):
+            vars(small)[name] = value
+    settings = settings_of(large)
+    if settings is not None and settings.role != "layer":
+        small.__class__, vars(small)["actcompress"] = type(large), settings
+    return small
+
+
+def _adapted(large: nn.Module, small: nn.Module) -> nn.Module:
+    """A LoRA layer around a small module."""
+    base: Any = vars(large)["_modules"]["base_layer"]
+    old, new = base.weight.shape, _alike(base, small)
+    sizes = dict(zip(old, new.weight.shape, strict=True))  # type: ignore[arg-type]
+    memo: dict[int, Any] = {id(base): new}
+    for path, weight in large.named_parameters():
+        if not path.startswith("base_layer."):
+            # the rank stays: the first size of A, and the second of B
+            rank = weight.shape[0] if ".lora_A." in f".{path}" else weight.shape[-1]
+            memo[id(weight)] = _random(weight, [size if size == rank else sizes[size] for size in weight.shape])
+    for module in large.modules():
+        memo.update((id(value), value) for value in vars(module).values() if isinstance(value, PretrainedConfig))
+    copied = copy.deepcopy(large, memo)
+    for module in copied.modules():
+        vars(module).update((hooks, OrderedDict()) for hooks in HOOKS)
+    return copied
+
+
+def _random(weight: nn.Parameter, shape: Any) -> nn.Parameter:
+    """Values as a trained layer has them, of the same dtype and device. Gains and offsets are near 1."""
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    noise = torch.randn(*shape, generator=generator, device="cpu")
+    values = 1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
+    return nn.Parameter(values.to(weight.dtype), weight.requires_grad)

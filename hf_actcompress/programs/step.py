@@ -1,0 +1,206 @@
+"""An operation, the step that applies it to values, and the code of a backward, which is written step by step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from .emit import Emitter
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation; its fields are its constants.
+
+    Attributes:
+        again: Whether its first output is made again in backward instead of kept: pointwise functions and views are.
+        multiplies: Whether it is a product of its first input and a weight, in the dtype of autocast.
+        draws: Whether it draws random numbers.
+        same: Whether its output is no more than its input, so that keeping that instead costs nothing.
+    """
+
+    again: ClassVar[bool] = True
+    same: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
+    multiplies: ClassVar[bool] = False
+
+    def key(self) -> Hashable:
+        """What two operations have in common that do the same."""
+        return self
+
+    def structure(self) -> Hashable:
+        """As `key`, without the sizes of tensors."""
+        return self.key()
+
+    def rebuilds(self, index: int) -> bool:
+        """Whether the output of that index is made again in backward."""
+        return self.again and index == 0
+
+    def forward(self, e: Emitter, *ins: Any) -> Any:
+        """Write the operation down: the node of its output, or a tuple of nodes."""
+        raise NotImplementedError
+
+    def rebuild(self, b: Backward, step: Step) -> None:
+        """Write down how the first output is made again, the same bits."""
+        b.values[step.outs[0]] = self.forward(b, *(None if x is None else b.want(x) for x in step.ins))
+
+    def backward(self, b: Backward, step: Step) -> None:
+        """Write down the gradients of those inputs that want one."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on values, which are numbers. An input that is None is not there (a bias).
+
+    `module` is the name of the module in the layer whose code it is, for reports.
+    """
+
+    operation: Operation
+    ins: tuple[int | None, ...]
+    outs: tuple[int, ...]
+    module: str = field(default="", compare=False)
+
+
+@fx.node.has_side_effect
+def taken(saved: list[Any]) -> Any:
+    """The last of the saved tensors. It is held no longer than the code needs it."""
+    return saved.pop()
+
+
+class Backward(Emitter):
+    """The graph of a backward, while the steps are walked from the last one to the first.
+
+    Its code takes a list: what is kept, the first that is needed last, and behind that the gradients of the outputs.
+    It empties the list.
+
+    Args:
+        forward: The graph of the forward.
+        steps: Of the program.
+        wanted: The values that want a gradient.
+        weights: The inputs that are parameters.
+    """
+
+    def __init__(
+        self, forward: Emitter, steps: Sequence[Step], wanted: frozenset[int], weights: frozenset[int]
+    ) -> None:
+        super().__init__(forward.setting)
+        self.wanted = wanted
+        self._steps, self._casts = steps, dict[int, int]()
+        self.kept: list[int] = []
+        # of each value, the module of the first step whose backward reads it
+        self.readers: dict[int, str] = {}
+        self.module = ""
+        self._saved = self.given("saved", None)
+        self.gradients: dict[int, Node] = {}
+        self.factors: dict[int, tuple[Node, Node]] = {}
+        self._forward, self._weights = forward, weights
+        self._maker = {value: step for step in steps for value in step.outs}
+
+    def want(self, value: int) -> Node:
+        """The node of a value of the forward: kept, or made again right before its first use."""
+        self.readers[value] = self.module
+        node = self.values.get(value)
+        if node is None:
+            self._have(value)
+            node = self.values[value]
+        return node
+
+    def want_in(self, value: int, dtype: torch.dtype) -> Node:
+        """As `want`, in the dtype of a product. What is only kept for products is kept in that if it is narrower."""
+        narrow = dtype.itemsize < self.dtype_of(value).itemsize
+        if narrow and value not in self.values and self._is_for_products(value):
+            cast = self._forward.cast(self._forward.values[value], dtype)
+            at = self._casts.setdefault(value, max(self._forward.values) + 1)
+            self._forward.values[at] = cast
+            return self.want(at)
+        node: Node = self.cast(self.want(value), dtype)
+        return node
+
+    def _is_for_products(self, value: int) -> bool:
+        """Whether a value would be kept, and none but products read it."""
+        step = self._maker.get(value)
+        if step is None:
+            # what wants a gradient comes from an op that may have declared it
+            kept = value not in self.wanted
+        else:
+            kept = not (step.operation.rebuilds(step.outs.index(value)) and self._pays(step, value))
+        if not kept:
+            return False
+        return all(reader.operation.multiplies and reader.ins[0] == value for reader in self._readers(value))
+
+    def _readers(self, value: int) -> list[Step]:
+        return [step for step in self._steps if value in step.ins]
+
+    def _have(self, value: int) -> None:
+        step = self._maker.get(value)
+        if step is None or not step.operation.rebuilds(step.outs.index(value)) or not self._pays(step, value):
+            self.kept.append(value)
+            self.values[value] = self.taken(self._forward.meta(self._forward.values[value]))
+        else:
+            step.operation.rebuild(self, step)
+
+    def taken(self, like: Any) -> Node:
+        """The next of what the code is given."""
+        return self.call(taken, self._saved, like=lambda _: like)
+
+    def _pays(self, step: Step, value: int) -> bool:
+        """Whether to make a value again rather than to keep it.
+
+        What needs no gradient is one tensor to keep, and what it is made from would be kept for it alone. A view or a
+        wider cast of that has the same memory or more.
+        """
+        if step.operation.same and self._is_narrower_than_what_is_kept(step, value):
+            return False
+        if value in self.wanted or all(x is None or x in self._weights for x in step.ins):
+            return True
+        return step.operation.same and self._bytes(step.ins[0]) <= self._bytes(value)
+
+    def _is_narrower_than_what_is_kept(self, step: Step, value: int) -> bool:
+        """Whether the source of a cast would be kept for the cast alone, and takes more."""
+        (source,) = step.ins
+        assert source is not None
+        maker = self._maker.get(source)
+        kept = maker is not None and not maker.operation.rebuilds(maker.outs.index(source))
+        alone = source not in self.values and self._readers(source) == [step]
+        return kept and alone and self._bytes(value) < self._bytes(source)
+
+    def _bytes(self, value: int | None) -> int:
+        return 0 if value is None else int(self._forward.meta(self._forward.values[value]).itemsize)
+
+    def dy(self, step: Step, index: int = 0) -> Node:
+        """The gradient of a value that the step has made."""
+        return self.gradients[step.outs[index]]
+
+    def wants(self, value: int | None) -> bool:
+        return value is not None and value in self.wanted
+
+    def dtype_of(self, value: int) -> torch.dtype:
+        """Of a value of the forward."""
+        return self._forward.dtype(self._forward.values[value])
+
+    def shape_of(self, value: int) -> torch.Size:
+        """Of a value of the forward, with the recorded sizes of batch and tokens."""
+        shape: torch.Size = self._forward.meta(self._forward.values[value]).shape
+        return shape
+
+    def give_product(self, weight: int, left: Node, right: Node) -> None:
+        """Add left @ right [rows of one, columns of the other] to a weight's gradient, or leave it to the weight."""
+        if weight in self.setting.handed:
+            self.factors[weight] = left, right
+        else:
+            self.give(weight, self.call(torch.mm, left, right))
+
+    def give(self, value: int | None, gradient: Node) -> None:
+        """Add to a value's gradient. Paths add up in the order of autograd's engine: that used last comes first."""
+        if value is None or value not in self.wanted:
+            return
+        gradient = self.cast(gradient, self.dtype_of(value))
+        known = self.gradients.get(value)
+        self.gradients[value] = gradient if known is None else self.call(operator.add, known, gradient)

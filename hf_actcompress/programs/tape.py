@@ -1,0 +1,84 @@
+"""What a layer computes, in order: the tape that `recorder` writes and programs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .step import Step
+
+
+@dataclass(frozen=True)
+class Attend:
+    """A call of the attention function that the model's config names.
+
+    Attributes:
+        module: The name of the attention module in the layer.
+        ins: q, k and v, [B, H, T, D].
+        out: The output, [B, T, H, D].
+        keywords: What the function was called with beside the mask.
+        normed: Whether q or k comes from a norm, so that it can be made again from what that keeps.
+    """
+
+    module: str
+    ins: tuple[int, int, int]
+    out: int
+    keywords: tuple[tuple[str, Any], ...]
+    normed: bool = False
+
+
+@dataclass
+class Tape:
+    """All that a layer computes.
+
+    Attributes:
+        inputs: The name of each tensor that is given -> its value: "x", "cos", "sin".
+        parameters: The dotted name of each parameter that is read -> its value.
+        entries: Steps and attentions in the order in which they run.
+        result: The value that the layer returns.
+        returns: What else is in the tuple that it returns; None if it returns a tensor.
+        metas: Of each value a tensor without data: its shape.
+    """
+
+    inputs: dict[str, int]
+    parameters: dict[str, int]
+    entries: list[Step | Attend]
+    result: int
+    returns: tuple[Any, ...] | None
+    metas: list[Tensor]
+
+    def key(self) -> Hashable:
+        """Layers of the same key do the same with their tensors."""
+        entries = tuple(
+            (entry.operation.key(), entry.ins, entry.outs) if isinstance(entry, Step) else entry
+            for entry in self.entries
+        )
+        shapes = tuple(tuple(meta.shape) for meta in self.metas)
+        return tuple(self.inputs.items()), tuple(self.parameters.items()), entries, self.result, self.returns, shapes
+
+    def draws(self) -> bool:
+        """Whether something in it draws random numbers."""
+        return any(
+            bool(dict(entry.keywords).get("dropout")) if isinstance(entry, Attend) else entry.operation.draws
+            for entry in self.entries
+        )
+
+    def structure(self) -> Hashable:
+        """Layers of the same structure do the same, if with tensors of other sizes."""
+        entries = tuple(
+            (type(entry.operation), entry.operation.structure(), entry.ins, entry.outs)
+            if isinstance(entry, Step)
+            else entry
+            for entry in self.entries
+        )
+        dtypes = tuple(meta.dtype for meta in self.metas)
+        return tuple(self.inputs.items()), tuple(self.parameters.items()), entries, self.result, self.returns, dtypes
+
+
+def plain(module: nn.Module) -> Hashable:
+    """What an activation module without parameters is: its type and its plain attributes."""
+    own = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    return type(module), tuple(sorted(own.items()))

@@ -1,0 +1,115 @@
+"""LoRA in layers that run as programs: the bits and bytes of the leaf path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.memory.measurement.allocator import kept_bytes
+from tests.families import BY_NAME, mode_of, step
+from tests.programs.pairs import LEAVES, PROGRAMS, calls
+
+peft = pytest.importorskip("peft")
+TARGETS: dict[str, Any] = {
+    "llama": "all-linear", "gpt2-gelu-new": ["c_attn", "c_proj", "c_fc"], "bert": "all-linear",
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {}, "dropout": {"lora_dropout": 0.1}, "rank-stabilised": {"use_rslora": True},
+}  # fmt: skip
+# of the base weights, of the adapters, and whether autocast is on
+MODES = {
+    "fp32": (torch.float32, False, "fp32"),
+    "bf16": (torch.bfloat16, False, "bf16"),
+    "bf16 with fp32 adapters": (torch.bfloat16, True, "bf16"),
+    "autocast": (torch.float32, False, "autocast"),
+    "bf16 with fp32 adapters under autocast": (torch.bfloat16, True, "autocast"),
+}
+
+
+def adapted(name: str, dtype: torch.dtype, wide: bool, config: CompressionConfig, **options: Any) -> Any:
+    model = BY_NAME[name].build(dtype)
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(
+        target_modules=TARGETS[name], r=4, init_lora_weights=False, fan_in_fan_out=name.startswith("gpt2"), **options
+    )
+    return patch_model(peft.get_peft_model(model, lora, autocast_adapter_dtype=wide), config)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_bits_and_bytes(name: str, kind: str, mode: str) -> None:
+    dtype, wide, of_step = MODES[mode]
+    models = [adapted(name, dtype, wide, config, **KINDS[kind]) for config in (LEAVES, PROGRAMS)]
+    batch = BY_NAME[name].make_batch("right")
+    results = []
+    for model in models:
+        torch.manual_seed(1)
+        results.append(step(model, batch, of_step))
+    (loss, grads), (expected, wanted) = results
+    assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
+    assert calls(models[1]) == [1, 1]
+    with mode_of(of_step):
+        kept = [kept_bytes(lambda model=model: model(**batch), "cpu") for model in models]  # type: ignore[misc]
+    assert kept[1] <= kept[0]
+
+
+def test_two_active_adapters() -> None:
+    models = [adapted("llama", torch.float32, False, config) for config in (LEAVES, PROGRAMS)]
+    for model in models:
+        torch.manual_seed(2)
+        model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+        model.base_model.set_adapter(["default", "other"])
+    configs = LEAVES, PROGRAMS
+    patched = [patch_model(model, config) for model, config in zip(models, configs, strict=True)]
+    batch = BY_NAME["llama"].make_batch("right")
+    (loss, grads), (expected, wanted) = (step(model, batch) for model in patched)
+    assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
+
+
+def test_adapters_that_come_after_patching_run_as_programs() -> None:
+    """The next forward writes the layers down anew."""
+    models = [patch_model(BY_NAME["llama"].build(), config) for config in (LEAVES, PROGRAMS)]
+    batch = BY_NAME["llama"].make_batch("right")
+    for model in models:
+        step(model, batch)
+    for i, model in enumerate(models):
+        torch.manual_seed(3)
+        models[i] = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    (loss, grads), (expected, wanted) = (step(model, batch) for model in models)
+    assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
+    assert calls(models[1]) == [1, 1]
+
+
+def test_layers_that_are_refused_draw_no_random_numbers() -> None:
+    """LoHa's own code draws while it is looked at, by the first forward with the adapters."""
+    states = []
+    for config in (LEAVES, PROGRAMS):
+        model = patch_model(BY_NAME["bert"].build(), config)
+        torch.manual_seed(4)
+        mixed = peft.PeftMixedModel(model, peft.LoraConfig(r=4, target_modules=["query"]), "default")
+        mixed.add_adapter("other", peft.LoHaConfig(r=4, target_modules=["value"]))
+        mixed.set_adapter(["default", "other"])
+        mixed(**BY_NAME["bert"].make_batch())
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("what", ("disabled", "merged"))
+def test_adapters_that_are_off(what: str) -> None:
+    models = [adapted("llama", torch.float32, False, config) for config in (LEAVES, PROGRAMS)]
+    batch = BY_NAME["llama"].make_batch("right")
+    losses = []
+    for model in models:
+        model.get_input_embeddings().weight.requires_grad_()
+        if what == "merged":
+            model.base_model.merge_adapter()
+        else:
+            model.base_model.disable_adapter_layers()
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append((loss.detach(), model.get_input_embeddings().weight.grad))
+    assert all(map(torch.equal, *losses))
