@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,22 @@ class EmptyCache:
         if self.layer is not None:
             cache.layers = [copy.deepcopy(self.layer)] * (self.index + 1)
         return cache if self.cross is None else EncoderDecoderCache(cache, self.cross.new())
+
+
+def empty_layer(cache: Any, index: int) -> DynamicLayer | None:
+    """The layer of that index of a cache that keeps keys and values as they are, if there is nothing in it yet."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return None
+    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    return layer if type(layer) is DynamicLayer and not layer.is_initialized else None
+
+
+def fill(layer: DynamicLayer, keys: Tensor, values: Tensor) -> None:
+    """What `layer.update(keys, values)` does for an empty layer, without copies."""
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    layer.keys, layer.values = keys, values
 
 
 def _holds_tensors(value: Any) -> bool:

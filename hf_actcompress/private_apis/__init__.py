@@ -136,9 +136,11 @@ def hooks_on_every_module() -> bool:
     return bool(forward or of._global_backward_hooks or of._global_backward_pre_hooks)
 
 
-def fused_attention_choice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> int:
+def fused_attention_choice(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout: float = 0.0, grouped: bool = False
+) -> int:
     """The number of the kernel that `scaled_dot_product_attention` would take, as in torch.nn.attention.SDPBackend."""
-    choice: int = torch._fused_sdp_choice(q, k, v, mask, 0.0, is_causal)
+    choice: int = torch._fused_sdp_choice(q, k, v, mask, dropout, is_causal, enable_gqa=grouped)
     return choice
 
 

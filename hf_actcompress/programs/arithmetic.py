@@ -22,6 +22,7 @@ class Add(Operation):
     """y = a + b, of one shape."""
 
     again: ClassVar[bool] = False
+    sums: ClassVar[bool] = True
 
     def forward(self, e: Emitter, a: Node, b: Node) -> Node:
         return e.call(operator.add, a, b)

@@ -33,6 +33,7 @@ class Setting:
         dtypes: Of the inputs, in order; None for one that is None.
         needed: Which inputs want a gradient.
         handed: Of which inputs the gradient is left behind as two factors.
+        kernel: The kernel of its attention, if it has one.
     """
 
     device: torch.device
@@ -41,6 +42,7 @@ class Setting:
     dtypes: tuple[torch.dtype | None, ...]
     needed: tuple[bool, ...]
     handed: tuple[int, ...] = ()
+    kernel: str | None = None
 
 
 class Emitter:

@@ -10,7 +10,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,8 +100,8 @@ class LayerPrograms:
         code = self.codes[autocast]
         if code is None or not _is_ordinary(code, x, kwargs):
             return None
-        weights = [[place.get(name) for place, name in places] for places in code.weights]
-        wanted = x.requires_grad or any(w is not None and w.requires_grad for w in chain(*weights))
+        weights = [place.get(name) for place, name in code.places]
+        wanted = x.requires_grad or any([w is not None and w.requires_grad for w in weights])
         if not wanted or not _plain(weights) or not recording(x):
             return None
         found = code.run(x, weights, kwargs, is_sharded(layer))
@@ -154,8 +153,8 @@ def _is_empty(cache: Any, layer: int) -> bool:
     return len(cache.layers) <= layer or cache.get_seq_length(layer) == 0
 
 
-def _plain(weights: list[list[Any]]) -> bool:
+def _plain(weights: list[Any]) -> bool:
     """Whether all weights are plain parameters. ZeRO-3 gathers its own by hooks that only a call runs."""
-    if not {type(w) for w in chain(*weights)} <= _PARAMETERS:
+    if not {type(w) for w in weights} <= _PARAMETERS:
         return False
-    return "deepspeed" not in sys.modules or not any(hasattr(w, "ds_id") for w in chain(*weights))
+    return "deepspeed" not in sys.modules or not any(hasattr(w, "ds_id") for w in weights)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..models.attention import attention_forward
+from ..models.empty_cache import empty_layer, fill
 from ..records import current, unnetted
 from ..reference.device_rules import device_rules
 from . import handing
 from .handing import Heads, HeadsHanded, to_hand_on
 from .schedule import Part, Schedule, schedule_of
 from .tape import Attend, Tape
+from .whole import Whole, whole_of
 
 
 @dataclass
@@ -27,11 +29,13 @@ class LayerCode:
     """What a layer runs under one autocast.
 
     Attributes:
+        whole: All of it as one program, for calls whose attention a kernel runs; None: never.
         parts: Programs and attentions, in order.
         attentions: The module of each attention; None for a program.
         keywords: Of each attention: its keywords -> what reads each off its module.
         heads: Of each program: which of its outputs the next attention takes.
-        weights: Of each program: the dictionaries and names of its parameters.
+        places: The dictionaries and names of all parameters, in the order of `whole`.
+        weights: The same of each program.
         sizes: Of each program: the elements of all of them.
         inputs: The name of each tensor that is given -> its value.
         angles: The width of cosines and sines.
@@ -42,10 +46,12 @@ class LayerCode:
         autocast: The dtype of products under autocast; None without.
     """
 
+    whole: Whole | None
     parts: Schedule
     attentions: tuple[Any, ...]
     keywords: tuple[Mapping[str, Callable[[Any], Any]], ...]
     heads: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[dict[str, Any], str], ...]
     weights: tuple[tuple[tuple[dict[str, Any], str], ...], ...]
     sizes: tuple[int, ...]
     inputs: dict[str, int]
@@ -58,12 +64,15 @@ class LayerCode:
 
     @classmethod
     def of(cls, layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> LayerCode:
-        parts, modules = schedule_of(tape), dict(layer.named_modules())
+        parts, modules, whole = schedule_of(tape), dict(layer.named_modules()), whole_of(tape)
+        names = chain(*(p.parameters for p in parts if isinstance(p, Part))) if whole is None else whole.part.parameters
         return cls(
+            whole,
             parts,
             tuple(modules[part.module] if isinstance(part, Attend) else None for part in parts),
             tuple(_readers(modules, part) for part in parts),
             tuple(_heads(part, later) for part, later in zip_longest(parts, parts[1:])),
+            tuple(_place(modules, name) for name in names),
             tuple(
                 tuple(_place(modules, name) for name in part.parameters) if isinstance(part, Part) else ()
                 for part in parts
@@ -83,10 +92,53 @@ class LayerCode:
             autocast,
         )
 
-    def run(self, x: Tensor, weights: list[list[Any]], kwargs: dict[str, Any], sharded: bool) -> tuple[Any] | None:
-        """What the layer returns, in a tuple; None where the gradients of its weights should come one by one."""
+    def run(self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool) -> tuple[Any] | None:
+        """What the layer returns, in a tuple; None where the gradients of its weights should come one by one.
+
+        Args:
+            x: Its input.
+            weights: The parameters in `places`.
+            kwargs: Its other arguments.
+            sharded: Whether the weights' memory is freed when the layer has run.
+        """
+        y = None if self.whole is None else self._as_a_whole(self.whole, x, weights, kwargs, sharded)
+        if y is None:
+            y = self._in_parts(x, kwargs, sharded)
+        if y is None:
+            return None
+        return (y if self.returns is None else (y, *self.returns),)
+
+    def _as_a_whole(
+        self, whole: Whole, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool
+    ) -> Tensor | None:
+        """The result; None for a call that this is not for."""
+        mask, cache = kwargs.get("attention_mask"), cache_of(kwargs)
+        kernel = whole.kernel(x, mask, self.autocast)
+        if kernel is None:
+            return None
+        layer = None if cache is None else empty_layer(cache, next(m.layer_idx for m in self.attentions if m))
+        if cache is not None and layer is None:
+            return None
+        width = x.size(-1)
+        handed = () if sum(self.sizes) <= handing.SLACK else to_hand_on(weights, x.numel() // width, width)
+        if handed is None:
+            return None
+        part = whole.part if layer is None else whole.cached
+        angles = kwargs.get("position_embeddings") or (None, None)
+        given = {self.inputs["x"]: x, self.inputs["cos"]: angles[0], self.inputs["sin"]: angles[1], whole.mask: mask}
+        ins = [given[i] for i in part.ins]
+        places = tuple([len(ins) + j for j in handed]) if handed else ()
+        found = part.program([*ins, *weights], self.autocast, sharded, places, None, kernel)
+        if layer is None:
+            return found[0]  # type: ignore[no-any-return]
+        y, keys, values = (found[i] for i in whole.outputs)
+        fill(layer, keys, values)
+        return y  # type: ignore[no-any-return]
+
+    def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor | None:
         width = x.size(-1)
         rows = x.numel() // width
+        weights = [[place.get(name) for place, name in places] for places in self.weights]
         handed = [
             () if size <= handing.SLACK else to_hand_on(of_part, rows, width)
             for size, of_part in zip(self.sizes, weights, strict=True)
@@ -109,7 +161,7 @@ class LayerCode:
                     v[j] = y
                 if heads is not None:
                     self._hand_heads(i, heads, v)
-        return (v[self.result] if self.returns is None else (v[self.result], *self.returns),)
+        return v[self.result]  # type: ignore[no-any-return]
 
     def _hand_heads(self, index: int, heads: Heads, v: list[Any]) -> None:
         """Let the gradients of queries, keys and values be left behind, of large ones."""

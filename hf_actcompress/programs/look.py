@@ -18,7 +18,7 @@ from ..records import current
 
 # of modules: what is recorded and may be changed later: how much is dropped, and which adapters are on
 _STATE = (
-    "training", "p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout",
+    "training", "is_causal", "p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout",
     "_disable_adapters", "_active_adapter", "merged_adapters", "scaling",
 )  # fmt: skip
 # of modules, in place of what their class does: set by `nn.Module.compile`, and by those who watch for a moment

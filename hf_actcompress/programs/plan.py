@@ -27,12 +27,14 @@ class Computation:
         weights: Which inputs are parameters.
         outputs: The values that are returned. An input among them is returned as it is: what its later readers give
             as its gradient comes first in the sum, as autograd's engine has it.
+        optional: The values among them that may have no gradient in one backward or another.
     """
 
     steps: tuple[Step, ...]
     metas: tuple[Tensor | None, ...]
     weights: frozenset[int]
     outputs: tuple[int, ...]
+    optional: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Plan:
         handed: The inputs whose gradients' factors are behind the gradients that the backward returns, in order.
         derivable: Which of the kept tensors are activations from outside, which may be derived from others.
         rebuilt: Of the outputs.
+        optional: Which of the outputs may have no gradient.
     """
 
     forward: Callable[..., tuple[Any, ...]]
@@ -87,6 +90,7 @@ class Plan:
     handed: tuple[int, ...]
     derivable: tuple[int, ...]
     rebuilt: tuple[Rebuilt, ...]
+    optional: frozenset[int]
 
 
 def make_plan(program: Computation, setting: Setting) -> Plan:
@@ -99,6 +103,8 @@ def make_plan(program: Computation, setting: Setting) -> Plan:
         for i in graded:
             value = program.outputs[i]
             backward.give(value, backward.taken(forward.meta(forward.values[value])))
+            if value in program.optional:
+                backward.optional.add(backward.gradients[value])
         for step in reversed(program.steps):
             if any(value in backward.gradients for value in step.outs):
                 backward.module = step.module
@@ -109,8 +115,8 @@ def make_plan(program: Computation, setting: Setting) -> Plan:
 def _forward(program: Computation, setting: Setting) -> Emitter:
     forward = Emitter(setting)
     for i, (meta, dtype) in enumerate(zip(program.metas, setting.dtypes, strict=True)):
-        node = forward.given(f"v{i}", None if meta is None else torch.empty(meta.shape, dtype=dtype, device="meta"))
-        if meta is not None:
+        node = forward.given(f"v{i}", None if dtype is None else torch.empty(meta.shape, dtype=dtype, device="meta"))  # type: ignore[union-attr]
+        if dtype is not None:
             forward.values[i] = node
     for step in program.steps:
         nodes = step.operation.forward(forward, *(None if x is None else forward.values.get(x) for x in step.ins))
@@ -131,6 +137,8 @@ def _assembled(program: Computation, forward: Emitter, backward: Backward, grade
     # outputs that are made again out of what is kept anyway, and the graphs that do it
     again: dict[int, Backward] = {}
     for i, value in enumerate(program.outputs):
+        if value in program.optional:
+            continue
         made = Backward(forward, program.steps, backward.wanted, program.weights)
         made.want(value)
         if value >= inputs and all(x in backward.kept or x in program.weights for x in made.kept):
@@ -155,4 +163,5 @@ def _assembled(program: Computation, forward: Emitter, backward: Backward, grade
         tuple(backward.factors),
         tuple(i for i, value in enumerate(backward.kept) if value in outside),
         tuple(Rebuilt(i, made.code([made.values[program.outputs[i]]]), places(made.kept)) for i, made in again.items()),
+        frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
     )

@@ -51,6 +51,7 @@ class Program(Computation):
         sharded: bool,
         handed: tuple[int, ...] = (),
         heads: Heads | None = None,
+        kernel: str | None = None,
     ) -> Any:
         """Run it: a tuple of the outputs.
 
@@ -60,13 +61,14 @@ class Program(Computation):
             sharded: Whether the weights' memory is freed when the layer has run.
             handed: The inputs whose gradients go to them one by one.
             heads: Where gradients of outputs are left; None: autograd hands them in.
+            kernel: Of the attention in it, if there is one.
         """
         x = inputs[0]
         assert x is not None
         dtypes = tuple([None if x is None else x.dtype for x in inputs])
         needed = tuple([x is not None and x.requires_grad for x in inputs])
         choice = dispatch.chosen() if device_rules() is None else ESTIMATED
-        key = (x.device, autocast, choice, dtypes, needed, handed)
+        key = (x.device, autocast, choice, dtypes, needed, handed, kernel)
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = make_plan(self, Setting(*key))
@@ -79,7 +81,7 @@ class Program(Computation):
         return self
 
     def __reduce__(self) -> Any:
-        return Program, (self.steps, self.metas, self.weights, self.outputs)
+        return Program, (self.steps, self.metas, self.weights, self.outputs, self.optional)
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -102,6 +104,9 @@ class ProgramFunction(torch.autograd.Function):
         ctx.save_for_backward(*kept)
         ctx.plan, ctx.boxes, ctx.handed = plan, boxes, [(i, *_kind(inputs[i])) for i in plan.handed]
         ctx.heads = heads
+        if plan.optional:
+            ctx.set_materialize_grads(False)
+            ctx.like = [_kind(outputs[i]) for i in plan.graded]
         for rebuilt in plan.rebuilt:
             rebuilt.declare(outputs[rebuilt.output], [_record(pool[i], sharded) for i in rebuilt.sources])
         if len(plan.graded) < plan.outputs:
@@ -116,6 +121,8 @@ class ProgramFunction(torch.autograd.Function):
             saved = _with_derived(ctx.slots, saved, len(plan.kept))
         # the code frees each as soon as it can, unless somebody goes through the graph again
         ctx.maybe_clear_saved_tensors()
+        if plan.optional:
+            grads = _with_zeros(plan, ctx.like, grads)
         saved.reverse()
         saved.extend(with_heads(grads, ctx.heads, plan.graded))
         found = plan.backward(saved)
@@ -126,6 +133,16 @@ class ProgramFunction(torch.autograd.Function):
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
     return x.shape, x.dtype
+
+
+def _with_zeros(plan: Plan, like: list[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the outputs, with zeros for one that is None and must not be."""
+    found = list(grads)
+    device = next(g.device for g in grads if g is not None)
+    for i, (shape, dtype) in zip(plan.graded, like, strict=True):
+        if found[i] is None and i not in plan.optional:
+            found[i] = torch.zeros(shape, dtype=dtype, device=device)
+    return found
 
 
 def _left_behind(ctx: Any, found: tuple[Any, ...]) -> list[Tensor | None]:

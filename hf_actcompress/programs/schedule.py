@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,9 +54,9 @@ def _parts(tape: Tape) -> Iterator[Part | Attend]:
         raise NotStraight("it computes nothing but attention")
     for i, run in enumerate(runs):
         if isinstance(run, Attend):
-            yield replace(run, normed=any(_is_normed(value, tape.entries) for value in run.ins))
+            yield replace(run, normed=any(is_normed(value, tape.entries) for value in run.ins))
         else:
-            yield _part(tape, run, {tape.result}.union(*(_read(later) for later in runs[i + 1 :])))
+            yield part_of(tape, run, {tape.result}.union(*(_read(later) for later in runs[i + 1 :])))
 
 
 def _runs(entries: Iterable[Step | Attend]) -> Iterator[list[Step] | Attend]:
@@ -73,13 +73,13 @@ def _runs(entries: Iterable[Step | Attend]) -> Iterator[list[Step] | Attend]:
         yield steps
 
 
-def _is_normed(value: int, entries: list[Step | Attend]) -> bool:
+def is_normed(value: int, entries: list[Step | Attend]) -> bool:
     """Whether a value is the output of a norm, rotated or as another view."""
     maker = next((entry for entry in entries if isinstance(entry, Step) and value in entry.outs), None)
     if maker is None or isinstance(maker.operation, (RMSNorm, LayerNorm)):
         return maker is not None
     pointwise = isinstance(maker.operation, (Rope, Permute, Reshape, Contiguous, Scale, Add, Mul, Neg, Cat, Slice))
-    return pointwise and any(_is_normed(x, entries) for x in maker.ins if x is not None)
+    return pointwise and any(is_normed(x, entries) for x in maker.ins if x is not None)
 
 
 def _read(run: list[Step] | Attend) -> set[int]:
@@ -88,10 +88,20 @@ def _read(run: list[Step] | Attend) -> set[int]:
     return {value for step in run for value in step.ins if value is not None}
 
 
-def _part(tape: Tape, steps: list[Step], read_later: set[int]) -> Part:
-    """A program of the steps, with values numbered anew: inputs first."""
+def part_of(
+    tape: Tape, steps: list[Step], read_later: set[int], shown: frozenset[int] = frozenset(), optional: Set[int] = frozenset()
+) -> Part:
+    """A program of the steps, with values numbered anew: inputs first.
+
+    Args:
+        tape: Of the layer.
+        steps: Of it.
+        read_later: The values that are read behind these steps.
+        shown: Others that are kept as they are.
+        optional: Of `read_later`, those that may be there for nobody: their gradients may be None.
+    """
     returned = {value for step in steps for value in step.outs} & read_later
-    steps = list(_without_the_rest(tape, steps, returned))
+    steps = list(_without_the_rest(tape, steps, returned | shown))
     made = {value for step in steps for value in step.outs}
     names = {value: name for name, value in tape.parameters.items()}
     read = sorted(_read(steps) - made)
@@ -115,7 +125,8 @@ def _part(tape: Tape, steps: list[Step], read_later: set[int]) -> Part:
     outs = tuple(sorted(returned | passed))
     metas = tuple(_small(tape.metas[value]) for value in (*ins, *weights))
     places = frozenset(range(len(ins), len(metas)))
-    program = Program(renamed, metas, places, tuple(at[value] for value in outs))
+    at_will = frozenset(at[value] for value in optional)
+    program = Program(renamed, metas, places, tuple(at[value] for value in outs), at_will)
     return Part(program, tuple(ins), tuple(names[value] for value in weights), outs)
 
 

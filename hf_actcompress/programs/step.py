@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 
 from .emit import Emitter
@@ -21,6 +21,7 @@ class Operation:
     Attributes:
         again: Whether its first output is made again in backward instead of kept: pointwise functions and views are.
         multiplies: Whether it is a product of its first input and a weight, in the dtype of autocast.
+        sums: Whether it is a sum, whose backward reads none of its inputs.
         draws: Whether it draws random numbers.
         same: Whether its output is no more than its input, so that keeping that instead costs nothing.
     """
@@ -29,6 +30,7 @@ class Operation:
     same: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
 
     def key(self) -> Hashable:
         """What two operations have in common that do the same."""
@@ -74,6 +76,11 @@ def taken(saved: list[Any]) -> Any:
     return saved.pop()
 
 
+def plus(known: Tensor | None, gradient: Tensor) -> Tensor:
+    """The sum of two gradients; there may be none yet."""
+    return gradient if known is None else known + gradient
+
+
 class Backward(Emitter):
     """The graph of a backward, while the steps are walked from the last one to the first.
 
@@ -100,6 +107,8 @@ class Backward(Emitter):
         self._saved = self.given("saved", None)
         self.gradients: dict[int, Node] = {}
         self.factors: dict[int, tuple[Node, Node]] = {}
+        # gradients that may be None when the code runs
+        self.optional: set[Node] = set()
         self._forward, self._weights = forward, weights
         self._maker = {value: step for step in steps for value in step.outs}
 
@@ -116,12 +125,33 @@ class Backward(Emitter):
         """As `want`, in the dtype of a product. What is only kept for products is kept in that if it is narrower."""
         narrow = dtype.itemsize < self.dtype_of(value).itemsize
         if narrow and value not in self.values and self._is_for_products(value):
-            cast = self._forward.cast(self._forward.values[value], dtype)
-            at = self._casts.setdefault(value, max(self._forward.values) + 1)
-            self._forward.values[at] = cast
-            return self.want(at)
+            return self.want(self._narrow(value, dtype))
         node: Node = self.cast(self.want(value), dtype)
         return node
+
+    def _narrow(self, value: int, dtype: torch.dtype) -> int:
+        """The value in a narrower dtype, as a further value of the forward."""
+        cast = self._forward.cast(self._forward.values[value], dtype)
+        at = self._casts.setdefault(value, max(self._forward.values) + 1)
+        self._forward.values[at] = cast
+        return at
+
+    def want_itself(self, value: int, dtype: torch.dtype) -> Node:
+        """The node of a value in that dtype, kept as it is even if it could be made again: there is less to do."""
+        if dtype != self.dtype_of(value):
+            value = self._narrow(value, dtype)
+        self.readers[value] = self.module
+        if value not in self.values:
+            self._keep(value)
+        return self.values[value]
+
+    def is_given(self, value: int) -> bool:
+        """Whether a value of the forward is there: an input may be None."""
+        return value in self._forward.values
+
+    def _keep(self, value: int) -> None:
+        self.kept.append(value)
+        self.values[value] = self.taken(self._forward.meta(self._forward.values[value]))
 
     def _is_for_products(self, value: int) -> bool:
         """Whether a value would be kept, and none but products read it."""
@@ -133,7 +163,8 @@ class Backward(Emitter):
             kept = not (step.operation.rebuilds(step.outs.index(value)) and self._pays(step, value))
         if not kept:
             return False
-        return all(reader.operation.multiplies and reader.ins[0] == value for reader in self._readers(value))
+        readers = [reader for reader in self._readers(value) if not reader.operation.sums]
+        return all(reader.operation.multiplies and reader.ins[0] == value for reader in readers)
 
     def _readers(self, value: int) -> list[Step]:
         return [step for step in self._steps if value in step.ins]
@@ -141,8 +172,7 @@ class Backward(Emitter):
     def _have(self, value: int) -> None:
         step = self._maker.get(value)
         if step is None or not step.operation.rebuilds(step.outs.index(value)) or not self._pays(step, value):
-            self.kept.append(value)
-            self.values[value] = self.taken(self._forward.meta(self._forward.values[value]))
+            self._keep(value)
         else:
             step.operation.rebuild(self, step)
 
@@ -203,4 +233,6 @@ class Backward(Emitter):
             return
         gradient = self.cast(gradient, self.dtype_of(value))
         known = self.gradients.get(value)
-        self.gradients[value] = gradient if known is None else self.call(operator.add, known, gradient)
+        if known is not None:
+            gradient = self.call(plus if known in self.optional else operator.add, known, gradient)
+        self.gradients[value] = gradient

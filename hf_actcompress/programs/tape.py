@@ -20,6 +20,7 @@ class Attend:
         ins: q, k and v, [B, H, T, D].
         out: The output, [B, T, H, D].
         keywords: What the function was called with beside the mask.
+        causal: Whether the upper triangle is masked where there is no mask.
         normed: Whether q or k comes from a norm, so that it can be made again from what that keeps.
     """
 
@@ -27,6 +28,7 @@ class Attend:
     ins: tuple[int, int, int]
     out: int
     keywords: tuple[tuple[str, Any], ...]
+    causal: bool = True
     normed: bool = False
 
 
@@ -41,6 +43,7 @@ class Tape:
         result: The value that the layer returns.
         returns: What else is in the tuple that it returns; None if it returns a tensor.
         metas: Of each value a tensor without data: its shape.
+        whole: Whether the layer may run as one program, its attention included.
     """
 
     inputs: dict[str, int]
@@ -49,6 +52,7 @@ class Tape:
     result: int
     returns: tuple[Any, ...] | None
     metas: list[Tensor]
+    whole: bool = True
 
     def key(self) -> Hashable:
         """Layers of the same key do the same with their tensors."""

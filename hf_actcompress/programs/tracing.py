@@ -220,7 +220,9 @@ def _attention(
     heads = torch.empty(q.size(0), q.size(2), q.size(1), v.size(3), dtype=dtype, device="meta")
     ins = recorder.value(q), recorder.value(k), recorder.value(v)
     found = tuple((keyword, value) for keyword, value in kwargs.items() if value is not None)
-    recorder.entries.append(Attend(name, ins, recorder.given(heads), found))
+    asked = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
+    recorder.entries.append(Attend(name, ins, recorder.given(heads), found, causal))
     return heads, None
 
 

@@ -25,7 +25,7 @@ def attention_fwd(
         repeat_heads(v, groups),
         0.0,
         is_causal,
-        attn_mask=_additive(mask, q.dtype),
+        attn_mask=additive(mask, q.dtype),
         scale=scale,
     )
     return out, lse
@@ -46,7 +46,7 @@ def attention_bwd(
     groups = q.size(1) // k.size(1)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, repeat_heads(k, groups), repeat_heads(v, groups), out, lse, 0.0, is_causal,
-        attn_mask=_additive(mask, q.dtype), scale=scale,
+        attn_mask=additive(mask, q.dtype), scale=scale,
     )  # fmt: skip
     return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
@@ -65,7 +65,8 @@ def sum_groups(dx: Tensor, groups: int) -> Tensor:
     return dx if groups == 1 else dx.view(b, h // groups, groups, s, d).sum(2)
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Any:
+    """A bool mask (True: attend) as what is added to the logits; another one as it is."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), float("-inf"))

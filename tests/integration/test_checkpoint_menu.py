@@ -109,7 +109,9 @@ def test_a_second_backward_and_one_that_has_been_written_on() -> None:
     # what is kept must be what the layer has used
     writes = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(0.5),))
     written = step(model, batch)[1]
-    assert not differing(step(patch_model(model, BODY), batch)[1], written)
+    # the write changes the layout of a gradient, and with it, on some CPUs, how a product rounds
+    for name, expected_grad in step(patch_model(model, BODY), batch)[1].items():
+        torch.testing.assert_close(written[name], expected_grad, rtol=0, atol=1e-6 * float(expected_grad.abs().max()))
     writes.remove()
 
 

@@ -58,19 +58,23 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("given", ["ones", "positions"])
 def test_gradients_against_fp64(family: Family, mode: str, given: str, small: list[int]) -> None:
-    batch = family.make_batch()
-    length = batch["input_ids"].shape[1]
-    if given == "ones":
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    if given == "positions":
-        batch["position_ids"] = torch.arange(length).expand_as(batch["input_ids"])
     for cache in CACHES:
-        stock = build(family, mode, use_cache=cache)
-        oracle, (loss, expected) = oracle_step(build(family, "fp32"), batch), step(stock, batch, mode)
-        found_loss, grads = step(patch_model(stock, BODY), batch, mode)
-        assert not small
-        torch.testing.assert_close(found_loss, loss, rtol=1e-5 if mode == "fp32" else 1e-2, atol=0)
-        assert relative_error(grads, oracle) <= EXACT * relative_error(expected, oracle)
+        errors = []
+        # rounding errors of one batch differ by more than the bound from one type of CPU to another
+        for seed in range(3):
+            batch = family.make_batch(seed=seed)
+            if given == "ones":
+                batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            if given == "positions":
+                batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+            stock = build(family, mode, use_cache=cache)
+            oracle, (loss, expected) = oracle_step(build(family, "fp32"), batch), step(stock, batch, mode)
+            found_loss, grads = step(patch_model(stock, BODY), batch, mode)
+            assert not small
+            torch.testing.assert_close(found_loss, loss, rtol=1e-5 if mode == "fp32" else 1e-2, atol=0)
+            errors.append((relative_error(grads, oracle), relative_error(expected, oracle)))
+        ours, stocks = (sum(error) for error in zip(*errors, strict=True))
+        assert ours <= EXACT * stocks
 
 
 @families

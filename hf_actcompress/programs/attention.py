@@ -1,0 +1,67 @@
+"""Attention as an operation of a program: a fused kernel's forward and backward, called by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..reference.dense_attention import dense_attention_bwd, dense_attention_fwd
+from .emit import Emitter
+from .step import Backward, Operation, Step
+
+
+@dataclass(frozen=True)
+class Attention(Operation):
+    """out [B, H, T, D], logsumexp, and what dropout was drawn from; of q, k, v [B, H, T, D] and a mask or None.
+
+    The kernel is that of the setting. Kept are q, k, v, all outputs, and the mask by reference.
+
+    Attributes:
+        derived: Of q, k and v: whether it can be made again from what is kept anyway, because a norm made it.
+        dropout: Of probabilities.
+        causal: Whether the upper triangle is masked where there is no mask.
+        scale: Factor on q k^T; None for D ** -0.5.
+    """
+
+    derived: tuple[bool, bool, bool]
+    dropout: float
+    causal: bool
+    scale: float | None
+    again: ClassVar[bool] = False
+
+    def forward(self, e: Emitter, q: Node, k: Node, v: Node, mask: Node | None) -> tuple[Node, ...]:
+        q, k, v = (e.cast(x, e.setting.autocast) for x in (q, k, v))
+        options = self.dropout, self.causal and mask is None, self.scale
+        found = e.call(dense_attention_fwd, e.setting.kernel, q, k, v, mask, *options, like=_like_forward)
+        return tuple(e.item(found, i) for i in range(4))
+
+    def backward(self, b: Backward, step: Step) -> None:
+        *heads, mask = step.ins
+        dtype = b.dtype_of(step.outs[0])
+        dy = b.dy(step)
+        kept = []
+        for value, derived in zip(heads, self.derived, strict=True):
+            assert value is not None
+            kept.append(b.cast(b.want(value), dtype) if derived else b.want_itself(value, dtype))
+        on_cpu = b.setting.kernel == "cpu"
+        made = [None if on_cpu and i > 1 else b.want(value) for i, value in enumerate(step.outs)]
+        of_mask = None if mask is None or not b.is_given(mask) else b.want(mask)
+        args = *kept, *made[:2], of_mask, *made[2:], self.dropout, self.causal and of_mask is None, self.scale
+        grads = b.call(dense_attention_bwd, b.setting.kernel, dy, *args, like=_like_backward)
+        for i, value in enumerate(heads):
+            b.give(value, b.item(grads, i))
+
+
+def _like_forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    b, h, t, _d = q.shape
+    out = q.new_empty(b, t, h, v.size(-1)).transpose(1, 2)
+    drawn = None if kernel == "cpu" else torch.empty(0, device="meta")
+    return out, q.new_empty(b, h, t, dtype=torch.float32), drawn, drawn
+
+
+def _like_backward(_: str, dy: Tensor, *qkv: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in qkv[:3])

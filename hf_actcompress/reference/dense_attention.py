@@ -1,0 +1,145 @@
+"""The fused kernels of `scaled_dot_product_attention`, forward and backward, by themselves.
+
+A Function that calls them keeps what they need and holds no graph of torch's own. Which of them torch would take for a
+call is asked once per kind of call (`fused_kernel`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import pad
+
+from ..private_apis import fused_attention_choice, without_dispatch_modes
+from .attention import additive, attention_bwd, attention_fwd, repeat_heads, sum_groups
+
+aten: Any = torch.ops.aten
+
+_CUDA_KERNELS = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.EFFICIENT_ATTENTION.value: "efficient"}
+# torch pads the heads of "flash" to this, and the rows of a mask of "efficient" to that
+_HEAD_MULTIPLE, _MASK_MULTIPLE = 8, 16
+
+
+def dense_attention_fwd(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """out [B, H, S, D], logsumexp, and the seed and offset of dropout's draw (None on a CPU).
+
+    Args:
+        kernel: As `fused_kernel` has it.
+        q: [B, H, S, D].
+        k, v: [B, Hkv, K, D].
+        mask: Bool (True: attend) or additive, broadcastable to [B, H, S, K]; None for "flash".
+        dropout: Of probabilities; 0 on a CPU.
+        causal: Whether the upper triangle is masked.
+        scale: Factor on q k^T; None for D ** -0.5.
+    """
+    if kernel == "cpu" and mask is None:
+        # it knows that several heads of q share one of k and v; with a mask, transformers repeats them
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out, lse, None, None
+    if kernel == "cpu":
+        return (*attention_fwd(q, k, v, mask, causal, scale), None, None)
+    if kernel == "flash":
+        out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout, causal, False, scale=scale
+        )
+        return out, lse, seed, offset
+    groups = q.size(1) // k.size(1)
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = aten._scaled_dot_product_efficient_attention(
+        q, repeat_heads(k, groups), repeat_heads(v, groups), _bias(mask, q, k), True, dropout, causal, scale=scale
+    )
+    return found
+
+
+def dense_attention_bwd(
+    kernel: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    seed: Tensor | None, offset: Tensor | None, dropout: float, causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv, shaped like q, k, v."""
+    grads: tuple[Tensor, Tensor, Tensor]
+    if kernel == "cpu" and mask is None:
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return grads
+    if kernel == "cpu":
+        return attention_bwd(dout, q, k, v, out, lse, mask, causal, scale)
+    if kernel == "flash":
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.size(2), k.size(2), dropout, causal, seed, offset, scale=scale
+        )
+        return grads
+    groups = q.size(1) // k.size(1)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, repeat_heads(k, groups), repeat_heads(v, groups), _bias(mask, q, k), out, lse, seed, offset, dropout,
+        [True, True, True, False], causal, scale=scale,
+    )  # fmt: skip
+    return dq, sum_groups(dk, groups), sum_groups(dv, groups)
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as "efficient" takes it: additive, of all heads, with rows that begin where vectors do."""
+    if mask is None:
+        return None
+    found = additive(mask, q.dtype)
+    width = found.size(-1)
+    if width % _MASK_MULTIPLE:
+        found = pad(found, (0, -width % _MASK_MULTIPLE))[..., :width]
+    return found.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+
+
+def sdpa_settings() -> tuple[bool, ...]:
+    """What a user may switch that decides about kernels."""
+    of = torch.backends.cuda
+    return (
+        of.flash_sdp_enabled(),
+        of.mem_efficient_sdp_enabled(),
+        of.math_sdp_enabled(),
+        of.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@lru_cache(maxsize=4096)
+def fused_kernel(
+    device: torch.device, dtype: torch.dtype, rows: tuple[int, int], heads: tuple[int, int, int, int],
+    mask: tuple[torch.Size, torch.dtype] | None, dropout: float, causal: bool, settings: tuple[bool, ...],
+) -> str | None:  # fmt: skip
+    """Which of these kernels torch would take for a call: "cpu", "flash", "efficient"; None: another one.
+
+    Args:
+        device: Of all tensors.
+        dtype: Of q, k and v.
+        rows: Batch and tokens; as many keys as queries.
+        heads: Of q, of k and v; the width of those of q and k, and of v.
+        mask: Shape and dtype; None without.
+        dropout: Of probabilities.
+        causal: Whether the upper triangle is masked.
+        settings: `sdpa_settings()`: another answer for each.
+    """
+    batch, tokens = rows
+    of_q, of_kv, width, of_v = heads
+    if tokens <= 1 or width != of_v or device.type not in ("cpu", "cuda"):
+        return None
+    grouped = of_q != of_kv and mask is None and device.type == "cuda"
+    keys = of_kv if grouped else of_q
+    shape = None if mask is None else mask[0]
+    if shape is not None and (len(shape) != 4 or shape[2:] != (tokens, tokens)):
+        return None
+    if device.type == "cpu":
+        # its choice depends on neither, but for a mask of one batch
+        batch, tokens = min(batch, 2), 2
+        shape = None if shape is None else torch.Size((min(shape[0], 2), shape[1], 2, 2))
+    with without_dispatch_modes():
+        q = torch.empty(batch, of_q, tokens, width, dtype=dtype, device=device, requires_grad=True)
+        k = torch.empty(batch, keys, tokens, width, dtype=dtype, device=device, requires_grad=True)
+        given = None if mask is None else torch.empty(shape, dtype=mask[1], device=device)  # type: ignore[arg-type]
+        choice = fused_attention_choice(q, k, k, given, causal, dropout, grouped)
+    if device.type == "cpu":
+        return "cpu" if choice == SDPBackend.FLASH_ATTENTION.value and not dropout else None
+    kernel = _CUDA_KERNELS.get(choice)
+    return None if kernel == "flash" and width % _HEAD_MULTIPLE else kernel
