@@ -118,9 +118,9 @@ def host_microseconds(name: str, args: argparse.Namespace) -> list[float]:
     for layers in DEPTHS:
         models = [build(name, mode, layers, args) for mode in args.modes]
         best = [float("inf")] * len(models)
-        for _ in range(args.rounds):
+        for _ in range(args.rounds * STEPS):
             for i, model in enumerate(models):
-                best[i] = min(best[i], *(seconds(model, inputs) for _ in range(STEPS)))
+                best[i] = min(best[i], seconds(model, inputs))
         at.append(best)
     return [1e6 * per_layer(pair) for pair in zip(*at, strict=True)]
 
@@ -183,7 +183,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--use-cache", action="store_true", help="as the configs have it by default")
     parser.add_argument("--hidden", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=4, help="of 25 steps of each mode, in turn")
+    parser.add_argument("--rounds", type=int, default=4, help="of 25 steps, in each of which every mode has its turn")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args(argv)

@@ -36,6 +36,7 @@ __all__ = [
     "accumulation_hooks",
     "active_fake_mode",
     "at_end_of_backward",
+    "bare_apply",
     "compile_for_inductor",
     "current_backward",
     "delayed_error",
@@ -142,6 +143,11 @@ def fused_attention_choice(
     """The number of the kernel that `scaled_dot_product_attention` would take, as in torch.nn.attention.SDPBackend."""
     choice: int = torch._fused_sdp_choice(q, k, v, mask, dropout, is_causal, enable_gqa=grouped)
     return choice
+
+
+def bare_apply(function: Any, *args: Any) -> Any:
+    """``function.apply(*args)`` of an autograd Function where no torch.func transform is or was on: that is not asked."""
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def not_a_view(y: Tensor) -> Tensor:

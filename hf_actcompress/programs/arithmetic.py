@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from .emit import Emitter
-from .operations import reshaped
 from .refusal import NotStraight
 from .step import Backward, Operation, Step
+from .views import reshaped, size_of
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,10 @@ class Reshape(Operation):
         return tuple(tuple(min(size, 0) for size in sizes) for sizes in (self.sizes, self.back))
 
     def forward(self, e: Emitter, x: Node) -> Node:
-        return e.call(reshaped, x, self.sizes)
+        return reshaped(e, x, self.sizes)
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(reshaped, b.dy(step), self.back))
-
-
-def _tokens(x: Tensor, like: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    return x.view(*like.shape[:2], *sizes)
+        b.give(step.ins[0], reshaped(b, b.dy(step), self.back))
 
 
 @dataclass(frozen=True)
@@ -150,10 +146,10 @@ class Tokens(Operation):
         return len(self.sizes)
 
     def forward(self, e: Emitter, x: Node, like: Node) -> Node:
-        return e.call(_tokens, x, like, self.sizes)
+        return e.call(torch.Tensor.view, x, *(size_of(e, like, dim) for dim in (0, 1)), *self.sizes)
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(reshaped, b.dy(step), (-1, *self.sizes)))
+        b.give(step.ins[0], reshaped(b, b.dy(step), (-1, *self.sizes)))
 
 
 @dataclass(frozen=True)

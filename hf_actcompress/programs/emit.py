@@ -50,12 +50,16 @@ class Emitter:
 
     Attributes:
         values: The node of each value of the program that the graph has.
+        rows: Of nodes [..., C] that are views of nodes [rows, C]: these.
+        sources: Of nodes in another shape: what they are views or copies of.
     """
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.graph = fx.Graph()
         self.values: dict[int, Node] = {}
+        self.rows: dict[Node, Node] = {}
+        self.sources: dict[Node, Node] = {}
         self._meta: dict[Node, Any] = {}
         self._same: dict[tuple[Any, ...], Node] = {}
 

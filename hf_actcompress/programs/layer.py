@@ -101,8 +101,9 @@ class LayerPrograms:
         if code is None or not _is_ordinary(code, x, kwargs):
             return None
         weights = [place.get(name) for place, name in code.places]
-        wanted = x.requires_grad or any([w is not None and w.requires_grad for w in weights])
-        if not wanted or not _plain(weights) or not recording(x):
+        if not _plain(weights) or not recording(x):
+            return None
+        if not x.requires_grad and not any([w is not None and w.requires_grad for w in weights]):
             return None
         found = code.run(x, weights, kwargs, is_sharded(layer))
         self.calls += found is not None
@@ -125,13 +126,9 @@ def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
     angles, cache = kwargs.get("position_embeddings"), cache_of(kwargs)
     if angles is not None and not _are_given(angles, x, code.angles):
         return False
-    for module in code.attentions:
-        if module is not None:
-            if cache is not None and not _is_empty(cache, module.layer_idx):
-                return False
-            if module.__dict__["config"]._attn_implementation != "sdpa":
-                return False
-    return True
+    if cache is None:
+        return True
+    return all(_is_empty(cache, module.layer_idx) for module in code.attentions if module is not None)
 
 
 def _are_given(angles: Any, x: Tensor, width: int) -> bool:

@@ -23,6 +23,8 @@ _STATE = (
 )  # fmt: skip
 # of modules, in place of what their class does: set by `nn.Module.compile`, and by those who watch for a moment
 _CALL = "_compiled_call_impl"
+# of an attention's config: which function it calls
+_ATTENTION = "_attn_implementation_internal"
 _PLAIN = (bool, float, int, str, list, dict)
 
 
@@ -32,14 +34,14 @@ class Look:
 
     Attributes:
         children: Each module of the layer: the module that it is in, its name there, and itself.
-        attributes: Modules, names and values of attributes.
+        attributes: Modules and configs, names and values of attributes.
         functions: Classes of modules, and the names and values of functions that their code calls. Other libraries
             may exchange them, or the forward of the class.
         forwards: Of the same classes.
     """
 
     children: list[tuple[nn.Module, str, nn.Module]]
-    attributes: list[tuple[nn.Module, str, Any]]
+    attributes: list[tuple[Any, str, Any]]
     functions: list[tuple[type[nn.Module], str, Any]]
     forwards: list[tuple[type[nn.Module], Any]]
     # the same as dictionaries, names and values
@@ -47,12 +49,14 @@ class Look:
 
     @classmethod
     def at(cls, layer: nn.Module) -> Look:
-        attributes = [
+        attributes: list[tuple[Any, str, Any]] = [
             (module, name, copy.copy(vars(module)[name]))
             for module in layer.modules()
             for name in _STATE
             if isinstance(vars(module).get(name), _PLAIN)
         ]
+        configs = {id(c): c for m in layer.modules() if (c := vars(m).get("config")) is not None}
+        attributes += [(c, _ATTENTION, vars(c)[_ATTENTION]) for c in configs.values() if _ATTENTION in vars(c)]
         classes = dict.fromkeys(stock_type(module) for module in layer.modules())
         functions = [(kind, name, value) for kind in classes for name, value in _called(kind)]
         return cls(list(_children(layer)), attributes, functions, [(kind, kind.forward) for kind in classes])

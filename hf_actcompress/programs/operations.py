@@ -16,47 +16,11 @@ from torch.fx import Node
 from ..reference import linear_fwd
 from .emit import Emitter
 from .step import Backward, Operation, Step
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """[..., C] as [rows, C]."""
-    return x.reshape(-1, x.size(-1))
-
-
-def tokens_of(rows: Tensor, like: Tensor) -> Tensor:
-    """[rows, C] as the rows of `like` lie: [..., C]."""
-    return rows.view(*like.shape[:-1], rows.size(1))
-
-
-def flattened(x: Tensor, width: int) -> Tensor:
-    """x as [rows, width]."""
-    return x.reshape(-1, width)
-
-
-def _rows(b: Backward, x: Node) -> Node:
-    """x [..., C] as [rows, C], without the views on which it was given that shape."""
-    source: Any = x.args[0] if x.args else None
-    if x.target is tokens_of:
-        return source  # type: ignore[no-any-return]
-    if x.target is reshaped:
-        return b.once(flattened, source, b.meta(x).size(-1))
-    return b.once(rows_of, x)
-
-
-def reshaped(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """x in another shape: a size below -1 is that of a dimension of x (-2: the first, -3: the second, ...)."""
-    shape = x.shape
-    if len(sizes) == 3 and len(shape) == 4 and sizes[:2] == (-2, -3):
-        return x.flatten(2)
-    return x.reshape([shape[-2 - size] if size < -1 else size for size in sizes])
+from .views import rows_of, tokens_of
 
 
 def _transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear_fwd(x, weight, bias, True)
-
-
-def _sum_of_rows(rows: Tensor) -> Tensor:
-    return rows.sum(0)
 
 
 @dataclass(frozen=True)
@@ -76,17 +40,17 @@ class Linear(Operation):
         assert x is not None and weight is not None
         dtype = b.dtype_of(step.outs[0])
         dy = b.dy(step)
-        rows = _rows(b, dy)
+        rows = rows_of(b, dy)
         if b.wants(x):
             w = b.cast(b.want(weight), dtype)
             w = b.call(torch.Tensor.t, w) if self.transposed else w
-            b.give(x, b.call(tokens_of, b.call(torch.mm, rows, w), dy))
+            b.give(x, tokens_of(b, b.call(torch.mm, rows, w), dy))
         if b.wants(weight):
-            x_rows = _rows(b, b.want_in(x, dtype))
+            x_rows = rows_of(b, b.want_in(x, dtype))
             left, right = (x_rows, rows) if self.transposed else (rows, x_rows)
             b.give_product(weight, b.once(torch.Tensor.t, left), right)
         if b.wants(bias):
-            b.give(bias, b.call(_sum_of_rows, rows))
+            b.give(bias, b.call(torch.Tensor.sum, rows, 0))
 
 
 @dataclass(frozen=True)

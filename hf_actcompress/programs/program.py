@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from .. import dispatch
 from ..ops.first_order import once_differentiable
+from ..private_apis import bare_apply
 from ..records import (
     Derived,
     Record,
@@ -87,6 +88,10 @@ class Program(Computation):
 class ProgramFunction(torch.autograd.Function):
     """Keeps what the plan says, weights by reference."""
 
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return bare_apply(cls, *args)
+
     @staticmethod
     def forward(
         ctx: Any, plan: Plan, sharded: bool, boxes: dict[int, Box], heads: Heads | None, *inputs: Tensor | None
@@ -99,8 +104,7 @@ class ProgramFunction(torch.autograd.Function):
         ctx.slots = _derived(plan, kept) if plan.derivable else None
         if current.watcher is not None:
             current.watcher.keeps(kept, plan.keepers)
-        outside = [kept[i] for i in plan.derivable]
-        saved_next([x for x in kept if x is not None] if outside else (), [x for x in outside if x is not None])
+        saved_next(kept, plan.derivable)
         ctx.save_for_backward(*kept)
         ctx.plan, ctx.boxes, ctx.handed = plan, boxes, [(i, *_kind(inputs[i])) for i in plan.handed]
         ctx.heads = heads
@@ -108,7 +112,8 @@ class ProgramFunction(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.like = [_kind(outputs[i]) for i in plan.graded]
         for rebuilt in plan.rebuilt:
-            rebuilt.declare(outputs[rebuilt.output], [_record(pool[i], sharded) for i in rebuilt.sources])
+            sources = [raw(pool[i]) if i >= len(inputs) else _record(pool[i], sharded) for i in rebuilt.sources]
+            rebuilt.declare(outputs[rebuilt.output], sources)
         if len(plan.graded) < plan.outputs:
             ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in plan.graded))
         return outputs

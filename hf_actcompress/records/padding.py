@@ -241,4 +241,4 @@ def is_dropped(record: Record) -> bool:
         return False
     if isinstance(record, Pending):
         return record.dropped
-    return isinstance(record.recipe.recompute, RealRows) or any(is_dropped(source) for source in record.sources)
+    return isinstance(record.recipe.recompute, RealRows) or any([is_dropped(source) for source in record.sources])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -88,15 +88,16 @@ def parameter(x: Tensor) -> Stored:
     return raw(x.detach())
 
 
-def versions(record: Record) -> Iterator[int]:
+def versions(record: Record) -> list[int]:
     """The version counters of the tensors that the record is made of: another one if somebody wrote in place."""
     if isinstance(record, Stored):
-        yield from (x._version for x in record.tensors)
-    elif isinstance(record, Pending):
-        yield record.version
-    else:
-        for source in record.sources:
-            yield from versions(source)
+        return [x._version for x in record.tensors]
+    if isinstance(record, Pending):
+        return [record.version]
+    found = []
+    for source in record.sources:
+        found += versions(source)
+    return found
 
 
 def is_lossless(record: Record) -> bool:
@@ -105,7 +106,7 @@ def is_lossless(record: Record) -> bool:
         return record.codec.lossless
     if isinstance(record, Pending):
         return record.lossless
-    return all(is_lossless(source) for source in record.sources)
+    return all([is_lossless(source) for source in record.sources])
 
 
 class Recipe:

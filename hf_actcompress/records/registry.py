@@ -61,8 +61,8 @@ class _Entry:
         return dense(self.shape, self.stride) and extent(x) <= x.numel()
 
 
-def _versions(record: Record | None) -> tuple[int, ...]:
-    return tuple(versions(record)) if record is not None else ()
+def _versions(record: Record | None) -> list[int]:
+    return versions(record) if record is not None else []
 
 
 class _State(threading.local):
@@ -129,7 +129,7 @@ def _find(x: Tensor) -> _Entry | None:
         return None
     # the tensor may have been given other data since (`set_`, `.data =`), and the storage's address to someone else
     known = entry.tensor()
-    return entry if known is not None and _key(known) == key else None
+    return entry if known is x or (known is not None and _key(known) == key) else None
 
 
 def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:

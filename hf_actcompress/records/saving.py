@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from .record import Pending, Recipe, Record, Stored
 from .storages import storage_sizes
 
 
-@dataclass(frozen=True)
-class _StoredSlot:
+class _StoredSlot(NamedTuple):
     """Positions of a stored record's tensors among the saved tensors of a ctx."""
 
     codec: Codec
@@ -30,8 +29,7 @@ class _StoredSlot:
         return self.codec.unpack(tuple(saved[i] for i in self.positions), self.meta)
 
 
-@dataclass(frozen=True)
-class _DerivedSlot:
+class _DerivedSlot(NamedTuple):
     """A derived record on a ctx: the recipe and where its sources are. No tensor."""
 
     recipe: Recipe
@@ -76,14 +74,16 @@ class _OwnTensors(threading.local):
 own_tensors = _OwnTensors()
 
 
-def saved_next(tensors: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
+def saved_next(tensors: Sequence[Tensor | None], outside: Sequence[int]) -> None:
     """Say, inside of an op of ours that does not call `save`, what it gives to ``ctx.save_for_backward`` next.
 
     Args:
         tensors: All of it.
-        outside: What of it stock code may have made.
+        outside: Where among them is what stock code may have made.
     """
-    own_tensors.note(tensors, outside)
+    if own_tensors.asked is not None:
+        asked = [x for i in outside if (x := tensors[i]) is not None]
+        own_tensors.note([x for x in tensors if x is not None] if asked else (), asked)
 
 
 class Leaves:

@@ -21,17 +21,20 @@ def activation_value(
 
 def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
     """dx = dy * f'(x), in x's dtype; `kind` is a row of `ACTIVATIONS`, `options` its constants (bounds, slope)."""
-    dtype = torch.promote_types(dy.dtype, x.dtype)
-    dx: Tensor = ACTIVATIONS[kind](dy.to(dtype), x.to(dtype), *options)
-    return dx.to(x.dtype)
+    own = x.dtype
+    if dy.dtype != own:
+        dtype = torch.promote_types(dy.dtype, own)
+        dy, x = dy.to(dtype), x.to(dtype)
+    dx: Tensor = ACTIVATIONS[kind](dy, x, *options)
+    return dx if dx.dtype == own else dx.to(own)
 
 
 def _gelu(dy: Tensor, x: Tensor) -> Any:
-    return aten.gelu_backward(dy, x)
+    return aten.gelu_backward.default(dy, x)
 
 
 def _gelu_tanh(dy: Tensor, x: Tensor) -> Any:
-    return aten.gelu_backward(dy, x, approximate="tanh")
+    return aten.gelu_backward.default(dy, x, approximate="tanh")
 
 
 def _gelu_clipped(dy: Tensor, x: Tensor, low: float, high: float) -> Any:
@@ -40,7 +43,7 @@ def _gelu_clipped(dy: Tensor, x: Tensor, low: float, high: float) -> Any:
 
 
 def _silu(dy: Tensor, x: Tensor) -> Any:
-    return aten.silu_backward(dy, x)
+    return aten.silu_backward.default(dy, x)
 
 
 def _mish(dy: Tensor, x: Tensor) -> Any:

@@ -18,6 +18,10 @@ from ..private_apis import fused_attention_choice, without_dispatch_modes
 from .attention import additive, attention_bwd, attention_fwd, repeat_heads, sum_groups
 
 aten: Any = torch.ops.aten
+_on_cpu, _on_cpu_backward = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 
 _CUDA_KERNELS = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.EFFICIENT_ATTENTION.value: "efficient"}
 # torch pads the heads of "flash" to this, and the rows of a mask of "efficient" to that
@@ -40,7 +44,7 @@ def dense_attention_fwd(
     """
     if kernel == "cpu" and mask is None:
         # it knows that several heads of q share one of k and v; with a mask, transformers repeats them
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = _on_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse, None, None
     if kernel == "cpu":
         return (*attention_fwd(q, k, v, mask, causal, scale), None, None)
@@ -63,8 +67,7 @@ def dense_attention_bwd(
     """dq, dk, dv, shaped like q, k, v."""
     grads: tuple[Tensor, Tensor, Tensor]
     if kernel == "cpu" and mask is None:
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        grads = _on_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
         return grads
     if kernel == "cpu":
         return attention_bwd(dout, q, k, v, out, lse, mask, causal, scale)

@@ -47,7 +47,7 @@ def _rebuilt(x32: Tensor, rstd: Tensor, weight: Tensor | None, variant: str, dty
         return _in(normed * (1.0 + _fp32(weight)), dtype)
     if variant == "weight_in_fp32":
         return _in(_fp32(weight) * normed, dtype)
-    return weight * normed.to(_normed_dtype(dtype, weight, variant))
+    return weight * _in(normed, _normed_dtype(dtype, weight, variant))
 
 
 def rms_norm_bwd(
@@ -61,17 +61,17 @@ def rms_norm_bwd(
 
     def product(dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor]:
         normed = _fp32(x) * rstd
-        return (_fp32(dy) * normed if in_fp32 else dy * normed.to(cast),)
+        return (_fp32(dy) * normed if in_fp32 else dy * _in(normed, cast),)
 
     def dx(dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor]:
         dy = _fp32(dy) if in_fp32 else dy
         dnormed = dy if gain is None else dy * gain
         # where the gain is wider than what it is applied to, autograd rounds here
-        direct, through_rstd = _dx(_fp32(dnormed if in_fp32 else dnormed.to(cast)), _fp32(x), rstd)
+        direct, through_rstd = _dx(_fp32(dnormed if in_fp32 else _in(dnormed, cast)), _fp32(x), rstd)
         if variant == "cast_to_weight":
             # T5 multiplies x itself, not its fp32 copy: autograd rounds each term, then adds
-            return (direct.to(dtype) + through_rstd.to(dtype),)
-        return ((direct + through_rstd).to(dtype),)
+            return (_in(direct, dtype) + _in(through_rstd, dtype),)
+        return (_in(direct + through_rstd, dtype),)
 
     dweight = None
     if all(needed) and not goes_in_tiles(dy, x, rstd):

@@ -20,7 +20,9 @@ def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     """dx like dy [B, H, S, D], in `dtype`, that of x. Each product is rounded to it, then their sum."""
     half, rest = dy.size(-1) // 2, dy.size(-1) - dy.size(-1) // 2
-    dx, turned = (dy * cos).to(dtype), (dy * sin).to(dtype)
+    dx, turned = dy * cos, dy * sin
+    if dx.dtype != dtype:
+        dx, turned = dx.to(dtype), turned.to(dtype)
     # both are new; of an odd width the first half is the shorter one
     dx[..., :half].add_(turned[..., rest:])
     dx[..., half:].sub_(turned[..., :rest])
