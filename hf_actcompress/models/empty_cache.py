@@ -52,7 +52,11 @@ def empty_layer(cache: Any, index: int) -> DynamicLayer | None:
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index] if index < len(cache.layers) else None
-    return layer if type(layer) is DynamicLayer and not layer.is_initialized else None
+    return layer if isinstance(layer, DynamicLayer) and _is_new(layer) else None
+
+
+def _is_new(layer: DynamicLayer) -> bool:
+    return type(layer) is DynamicLayer and not layer.is_initialized
 
 
 def fill(layer: DynamicLayer, keys: Tensor, values: Tensor) -> None:

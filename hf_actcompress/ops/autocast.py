@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_NOTHING = nullcontext()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -17,6 +20,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not available or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
+
+
+def without_autocast(grads: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
+    """While a backward runs whose code has the casts of its forward in it: somebody may call it inside of autocast."""
+    device = next(g.device.type for g in grads if g is not None)
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 def autocast_widens(x: Tensor) -> bool:

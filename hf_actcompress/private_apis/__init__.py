@@ -146,7 +146,7 @@ def fused_attention_choice(
 
 
 def bare_apply(function: Any, *args: Any) -> Any:
-    """``function.apply(*args)`` of an autograd Function where no torch.func transform is or was on: that is not asked."""
+    """``function.apply(*args)`` of an autograd Function where no torch.func transform is or was on."""
     return super(torch.autograd.Function, function).apply(*args)
 
 

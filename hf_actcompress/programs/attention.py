@@ -33,6 +33,10 @@ class Attention(Operation):
     scale: float | None
     again: ClassVar[bool] = False
 
+    @property
+    def draws(self) -> bool:
+        return self.dropout > 0
+
     def forward(self, e: Emitter, q: Node, k: Node, v: Node, mask: Node | None) -> tuple[Node, ...]:
         q, k, v = (e.cast(x, e.setting.autocast) for x in (q, k, v))
         options = self.dropout, self.causal and mask is None, self.scale

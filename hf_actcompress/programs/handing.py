@@ -47,7 +47,8 @@ class HeadsHanded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Heads, places: Sequence[int], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.heads, ctx.places = heads, places
-        return tuple(y.view_as(y) for y in outputs)
+        # no views: on what a layer returns somebody may write
+        return tuple(y.detach() for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]

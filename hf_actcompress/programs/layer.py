@@ -10,14 +10,17 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..modules.base import PatchedModule, is_sharded, recording, stock_type
+from ..modules.base import PatchedModule, has_hooks, is_sharded, recording, stock_type
+from ..modules.checkpoint import CHECKPOINT_FUNCTION
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
+from .checkpoint import is_plain
 from .layer_code import LayerCode, cache_of
 from .look import Look
 from .refusal import NotStraight
@@ -52,6 +55,29 @@ class ProgramLayerMixin(_Module):
                 return found[0]
         return super().forward(*args, **kwargs)
 
+    @property
+    def _gradient_checkpointing_func(self) -> Callable[..., Any]:
+        if CHECKPOINT_FUNCTION not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
+        checkpoint: Callable[..., Any] = self.__dict__[CHECKPOINT_FUNCTION]
+        # anything else goes on as somebody has set it up, and a compiler finds torch's own
+        plain = self.actcompress is not None and not torch.compiler.is_compiling()
+        return partial(self._checkpointed, checkpoint) if plain and is_plain(checkpoint) else checkpoint
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
+        self.__dict__[CHECKPOINT_FUNCTION] = function
+
+    def _checkpointed(self, checkpoint: Callable[..., Any], layer: Any, *args: Any) -> Any:
+        """``checkpoint(layer, *args)``, where `layer` is a partial of this layer's forward, or of a call of it."""
+        settings = self.actcompress
+        # a call runs the layer's hooks, too
+        if settings is not None and (layer.args or not has_hooks(self)):
+            found = settings.options[0].run(self, args, layer.keywords, checkpointed=True)
+            if found is not None:
+                return found[0]
+        return checkpoint(layer, *args)
+
 
 @dataclass
 class LayerPrograms:
@@ -85,8 +111,16 @@ class LayerPrograms:
             Look.at(layer),
         )
 
-    def run(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
-        """What the layer returns, in a tuple; None for a call that goes leaf by leaf."""
+    def run(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], checkpointed: bool = False
+    ) -> tuple[Any] | None:
+        """What the layer returns, in a tuple; None for a call that goes leaf by leaf.
+
+        Args:
+            layer: That runs.
+            args, kwargs: Of the call.
+            checkpointed: Whether all but its inputs is to be made again in backward.
+        """
         if len(args) != 1:
             if not args or len(args) > 1 + len(self.names):
                 return None
@@ -105,7 +139,7 @@ class LayerPrograms:
             return None
         if not x.requires_grad and not any([w is not None and w.requires_grad for w in weights]):
             return None
-        found = code.run(x, weights, kwargs, is_sharded(layer))
+        found = code.run(x, weights, kwargs, is_sharded(layer), checkpointed)
         self.calls += found is not None
         return found
 

@@ -92,7 +92,9 @@ class LayerCode:
             autocast,
         )
 
-    def run(self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool) -> tuple[Any] | None:
+    def run(
+        self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: bool
+    ) -> tuple[Any] | None:
         """What the layer returns, in a tuple; None where the gradients of its weights should come one by one.
 
         Args:
@@ -100,16 +102,19 @@ class LayerCode:
             weights: The parameters in `places`.
             kwargs: Its other arguments.
             sharded: Whether the weights' memory is freed when the layer has run.
+            checkpointed: Whether all but the inputs is to be made again in backward.
         """
-        y = None if self.whole is None else self._as_a_whole(self.whole, x, weights, kwargs, sharded)
-        if y is None:
+        y = None
+        if self.whole is not None:
+            y = self._as_a_whole(self.whole, x, weights, kwargs, sharded, checkpointed)
+        if y is None and not checkpointed:
             y = self._in_parts(x, kwargs, sharded)
         if y is None:
             return None
         return (y if self.returns is None else (y, *self.returns),)
 
     def _as_a_whole(
-        self, whole: Whole, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool
+        self, whole: Whole, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: bool
     ) -> Tensor | None:
         """The result; None for a call that this is not for."""
         mask, cache = kwargs.get("attention_mask"), cache_of(kwargs)
@@ -128,11 +133,19 @@ class LayerCode:
         given = {self.inputs["x"]: x, self.inputs["cos"]: angles[0], self.inputs["sin"]: angles[1], whole.mask: mask}
         ins = [given[i] for i in part.ins]
         places = tuple([len(ins) + j for j in handed]) if handed else ()
-        found = part.program([*ins, *weights], self.autocast, sharded, places, None, kernel)
-        if layer is None:
-            return found[0]  # type: ignore[no-any-return]
-        y, keys, values = (found[i] for i in whole.outputs)
-        fill(layer, keys, values)
+        heads: Heads | None = {} if 3 * x.numel() >= handing.SLACK else None
+        if checkpointed:
+            found = part.program.checkpointed([*ins, *weights], self.autocast, places, heads, kernel)
+        else:
+            found = part.program([*ins, *weights], self.autocast, sharded, places, heads, kernel)
+        place = 0
+        if layer is not None:
+            place, *others = whole.outputs
+            fill(layer, *(found[i] for i in others))
+        y = found[place]
+        if heads is not None:
+            # the engine would hold the gradient of the result until the program is done
+            (y,) = HeadsHanded.apply(heads, (place,), y)  # type: ignore[no-untyped-call]
         return y  # type: ignore[no-any-return]
 
     def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..private_apis import without_dispatch_modes
 from ..records import Record, declare_in_order
 from .emit import Emitter, Setting
+from .handing import Box, in_box
 from .step import Backward, Step
 
 
@@ -92,34 +94,64 @@ class Plan:
     rebuilt: tuple[Rebuilt, ...]
     optional: frozenset[int]
 
+    def handed_of(self, inputs: Sequence[Any]) -> list[tuple[int, torch.Size, torch.dtype]]:
+        """The inputs whose gradients are left behind as two factors, with their shapes and dtypes."""
+        return [(i, inputs[i].shape, inputs[i].dtype) for i in self.handed]
+
+    def left_behind(
+        self, boxes: dict[int, Box], handed: list[tuple[int, torch.Size, torch.dtype]], found: tuple[Any, ...]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of all inputs out of what `backward` returned; placeholders where the factors go in boxes."""
+        if not handed:
+            return found
+        first = len(found) - 2 * len(handed)
+        gradients = list(found[:first])
+        for n, (i, shape, dtype) in enumerate(handed):
+            gradients[i] = in_box(boxes[i], shape, dtype, *found[first + 2 * n : first + 2 * n + 2])
+        return gradients
+
 
 def make_plan(program: Computation, setting: Setting) -> Plan:
     """Write the code of both directions."""
+    with writing(setting):
+        return assembled(program, *both_ways(program, setting))
+
+
+@contextmanager
+def writing(setting: Setting) -> Iterator[None]:
+    """While code is written down: what runs then runs on tensors without data."""
     with without_dispatch_modes(), torch.no_grad(), torch.autocast(setting.device.type, enabled=False):
-        forward = _forward(program, setting)
-        wanted = _wanted(program, setting.needed)
-        backward = Backward(forward, program.steps, wanted, program.weights)
-        graded = tuple(i for i, value in enumerate(program.outputs) if value in wanted)
-        for i in graded:
-            value = program.outputs[i]
+        yield
+
+
+def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward]:
+    """The graphs of both directions."""
+    forward = forward_of(program, setting)
+    wanted = _wanted(program, setting.needed)
+    backward = Backward(forward, program.steps, wanted, program.weights)
+    for value in program.outputs:
+        if value in wanted:
             backward.give(value, backward.taken(forward.meta(forward.values[value])))
             if value in program.optional:
                 backward.optional.add(backward.gradients[value])
-        for step in reversed(program.steps):
-            if any(value in backward.gradients for value in step.outs):
-                backward.module = step.module
-                step.operation.backward(backward, step)
-        return _assembled(program, forward, backward, graded)
+    for step in reversed(program.steps):
+        if any(value in backward.gradients for value in step.outs):
+            backward.module = step.module
+            step.operation.backward(backward, step)
+    return forward, backward
 
 
-def _forward(program: Computation, setting: Setting) -> Emitter:
+def forward_of(program: Computation, setting: Setting, repeated: bool = False) -> Emitter:
+    """The graph of the forward, or of its second run, which is a part of a backward."""
     forward = Emitter(setting)
     for i, (meta, dtype) in enumerate(zip(program.metas, setting.dtypes, strict=True)):
         node = forward.given(f"v{i}", None if dtype is None else torch.empty(meta.shape, dtype=dtype, device="meta"))  # type: ignore[union-attr]
         if dtype is not None:
             forward.values[i] = node
     for step in program.steps:
-        nodes = step.operation.forward(forward, *(None if x is None else forward.values.get(x) for x in step.ins))
+        ins = [None if x is None else forward.values.get(x) for x in step.ins]
+        run = step.operation.repeat if repeated else step.operation.forward
+        nodes = run(forward, *ins)
         forward.values.update(zip(step.outs, nodes if isinstance(nodes, tuple) else (nodes,), strict=True))
     return forward
 
@@ -132,7 +164,8 @@ def _wanted(program: Computation, needed: tuple[bool, ...]) -> frozenset[int]:
     return frozenset(wanted)
 
 
-def _assembled(program: Computation, forward: Emitter, backward: Backward, graded: tuple[int, ...]) -> Plan:
+def assembled(program: Computation, forward: Emitter, backward: Backward) -> Plan:
+    """The plan of what both graphs say."""
     inputs = len(program.metas)
     # outputs that are made again out of what is kept anyway, and the graphs that do it
     again: dict[int, Backward] = {}
@@ -156,7 +189,7 @@ def _assembled(program: Computation, forward: Emitter, backward: Backward, grade
         forward.code([forward.values[value] for value in results]),
         backward.code([*map(backward.gradients.get, range(inputs)), *chain(*backward.factors.values())]),
         len(program.outputs),
-        graded,
+        tuple(i for i, value in enumerate(program.outputs) if value in backward.wanted),
         places(backward.kept),
         tuple(backward.readers[value] for value in backward.kept),
         tuple(value in program.weights for value in backward.kept),

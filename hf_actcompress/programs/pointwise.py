@@ -33,12 +33,15 @@ class Activation(Operation):
         act: Any = self.act
         return act.stock_forward()
 
-    def again_under(self, b: Backward) -> Any:
+    def again_under(self, b: Emitter) -> Any:
         """The same under the autocast of the forward: a backward runs without."""
-        return Under(self.stock, b.setting) if b.setting.autocast else self.stock
+        return Under(self.stock, b.setting) if b.setting.autocast else Called(self.stock)
 
     def forward(self, e: Emitter, x: Node) -> Node:
         return e.call(Called(self.stock), x)
+
+    def repeat(self, e: Emitter, x: Node) -> Node:  # type: ignore[override]
+        return e.call(self.again_under(e), x)
 
     def rebuild(self, b: Backward, step: Step) -> None:
         (x,) = step.ins
@@ -58,6 +61,9 @@ class GatedProduct(Activation):
 
     def forward(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
         return e.call(operator.mul, e.call(Called(self.stock), gate), up)
+
+    def repeat(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
+        return e.call(operator.mul, e.call(self.again_under(e), gate), up)
 
     def rebuild(self, b: Backward, step: Step) -> None:
         tail = (self.again_under(b), self.kind, self.options, b.dtype_of(step.outs[0]))
@@ -86,6 +92,7 @@ class Under:
 
     def __init__(self, function: Any, setting: Setting) -> None:
         self.function, self.device, self.dtype = function, setting.device.type, setting.autocast
+        self.__name__, self.__module__ = "under_autocast", __name__
 
     def __call__(self, x: Tensor) -> Any:
         if x.is_meta:
@@ -104,7 +111,10 @@ class Dropout(Operation):
 
     p: float
     same: ClassVar[bool] = True
-    draws: ClassVar[bool] = True
+
+    @property
+    def draws(self) -> bool:
+        return True
 
     def forward(self, e: Emitter, x: Node) -> tuple[Node, ...]:
         state = e.call(rng_state, e.setting.device)

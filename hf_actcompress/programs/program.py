@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import dispatch
+from ..ops.autocast import without_autocast
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply
 from ..records import (
@@ -30,8 +31,9 @@ from ..records import (
 )
 from ..records.saving import Leaves, Slot, slot_of
 from ..reference.device_rules import device_rules
+from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
 from .emit import ESTIMATED, Setting
-from .handing import Box, Handed, Heads, in_box, with_heads
+from .handing import Box, Handed, Heads, with_heads
 from .plan import Computation, Plan, make_plan
 
 
@@ -41,9 +43,11 @@ class Program(Computation):
 
     Attributes:
         plans: By the setting in which it is called.
+        checkpoint_plans: The same of calls that are made again in backward.
     """
 
     plans: dict[Any, Plan] = field(default_factory=dict)
+    checkpoint_plans: dict[Any, CheckpointPlan] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -64,25 +68,54 @@ class Program(Computation):
             heads: Where gradients of outputs are left; None: autograd hands them in.
             kernel: Of the attention in it, if there is one.
         """
-        x = inputs[0]
-        assert x is not None
-        dtypes = tuple([None if x is None else x.dtype for x in inputs])
-        needed = tuple([x is not None and x.requires_grad for x in inputs])
-        choice = dispatch.chosen() if device_rules() is None else ESTIMATED
-        key = (x.device, autocast, choice, dtypes, needed, handed, kernel)
+        key = _key(inputs, autocast, handed, kernel)
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = make_plan(self, Setting(*key))
-        boxes: dict[int, Box] = {i: [] for i in handed}
-        if boxes:
-            inputs = [Handed.apply(x, boxes[i]) if i in boxes else x for i, x in enumerate(inputs)]  # type: ignore[no-untyped-call]
+        boxes, inputs = _boxed(inputs, handed)
         return applied(ProgramFunction, plan, sharded, boxes, heads, *inputs)
+
+    def checkpointed(
+        self,
+        inputs: Sequence[Tensor | None],
+        autocast: torch.dtype | None,
+        handed: tuple[int, ...],
+        heads: Heads | None,
+        kernel: str,
+    ) -> Any:
+        """As a call, of what is to be made again in backward, out of the inputs."""
+        key = _key(inputs, autocast, handed, kernel)
+        plan = self.checkpoint_plans.get(key)
+        if plan is None:
+            plan = self.checkpoint_plans[key] = make_checkpoint_plan(self, Setting(*key))
+        boxes, inputs = _boxed(inputs, handed)
+        return applied(CheckpointedFunction, plan, boxes, heads, len(self.weights), *inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
 
     def __reduce__(self) -> Any:
         return Program, (self.steps, self.metas, self.weights, self.outputs, self.optional)
+
+
+def _key(
+    inputs: Sequence[Tensor | None], autocast: torch.dtype | None, handed: tuple[int, ...], kernel: str | None
+) -> tuple[Any, ...]:
+    """What decides how a program runs: the fields of a `Setting`."""
+    x = inputs[0]
+    assert x is not None
+    dtypes = tuple([None if x is None else x.dtype for x in inputs])
+    needed = tuple([x is not None and x.requires_grad for x in inputs])
+    choice = dispatch.chosen() if device_rules() is None else ESTIMATED
+    return x.device, autocast, choice, dtypes, needed, handed, kernel
+
+
+def _boxed(inputs: Sequence[Any], handed: tuple[int, ...]) -> tuple[dict[int, Box], Sequence[Any]]:
+    """The inputs, and a box for each of them whose gradient goes to it by itself."""
+    if not handed:
+        return {}, inputs
+    boxes: dict[int, Box] = {i: [] for i in handed}
+    return boxes, [Handed.apply(x, boxes[i]) if i in boxes else x for i, x in enumerate(inputs)]  # type: ignore[no-untyped-call]
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -106,7 +139,7 @@ class ProgramFunction(torch.autograd.Function):
             current.watcher.keeps(kept, plan.keepers)
         saved_next(kept, plan.derivable)
         ctx.save_for_backward(*kept)
-        ctx.plan, ctx.boxes, ctx.handed = plan, boxes, [(i, *_kind(inputs[i])) for i in plan.handed]
+        ctx.plan, ctx.boxes, ctx.handed = plan, boxes, plan.handed_of(inputs)
         ctx.heads = heads
         if plan.optional:
             ctx.set_materialize_grads(False)
@@ -127,13 +160,12 @@ class ProgramFunction(torch.autograd.Function):
         # the code frees each as soon as it can, unless somebody goes through the graph again
         ctx.maybe_clear_saved_tensors()
         if plan.optional:
-            grads = _with_zeros(plan, ctx.like, grads)
+            grads = tuple(_with_zeros(plan, ctx.like, grads))
         saved.reverse()
         saved.extend(with_heads(grads, ctx.heads, plan.graded))
-        found = plan.backward(saved)
-        if plan.handed:
-            found = _left_behind(ctx, found)
-        return (None, None, None, None, *found)
+        with without_autocast(grads):
+            found = plan.backward(saved)
+        return (None, None, None, None, *plan.left_behind(ctx.boxes, ctx.handed, found))
 
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
@@ -148,15 +180,6 @@ def _with_zeros(plan: Plan, like: list[Any], grads: Sequence[Tensor | None]) -> 
         if found[i] is None and i not in plan.optional:
             found[i] = torch.zeros(shape, dtype=dtype, device=device)
     return found
-
-
-def _left_behind(ctx: Any, found: tuple[Any, ...]) -> list[Tensor | None]:
-    """The gradients of all inputs, with placeholders for those whose factors are left in boxes."""
-    first = len(found) - 2 * len(ctx.handed)
-    gradients = list(found[:first])
-    for n, (i, shape, dtype) in enumerate(ctx.handed):
-        gradients[i] = in_box(ctx.boxes[i], shape, dtype, *found[first + 2 * n : first + 2 * n + 2])
-    return gradients
 
 
 def _derived(plan: Plan, kept: list[Any]) -> dict[int, Slot] | None:

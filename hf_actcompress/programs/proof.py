@@ -11,21 +11,24 @@ import copy
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PretrainedConfig
 
 from ..models.probe import REFUSALS, same_bits
 from ..modules.base import PatchedModule, Settings, patch_instance, stock_type, unpatch_instance
+from ..modules.checkpoint import CHECKPOINT_FUNCTION
 from ..private_apis import FakeTensor, without_dispatch_modes
 from ..records import apart, frame
 from ..reference.device_rules import under_rules
 from .layer import LayerPrograms, ProgramLayerMixin
 from .refusal import NotStraight
-from .small import small_layer, without_dropout
+from .small import CHECKPOINTED, small_layer, without_dropout
 from .tape import Tape
 from .tracing import CACHES, arguments, head_width, tape_of
 
@@ -123,7 +126,18 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
             return f"its gradients are not those of its parts (found by a numeric probe{_of(case)})"
         if made.calls != calls:
             return f"its calls are not ordinary ones{_of(case)}"
+        if tape.whole and "cache" not in case:
+            found = _step(_checkpointed(programs), tape, case, autocast)
+            if not all(map(same_bits, found, by_leaf)) or made.calls != calls + 1:
+                return f"it cannot be made again in backward{_of(case)}"
+            made.calls -= 1
+            vars(programs).pop(CHECKPOINTED)
     return None
+
+
+def _checkpointed(layer: nn.Module) -> nn.Module:
+    vars(layer).update({CHECKPOINTED: True, CHECKPOINT_FUNCTION: partial(checkpoint, use_reentrant=False)})
+    return layer
 
 
 def _of(case: str) -> str:

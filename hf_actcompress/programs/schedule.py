@@ -89,7 +89,11 @@ def _read(run: list[Step] | Attend) -> set[int]:
 
 
 def part_of(
-    tape: Tape, steps: list[Step], read_later: set[int], shown: frozenset[int] = frozenset(), optional: Set[int] = frozenset()
+    tape: Tape,
+    steps: list[Step],
+    read_later: set[int],
+    shown: frozenset[int] = frozenset(),
+    optional: Set[int] = frozenset(),
 ) -> Part:
     """A program of the steps, with values numbered anew: inputs first.
 

@@ -21,6 +21,8 @@ from ..modules.base import HOOKS, settings_of, stock_type
 from .refusal import NotStraight
 
 _HEADS = 2
+# of layers: that they are made again in backward
+CHECKPOINTED = "gradient_checkpointing"
 # of configs: widths between the two products of an MLP
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim")
 _RATES = ("p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout", "hidden_dropout")
@@ -41,7 +43,10 @@ def small_layer(layer: nn.Module, device: torch.device) -> nn.Module:
         # weights without data draw no random numbers
         with torch.device("meta"):
             small = kind(**_arguments(layer, kind, _small_config(config)))
-        return _alike(layer, small).to(device).train()
+        small = _alike(layer, small).to(device).train()
+        for module in small.modules():
+            vars(module).pop(CHECKPOINTED, None)
+        return small
     except REFUSALS as error:
         what = f"{type(error).__name__}: {str(error)[:100]}"
         raise NotStraight(f"no small layer of its kind can be made to try it: {what}") from error

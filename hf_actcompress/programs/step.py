@@ -22,15 +22,18 @@ class Operation:
         again: Whether its first output is made again in backward instead of kept: pointwise functions and views are.
         multiplies: Whether it is a product of its first input and a weight, in the dtype of autocast.
         sums: Whether it is a sum, whose backward reads none of its inputs.
-        draws: Whether it draws random numbers.
         same: Whether its output is no more than its input, so that keeping that instead costs nothing.
     """
 
     again: ClassVar[bool] = True
     same: ClassVar[bool] = False
-    draws: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
     sums: ClassVar[bool] = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return False
 
     def key(self) -> Hashable:
         """What two operations have in common that do the same."""
@@ -47,6 +50,10 @@ class Operation:
     def forward(self, e: Emitter, *ins: Any) -> Any:
         """Write the operation down: the node of its output, or a tuple of nodes."""
         raise NotImplementedError
+
+    def repeat(self, e: Emitter, *ins: Any) -> Any:
+        """As `forward`, in a backward, where no autocast is on: the same bits."""
+        return self.forward(e, *ins)
 
     def rebuild(self, b: Backward, step: Step) -> None:
         """Write down how the first output is made again, the same bits."""
@@ -99,7 +106,9 @@ class Backward(Emitter):
     ) -> None:
         super().__init__(forward.setting)
         self.wanted = wanted
-        self._steps, self._casts = steps, dict[int, int]()
+        self._steps = steps
+        # of values that are kept in a narrower dtype: the number under which they are
+        self.casts: dict[int, int] = {}
         self.kept: list[int] = []
         # of each value, the module of the first step whose backward reads it
         self.readers: dict[int, str] = {}
@@ -132,7 +141,7 @@ class Backward(Emitter):
     def _narrow(self, value: int, dtype: torch.dtype) -> int:
         """The value in a narrower dtype, as a further value of the forward."""
         cast = self._forward.cast(self._forward.values[value], dtype)
-        at = self._casts.setdefault(value, max(self._forward.values) + 1)
+        at = self.casts.setdefault(value, max(self._forward.values) + 1)
         self._forward.values[at] = cast
         return at
 

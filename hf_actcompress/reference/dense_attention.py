@@ -88,7 +88,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The mask as "efficient" takes it: additive, of all heads, with rows that begin where vectors do."""
     if mask is None:
         return None
-    found = additive(mask, q.dtype)
+    found: Tensor = additive(mask, q.dtype)
     width = found.size(-1)
     if width % _MASK_MULTIPLE:
         found = pad(found, (0, -width % _MASK_MULTIPLE))[..., :width]
@@ -97,7 +97,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 def sdpa_settings() -> tuple[bool, ...]:
     """What a user may switch that decides about kernels."""
-    of = torch.backends.cuda
+    of: Any = torch.backends.cuda
     return (
         of.flash_sdp_enabled(),
         of.mem_efficient_sdp_enabled(),

@@ -126,7 +126,9 @@ def test_bytes_per_layer(model: Any) -> None:
 
         return patch
 
-    plain, kept = (slope(model, prepare=prepare(c), length=128).kept for c in (CompressionConfig(), KEPT))
+    # as a program, a layer without dropout does not keep the generator's state
+    configs = CompressionConfig(programs=False), KEPT
+    plain, kept = (slope(model, prepare=prepare(config), length=128).kept for config in configs)
     assert kept - plain == pytest.approx(2 + 4 / 64, abs=0.01)
 
 

@@ -1,0 +1,113 @@
+"""A checkpointed layer as one autograd Function: it keeps its input, and makes the rest again inside of its backward.
+
+There is no second autograd graph, and no product is made again that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..models.checkpointing import checkpoint_without_cache
+from ..ops.autocast import without_autocast
+from ..ops.first_order import once_differentiable
+from ..private_apis import bare_apply
+from ..records import current, saved_next
+from ..reference import replayed_rng, rng_state
+from .emit import Setting
+from .handing import Box, Heads, with_heads
+from .plan import Computation, Plan, assembled, both_ways, forward_of, writing
+
+# what a plain checkpoint may be told
+_PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
+
+
+def is_plain(function: Any) -> bool:
+    """Whether a function checkpoints as torch does it by default, without reentering autograd."""
+    if (
+        not isinstance(function, partial)
+        or function.args
+        or function.func not in (checkpoint, checkpoint_without_cache)
+    ):
+        return False
+    told = function.keywords
+    return told.get("use_reentrant") is False and all(_PLAIN.get(name) is value for name, value in told.items())
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """How a program runs that is made again in backward.
+
+    Attributes:
+        first: From the inputs to the outputs, in one tuple.
+        again: From the inputs to what `plan` keeps, in its order.
+        plan: Of the program: its backward.
+        draws: Whether random numbers are drawn.
+    """
+
+    first: Callable[..., tuple[Any, ...]]
+    again: Callable[..., tuple[Any, ...]]
+    plan: Plan
+    draws: bool
+
+
+def make_checkpoint_plan(program: Computation, setting: Setting) -> CheckpointPlan:
+    """Write the code of a program that is made again in backward."""
+    with writing(setting):
+        forward, backward = both_ways(program, setting)
+        first, again = forward_of(program, setting), forward_of(program, setting, repeated=True)
+        for value, narrow in backward.casts.items():
+            again.values[narrow] = again.cast(again.values[value], forward.dtype(forward.values[narrow]))
+        return CheckpointPlan(
+            first.code([first.values[value] for value in program.outputs]),
+            again.code([again.values[value] for value in backward.kept]),
+            assembled(program, forward, backward),
+            any(step.operation.draws for step in program.steps),
+        )
+
+
+class CheckpointedFunction(torch.autograd.Function):
+    """Keeps its inputs, weights by reference."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        return bare_apply(cls, *args)
+
+    @staticmethod
+    def forward(
+        ctx: Any, made: CheckpointPlan, boxes: dict[int, Box], heads: Heads | None, weights: int, *inputs: Tensor | None
+    ) -> Any:
+        plan, count = made.plan, len(inputs) - weights
+        device = inputs[0].device  # type: ignore[union-attr]
+        state = rng_state(device) if made.draws else None
+        outputs = made.first(*inputs)
+        # weights as their data are now: `param.data = ...` changes the parameter alone
+        kept = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
+        if current.watcher is not None:
+            current.watcher.keeps(kept, [""] * len(kept))
+        saved_next(kept, range(count))
+        ctx.save_for_backward(*kept)
+        ctx.made, ctx.boxes, ctx.heads, ctx.handed = made, boxes, heads, plan.handed_of(inputs)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        plan: Plan = ctx.made.plan
+        *inputs, state = ctx.saved_tensors
+        with without_autocast(grads):
+            with nullcontext() if state is None else replayed_rng(state, inputs[0].device):
+                values = list(ctx.made.again(*inputs))
+            inputs.clear()
+            # the code frees each as soon as it can
+            values.reverse()
+            values.extend(with_heads(grads, ctx.heads, plan.graded))
+            found = plan.backward(values)
+        return (None, None, None, None, *plan.left_behind(ctx.boxes, ctx.handed, found))
