@@ -49,8 +49,9 @@ class Look:
 
     @classmethod
     def at(cls, layer: nn.Module) -> Look:
+        # what is written down is the layer in training, in whichever mode it is now
         attributes: list[tuple[Any, str, Any]] = [
-            (module, name, copy.copy(vars(module)[name]))
+            (module, name, True if name == "training" else copy.copy(vars(module)[name]))
             for module in layer.modules()
             for name in _STATE
             if isinstance(vars(module).get(name), _PLAIN)

@@ -107,7 +107,8 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
             raise NotStraight(f"it has a {type(tensor).__name__} as a weight")
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-    twin = copy.deepcopy(layer, memo)
+    # `from_pretrained` returns models in eval mode, and patch_model comes before the trainer's call of train()
+    twin = copy.deepcopy(layer, memo).train()
     if any(True for _ in twin.buffers()):
         raise NotStraight("it has buffers")
     for module in twin.modules():

@@ -136,3 +136,18 @@ def test_a_layer_that_does_something_else_is_not_proved() -> None:
     (row, *_) = [row for row in patch_report(model).rows if row.role == "layer"]
     assert row.variant == "leaf by leaf" and "found by a numeric probe" in row.note
     assert torch.equal(step(model, BY_NAME["llama"].make_batch())[0], expected[0])
+
+
+def test_a_model_patched_before_it_is_trained() -> None:
+    """As `from_pretrained` returns it, in eval mode; the modes later in its life do not matter either."""
+    stock = BY_NAME["bert"].build(torch.float32).eval()
+    programs, leaves = (patch_model(copy.deepcopy(stock), config).train() for config in (PROGRAMS, LEAVES))
+    assert {row.variant for row in patch_report(programs).rows if row.role == "layer"} == {"program"}
+    batch = BY_NAME["bert"].make_batch()
+    (loss, grads), (expected, wanted) = step(programs, batch), step(leaves, batch)
+    assert set(calls(programs)) == {1}
+    assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
+    # a step in eval mode, in which nothing is dropped, is not what was written down
+    programs.eval()
+    step(programs, batch)
+    assert set(calls(programs)) == {1}
