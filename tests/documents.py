@@ -104,7 +104,8 @@ def _check_script(name: str, arguments: list[str], *, module: bool = False) -> N
         real(parser, *rest)
         raise _Parsed
 
-    path = [str(ROOT / "recipes"), *sys.path]
+    # first its own folder, as for a script
+    path = [str((ROOT / name).parent), str(ROOT / "recipes"), *sys.path]
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse),
         mock.patch.object(sys, "argv", [name, *arguments]),
@@ -119,7 +120,7 @@ def _check_script(name: str, arguments: list[str], *, module: bool = False) -> N
             return
         finally:
             # the recipes' own modules, whose name other tests may give to others
-            for found in [found for found in sys.modules if found.split(".")[0] == "common"]:
+            for found in [found for found in sys.modules if found.split(".")[0] in ("common", "tiny")]:
                 del sys.modules[found]
     raise AssertionError(f"{name} has no options")
 

@@ -1,7 +1,7 @@
 """TRL's SFTTrainer with QLoRA: weights in 4 bits, adapters in bf16, and a patched model, on one card of 24 GB.
 
     python recipes/stacks/trl_sft_qlora.py
-    python recipes/stacks/trl_sft_qlora.py --model meta-llama/Llama-3.1-8B --gpu rtx4090 --batch-size 4 --seq-len 2048
+    python recipes/stacks/trl_sft_qlora.py --model meta-llama/Llama-3.1-8B --batch-size 2 --seq-len 2048
 
 Before any weight is loaded `estimate` says from the model's config what the training needs. Needs bitsandbytes, trl.
 """

@@ -92,7 +92,7 @@ def test_the_plugin_of_axolotl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         losses.append(model(input_ids=ids, labels=ids).loss.item())
         kept.append(kept_bytes(lambda model=model: model(input_ids=ids, labels=ids).loss, "cpu"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert 0 < kept[1] < 0.6 * kept[0]
+    assert 0 < kept[1] < 0.7 * kept[0]
 
 
 def _with_lora(folder: str) -> Any:
