@@ -15,7 +15,7 @@ from unittest import mock
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_actcompress"
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "UPSTREAM.md", "CHANGELOG.md", "tests/README.md")),
     *(path for folder in (PACKAGE, ROOT / "recipes") for path in sorted(folder.rglob("README.md"))),
 ]
 # programs whose command lines are not parsed here; `git` and such are known to every reader
@@ -104,7 +104,8 @@ def _check_script(name: str, arguments: list[str], *, module: bool = False) -> N
         real(parser, *rest)
         raise _Parsed
 
-    path = [str(ROOT / "recipes"), *sys.path]
+    # first its own folder, as for a script
+    path = [str((ROOT / name).parent), str(ROOT / "recipes"), *sys.path]
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse),
         mock.patch.object(sys, "argv", [name, *arguments]),
@@ -119,7 +120,7 @@ def _check_script(name: str, arguments: list[str], *, module: bool = False) -> N
             return
         finally:
             # the recipes' own modules, whose name other tests may give to others
-            for found in [found for found in sys.modules if found.split(".")[0] == "common"]:
+            for found in [found for found in sys.modules if found.split(".")[0] in ("common", "tiny")]:
                 del sys.modules[found]
     raise AssertionError(f"{name} has no options")
 
