@@ -22,6 +22,7 @@ from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
 from .models.selective import find_selective
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
+from .modules.checkpoint import CheckpointInputMixin
 from .programs import find_program, is_outdated
 from .reference.rng import Generators
 from .reporting import heads_of, is_parametrization, patch_report
@@ -139,12 +140,21 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
 def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
     """Let the layers that are proved run as programs; their leaves stay patched for the calls that do not."""
     for layer in list(model.modules()):
-        if is_outdated(layer):
+        settings = settings_of(layer)
+        if settings is not None and is_outdated(layer):
             # adapters have come into it, or have gone
+            _, settings = settings.options
             unpatch_instance(layer)  # type: ignore[arg-type]
-        found = find_program(layer, config) if settings_of(layer) is None else None
+            if settings is not None:
+                patch_instance(layer, CheckpointInputMixin, settings)
+        if settings is not None and settings.role != "checkpoint_input":
+            continue
+        found = find_program(layer, config)
         if isinstance(found, Site):
-            patch_instance(layer, found.mixin, found.settings)
+            if settings is not None:
+                unpatch_instance(layer)  # type: ignore[arg-type]
+            programs, _ = found.settings.options
+            patch_instance(layer, found.mixin, replace(found.settings, options=(programs, settings)))
 
 
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:

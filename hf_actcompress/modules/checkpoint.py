@@ -32,20 +32,24 @@ class CheckpointInputMixin(PatchedModule):
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
-        settings = self.actcompress
-        if settings is not None and torch.compiler.is_compiling():
-            # torch 2.11 cannot trace a look into __dict__ for the name of a property
-            return partial(_checkpoint, settings.options[0], settings)
-        if CHECKPOINT_FUNCTION not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
-        checkpoint: Callable[..., Any] = self.__dict__[CHECKPOINT_FUNCTION]
-        return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings)
+        return function_of(self, self.actcompress)
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
         self.__dict__[CHECKPOINT_FUNCTION] = function
         if self.actcompress is not None:
             self.__dict__["actcompress"] = replace(self.actcompress, options=(function,))
+
+
+def function_of(layer: Any, settings: Settings | None) -> Callable[..., Any]:
+    """The checkpoint function that a layer was given; it keeps what the settings say, if there are any."""
+    if settings is not None and torch.compiler.is_compiling():
+        # torch 2.11 cannot trace a look into __dict__ for the name of a property
+        return partial(_checkpoint, settings.options[0], settings)
+    if CHECKPOINT_FUNCTION not in layer.__dict__:
+        raise AttributeError(f"{type(layer).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
+    checkpoint: Callable[..., Any] = layer.__dict__[CHECKPOINT_FUNCTION]
+    return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings)
 
 
 def _checkpoint(

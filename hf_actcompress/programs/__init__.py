@@ -39,7 +39,7 @@ def find_program(layer: nn.Module, config: CompressionConfig) -> Site | Declined
         programs = _programs_of(layer)
     except NotStraight as reason:
         return _leaf_by_leaf(str(reason))
-    return Site(ProgramLayerMixin, Settings("layer", "program", (programs,)))
+    return Site(ProgramLayerMixin, Settings("layer", "program", (programs, None)))
 
 
 def _programs_of(layer: nn.Module) -> LayerPrograms:

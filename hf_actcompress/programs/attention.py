@@ -21,26 +21,34 @@ class Attention(Operation):
     The kernel is that of the setting. Kept are q, k, v, all outputs, and the mask by reference.
 
     Attributes:
+        repeats: Whether k and v are repeated where a CPU's kernel could share their heads, as the op does that keeps
+            them through a codec.
         derived: Of q, k and v: whether it can be made again from what is kept anyway, because a norm made it.
         dropout: Of probabilities.
         causal: Whether the upper triangle is masked where there is no mask.
         scale: Factor on q k^T; None for D ** -0.5.
     """
 
-    derived: tuple[bool, bool, bool]
+    repeats: bool
+    derived: tuple[bool, ...]
     dropout: float
     causal: bool
     scale: float | None
     again: ClassVar[bool] = False
+    keeps: ClassVar[int] = 3
+    keeps_output: ClassVar[bool] = True
 
     @property
     def draws(self) -> bool:
         return self.dropout > 0
 
+    def _kernel(self, e: Emitter) -> str | None:
+        return "cpu, repeated" if self.repeats and e.setting.kernel == "cpu" else e.setting.kernel
+
     def forward(self, e: Emitter, q: Node, k: Node, v: Node, mask: Node | None) -> tuple[Node, ...]:
         q, k, v = (e.cast(x, e.setting.autocast) for x in (q, k, v))
         options = self.dropout, self.causal and mask is None, self.scale
-        found = e.call(dense_attention_fwd, e.setting.kernel, q, k, v, mask, *options, like=_like_forward)
+        found = e.call(dense_attention_fwd, self._kernel(e), q, k, v, mask, *options, like=_like_forward)
         return tuple(e.item(found, i) for i in range(4))
 
     def backward(self, b: Backward, step: Step) -> None:
@@ -55,7 +63,7 @@ class Attention(Operation):
         made = [None if on_cpu and i > 1 else b.want(value) for i, value in enumerate(step.outs)]
         of_mask = None if mask is None or not b.is_given(mask) else b.want(mask)
         args = *kept, *made[:2], of_mask, *made[2:], self.dropout, self.causal and of_mask is None, self.scale
-        grads = b.call(dense_attention_bwd, b.setting.kernel, dy, *args, like=_like_backward)
+        grads = b.call(dense_attention_bwd, self._kernel(b), dy, *args, like=_like_backward)
         for i, value in enumerate(heads):
             b.give(value, b.item(grads, i))
 
@@ -63,7 +71,7 @@ class Attention(Operation):
 def _like_forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     b, h, t, _d = q.shape
     out = q.new_empty(b, t, h, v.size(-1)).transpose(1, 2)
-    drawn = None if kernel == "cpu" else torch.empty(0, device="meta")
+    drawn = None if kernel.startswith("cpu") else torch.empty(0, device="meta")
     return out, q.new_empty(b, h, t, dtype=torch.float32), drawn, drawn
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..modules.base import PatchedModule, has_hooks, is_sharded, recording, stock_type
-from ..modules.checkpoint import CHECKPOINT_FUNCTION
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, function_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
 from .checkpoint import is_plain
@@ -45,7 +45,11 @@ _PARAMETERS = {nn.Parameter, FakeTensor}
 
 
 class ProgramLayerMixin(_Module):
-    """A layer that runs as programs; options: its `LayerPrograms`."""
+    """A layer that runs as programs.
+
+    Options: its `LayerPrograms`; the settings of `CheckpointInputMixin` if not its input as it is is kept of it where
+    it is checkpointed, else None.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
@@ -57,16 +61,20 @@ class ProgramLayerMixin(_Module):
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
-        if CHECKPOINT_FUNCTION not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
-        checkpoint: Callable[..., Any] = self.__dict__[CHECKPOINT_FUNCTION]
+        settings = self.actcompress
+        kept = None if settings is None else settings.options[1]
+        checkpoint = function_of(self, kept)
         # anything else goes on as somebody has set it up, and a compiler finds torch's own
-        plain = self.actcompress is not None and not torch.compiler.is_compiling()
+        plain = settings is not None and kept is None and not torch.compiler.is_compiling()
         return partial(self._checkpointed, checkpoint) if plain and is_plain(checkpoint) else checkpoint
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
         self.__dict__[CHECKPOINT_FUNCTION] = function
+        settings = self.actcompress
+        if settings is not None and settings.options[1] is not None:
+            programs, kept = settings.options
+            self.__dict__["actcompress"] = replace(settings, options=(programs, replace(kept, options=(function,))))
 
     def _checkpointed(self, checkpoint: Callable[..., Any], layer: Any, *args: Any) -> Any:
         """``checkpoint(layer, *args)``, where `layer` is a partial of this layer's forward, or of a call of it."""

@@ -42,6 +42,7 @@ class LayerCode:
         values: How many values there are.
         result: The value that is returned.
         returns: What the layer returns beside it, in a tuple; None if it returns a tensor.
+        lossless: Whether all that is kept is kept as it is.
         dtype: Of the layer's input.
         autocast: The dtype of products under autocast; None without.
     """
@@ -59,6 +60,7 @@ class LayerCode:
     values: int
     result: int
     returns: tuple[Any, ...] | None
+    lossless: bool
     dtype: torch.dtype
     autocast: torch.dtype | None
 
@@ -88,6 +90,7 @@ class LayerCode:
             len(tape.metas),
             tape.result,
             tape.returns,
+            tape.lossless,
             tape.metas[tape.inputs["x"]].dtype,
             autocast,
         )
@@ -105,7 +108,7 @@ class LayerCode:
             checkpointed: Whether all but the inputs is to be made again in backward.
         """
         y = None
-        if self.whole is not None:
+        if self.whole is not None and (self.lossless or not checkpointed):
             y = self._as_a_whole(self.whole, x, weights, kwargs, sharded, checkpointed)
         if y is None and not checkpointed:
             y = self._in_parts(x, kwargs, sharded)

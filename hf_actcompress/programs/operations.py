@@ -28,6 +28,7 @@ class Linear(Operation):
     """y = x W^T + b, or x W + b if `transposed` (transformers' Conv1D). Inputs: x, weight, bias."""
 
     transposed: bool
+    keeps: ClassVar[int] = 1
     again: ClassVar[bool] = False
     multiplies: ClassVar[bool] = True
 
@@ -59,6 +60,7 @@ class RMSNorm(Operation):
 
     eps: float | None
     variant: str
+    keeps: ClassVar[int] = 1
 
     def forward(self, e: Emitter, x: Node, weight: Node | None) -> tuple[Node, ...]:
         both = e.dispatched("rms_norm_fwd", self.variant, x, weight, self.eps, self.variant)
@@ -89,6 +91,7 @@ class LayerNorm(Operation):
 
     shape: tuple[int, ...]
     eps: float
+    keeps: ClassVar[int] = 1
 
     def structure(self) -> Hashable:
         return len(self.shape), self.eps

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codecs import Codec
 from ..private_apis import without_dispatch_modes
 from ..records import Record, declare_in_order
 from .emit import Emitter, Setting
@@ -77,7 +78,9 @@ class Plan:
         keepers: The module for which each is kept, for reports.
         weights: Which of the kept tensors are weights.
         handed: The inputs whose gradients' factors are behind the gradients that the backward returns, in order.
-        derivable: Which of the kept tensors are activations from outside, which may be derived from others.
+        outside: Which of the kept tensors are activations from outside, which may be known to others; of each the
+            codec through which it is kept.
+        packs: Whether others go through a codec.
         rebuilt: Of the outputs.
         optional: Which of the outputs may have no gradient.
     """
@@ -90,7 +93,8 @@ class Plan:
     keepers: tuple[str, ...]
     weights: tuple[bool, ...]
     handed: tuple[int, ...]
-    derivable: tuple[int, ...]
+    outside: tuple[tuple[int, Codec], ...]
+    packs: bool
     rebuilt: tuple[Rebuilt, ...]
     optional: frozenset[int]
 
@@ -128,7 +132,7 @@ def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward
     """The graphs of both directions."""
     forward = forward_of(program, setting)
     wanted = _wanted(program, setting.needed)
-    backward = Backward(forward, program.steps, wanted, program.weights)
+    backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas))
     for value in program.outputs:
         if value in wanted:
             backward.give(value, backward.taken(forward.meta(forward.values[value])))
@@ -176,17 +180,21 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
         made.want(value)
         if value >= inputs and all(x in backward.kept or x in program.weights for x in made.kept):
             again[i] = made
-    results = list(program.outputs)
+    results = [forward.values[value] for value in program.outputs]
+    at: dict[int, int] = {}
     for value in backward.kept:
-        if value >= inputs and value not in results:
-            results.append(value)
+        node = backward.packed.get(value, forward.values[value])
+        if value >= inputs and node not in results:
+            results.append(node)
+        at[value] = value if value < inputs else inputs + results.index(node)
 
     def places(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(value if value < inputs else inputs + results.index(value) for value in values)
+        return tuple(at.get(value, value) for value in values)
 
-    outside = {i for i in range(inputs) if i not in program.weights}
+    kept = enumerate(backward.kept)
+    outside = tuple((i, backward.codec_of(x)) for i, x in kept if x < inputs and x not in program.weights)
     return Plan(
-        forward.code([forward.values[value] for value in results]),
+        forward.code(results),
         backward.code([*map(backward.gradients.get, range(inputs)), *chain(*backward.factors.values())]),
         len(program.outputs),
         tuple(i for i, value in enumerate(program.outputs) if value in backward.wanted),
@@ -194,7 +202,8 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
         tuple(backward.readers[value] for value in backward.kept),
         tuple(value in program.weights for value in backward.kept),
         tuple(backward.factors),
-        tuple(i for i, value in enumerate(backward.kept) if value in outside),
+        outside,
+        bool(backward.packed),
         tuple(Rebuilt(i, made.code([made.values[program.outputs[i]]]), places(made.kept)) for i, made in again.items()),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
     )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from ..codecs import Codec
+from ..ops.activation import SIGN_DECIDES
 from ..reference import rng_state
 from .emit import Bound, Emitter, Setting
 from .step import Backward, Operation, Step
@@ -24,6 +26,10 @@ class Activation(Operation):
     act: nn.Module
     kind: str
     options: tuple[float, ...]
+    keeps: ClassVar[int] = 1
+
+    def codec_of(self, step: Step, value: int) -> Codec:
+        return step.codec.keeping_sign() if self.kind in SIGN_DECIDES and value == step.ins[0] else step.codec
 
     def key(self) -> Hashable:
         return type(self), plain(self.act), self.kind, self.options
@@ -58,6 +64,8 @@ class Activation(Operation):
 @dataclass(frozen=True)
 class GatedProduct(Activation):
     """y = act(gate) * up."""
+
+    keeps: ClassVar[int] = 2
 
     def forward(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
         return e.call(operator.mul, e.call(Called(self.stock), gate), up)

@@ -11,29 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from .. import dispatch
 from ..ops.autocast import without_autocast
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply
-from ..records import (
-    Derived,
-    Record,
-    applied,
-    current,
-    is_dropped,
-    is_lossless,
-    known_record,
-    parameter,
-    raw,
-    saved_next,
-)
-from ..records.saving import Leaves, Slot, slot_of
+from ..records import applied, current, saved_next
 from ..reference.device_rules import device_rules
 from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
 from .emit import ESTIMATED, Setting
 from .handing import Box, Handed, Heads, with_heads
+from .keeping import put_together, source_of, taken_apart
 from .plan import Computation, Plan, make_plan
 
 
@@ -134,10 +122,13 @@ class ProgramFunction(torch.autograd.Function):
         pool = (*inputs, *found)
         # a weight as its data are now, as stock's views keep it: `param.data = ...` changes the parameter alone
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in zip(plan.kept, plan.weights, strict=True)]
-        ctx.slots = _derived(plan, kept) if plan.derivable else None
+        keepers: Sequence[str] = plan.keepers
+        ctx.slots = None
+        if plan.outside or plan.packs:
+            kept, ctx.slots, keepers = taken_apart(kept, plan.outside, keepers)
         if current.watcher is not None:
-            current.watcher.keeps(kept, plan.keepers)
-        saved_next(kept, plan.derivable)
+            current.watcher.keeps(kept, keepers)
+        saved_next(kept, [i for i, _ in plan.outside])
         ctx.save_for_backward(*kept)
         ctx.plan, ctx.boxes, ctx.handed = plan, boxes, plan.handed_of(inputs)
         ctx.heads = heads
@@ -145,8 +136,7 @@ class ProgramFunction(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.like = [_kind(outputs[i]) for i in plan.graded]
         for rebuilt in plan.rebuilt:
-            sources = [raw(pool[i]) if i >= len(inputs) else _record(pool[i], sharded) for i in rebuilt.sources]
-            rebuilt.declare(outputs[rebuilt.output], sources)
+            rebuilt.declare(outputs[rebuilt.output], [source_of(pool[i], sharded) for i in rebuilt.sources])
         if len(plan.graded) < plan.outputs:
             ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in plan.graded))
         return outputs
@@ -155,8 +145,8 @@ class ProgramFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan, saved = ctx.plan, list(ctx.saved_tensors)
-        if ctx.slots is not None:
-            saved = _with_derived(ctx.slots, saved, len(plan.kept))
+        if ctx.slots:
+            saved = put_together(saved, ctx.slots, len(plan.kept))
         # the code frees each as soon as it can, unless somebody goes through the graph again
         ctx.maybe_clear_saved_tensors()
         if plan.optional:
@@ -180,31 +170,3 @@ def _with_zeros(plan: Plan, like: list[Any], grads: Sequence[Tensor | None]) -> 
         if found[i] is None and i not in plan.optional:
             found[i] = torch.zeros(shape, dtype=dtype, device=device)
     return found
-
-
-def _derived(plan: Plan, kept: list[Any]) -> dict[int, Slot] | None:
-    """Put what derived activations are made from in their place, behind the others; how each is made again, if any."""
-    slots: dict[int, Slot] = {}
-    leaves = Leaves()
-    for i in plan.derivable:
-        record = known_record(kept[i])
-        if isinstance(record, Derived) and is_lossless(record) and not is_dropped(record):
-            slots[i] = slot_of(record, leaves)
-            kept[i] = None
-    kept += leaves.tensors
-    return slots or None
-
-
-def _with_derived(slots: dict[int, Slot], saved: list[Any], count: int) -> list[Any]:
-    """What `_derived` has taken apart."""
-    values, sources = saved[:count], tuple(saved[count:])
-    for i, slot in slots.items():
-        values[i] = slot.value(sources)
-    return values
-
-
-def _record(x: Tensor, sharded: bool) -> Record:
-    if type(x) is not Parameter:
-        known = known_record(x)
-        return raw(x) if known is None else known
-    return raw(x.detach().clone()) if sharded else parameter(x)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..codecs import IDENTITY, Codec
 from .arithmetic import Mul
 from .pointwise import Activation, GatedProduct
 from .refusal import NotStraight
@@ -64,10 +65,12 @@ class Recorder(TorchFunctionMode):
             raise NotStraight("it computes with a tensor that is neither given nor computed by operations")
         return self._known[id(x)][1]
 
-    def note(self, operation: Operation, ins: tuple[Tensor | None, ...], *outs: Tensor) -> None:
+    def note(
+        self, operation: Operation, ins: tuple[Tensor | None, ...], *outs: Tensor, codec: Codec = IDENTITY
+    ) -> None:
         """Note a step."""
         values = tuple(None if x is None else self.value(x) for x in ins)
-        self.entries.append(Step(operation, values, tuple(self.given(y) for y in outs), self._module))
+        self.entries.append(Step(operation, values, tuple(self.given(y) for y in outs), self._module, codec))
 
     def within(self, module: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a module in the layer, whose steps are noted as its own."""
@@ -128,7 +131,7 @@ def with_gated_products(entries: list[Step | Attend]) -> list[Step | Attend]:
         found.remove(act)
         other = entry.ins[1] if entry.ins[0] == act.outs[0] else entry.ins[0]
         operation = GatedProduct(act.operation.act, act.operation.kind, act.operation.options)
-        found.append(Step(operation, (act.ins[0], other), entry.outs, entry.module))
+        found.append(Step(operation, (act.ins[0], other), entry.outs, entry.module, act.codec))
     return found
 
 

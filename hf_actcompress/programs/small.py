@@ -111,7 +111,7 @@ def _alike(large: nn.Module, small: nn.Module) -> nn.Module:
         ):
             vars(small)[name] = value
     settings = settings_of(large)
-    if settings is not None and settings.role != "layer":
+    if settings is not None and settings.role not in ("layer", "checkpoint_input"):
         small.__class__, vars(small)["actcompress"] = type(large), settings
     return small
 

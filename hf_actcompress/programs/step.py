@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from ..codecs import IDENTITY, Codec
 from .emit import Emitter
+from .keeping import Packing, opened
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Operation:
     Attributes:
         again: Whether its first output is made again in backward instead of kept: pointwise functions and views are.
         multiplies: Whether it is a product of its first input and a weight, in the dtype of autocast.
+        keeps: How many of its inputs, the first ones, are kept through its step's codec if they are kept.
+        keeps_output: Whether its first output is.
         sums: Whether it is a sum, whose backward reads none of its inputs.
         same: Whether its output is no more than its input, so that keeping that instead costs nothing.
     """
@@ -28,6 +32,8 @@ class Operation:
     again: ClassVar[bool] = True
     same: ClassVar[bool] = False
     multiplies: ClassVar[bool] = False
+    keeps: ClassVar[int] = 0
+    keeps_output: ClassVar[bool] = False
     sums: ClassVar[bool] = False
 
     @property
@@ -46,6 +52,10 @@ class Operation:
     def rebuilds(self, index: int) -> bool:
         """Whether the output of that index is made again in backward."""
         return self.again and index == 0
+
+    def codec_of(self, step: Step, value: int) -> Codec:
+        """The codec of one of the inputs that are kept."""
+        return step.codec
 
     def forward(self, e: Emitter, *ins: Any) -> Any:
         """Write the operation down: the node of its output, or a tuple of nodes."""
@@ -68,13 +78,15 @@ class Operation:
 class Step:
     """One operation on values, which are numbers. An input that is None is not there (a bias).
 
-    `module` is the name of the module in the layer whose code it is, for reports.
+    `module` is the name of the module in the layer whose code it is, for reports; `codec` is that through which it
+    keeps activations.
     """
 
     operation: Operation
     ins: tuple[int | None, ...]
     outs: tuple[int, ...]
     module: str = field(default="", compare=False)
+    codec: Codec = IDENTITY
 
 
 @fx.node.has_side_effect
@@ -99,16 +111,26 @@ class Backward(Emitter):
         steps: Of the program.
         wanted: The values that want a gradient.
         weights: The inputs that are parameters.
+        inputs: How many there are, all of them; 0: the code gets values, whatever is kept of them.
     """
 
     def __init__(
-        self, forward: Emitter, steps: Sequence[Step], wanted: frozenset[int], weights: frozenset[int]
+        self,
+        forward: Emitter,
+        steps: Sequence[Step],
+        wanted: frozenset[int],
+        weights: frozenset[int],
+        inputs: int = 0,
     ) -> None:
         super().__init__(forward.setting)
+        self._inputs = inputs
+        # of values that are kept through a codec: the node of the forward that makes the record
+        self.packed: dict[int, Node] = {}
         self.wanted = wanted
         self._steps = steps
         # of values that are kept in a narrower dtype: the number under which they are
         self.casts: dict[int, int] = {}
+        self._wide: dict[int, int] = {}
         self.kept: list[int] = []
         # of each value, the module of the first step whose backward reads it
         self.readers: dict[int, str] = {}
@@ -133,6 +155,7 @@ class Backward(Emitter):
     def want_in(self, value: int, dtype: torch.dtype) -> Node:
         """As `want`, in the dtype of a product. What is only kept for products is kept in that if it is narrower."""
         narrow = dtype.itemsize < self.dtype_of(value).itemsize
+        narrow = narrow and self.codec_of(value) == IDENTITY
         if narrow and value not in self.values and self._is_for_products(value):
             return self.want(self._narrow(value, dtype))
         node: Node = self.cast(self.want(value), dtype)
@@ -143,6 +166,7 @@ class Backward(Emitter):
         cast = self._forward.cast(self._forward.values[value], dtype)
         at = self.casts.setdefault(value, max(self._forward.values) + 1)
         self._forward.values[at] = cast
+        self._wide[at] = value
         return at
 
     def want_itself(self, value: int, dtype: torch.dtype) -> Node:
@@ -160,7 +184,33 @@ class Backward(Emitter):
 
     def _keep(self, value: int) -> None:
         self.kept.append(value)
-        self.values[value] = self.taken(self._forward.meta(self._forward.values[value]))
+        node = self._forward.values[value]
+        like = self._forward.meta(node)
+        found = self.taken(like)
+        outside = value < self._inputs and value not in self._weights
+        codec, swapped = (IDENTITY, False) if outside or not self._inputs else self._codec(value)
+        if codec != IDENTITY:
+            with self._forward.graph.inserting_after(node):
+                self.packed[value] = self._forward.call(Packing(codec, swapped), node, like=lambda _: None)
+        if outside or codec != IDENTITY:
+            found = self.call(opened, found, like=lambda _: like.transpose(1, 2) if swapped else like)
+        self.values[value] = self.call(torch.transpose, found, 1, 2) if swapped else found
+
+    def codec_of(self, value: int) -> Codec:
+        """Through which codec a value is kept: that of the first step that keeps it."""
+        return self._codec(value)[0]
+
+    def _codec(self, value: int) -> tuple[Codec, bool]:
+        """The same, and whether the value is packed as its memory lies: attention's output."""
+        value = self._wide.get(value, value)
+        for step in self._steps:
+            if step.codec == IDENTITY:
+                continue
+            if value in step.outs[:1] and step.operation.keeps_output:
+                return step.codec, True
+            if value in step.ins[: step.operation.keeps] and self.wants(step.outs[0]):
+                return step.operation.codec_of(step, value), False
+        return IDENTITY, False
 
     def _is_for_products(self, value: int) -> bool:
         """Whether a value would be kept, and none but products read it."""

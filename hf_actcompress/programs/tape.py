@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..codecs import IDENTITY, Codec
 from .step import Step
 
 
@@ -20,6 +21,7 @@ class Attend:
         ins: q, k and v, [B, H, T, D].
         out: The output, [B, T, H, D].
         keywords: What the function was called with beside the mask.
+        codec: Through which q, k, v and the output are kept.
         causal: Whether the upper triangle is masked where there is no mask.
         normed: Whether q or k comes from a norm, so that it can be made again from what that keeps.
     """
@@ -28,6 +30,7 @@ class Attend:
     ins: tuple[int, int, int]
     out: int
     keywords: tuple[tuple[str, Any], ...]
+    codec: Codec = IDENTITY
     causal: bool = True
     normed: bool = False
 
@@ -57,11 +60,16 @@ class Tape:
     def key(self) -> Hashable:
         """Layers of the same key do the same with their tensors."""
         entries = tuple(
-            (entry.operation.key(), entry.ins, entry.outs) if isinstance(entry, Step) else entry
+            (entry.operation.key(), entry.ins, entry.outs, entry.codec) if isinstance(entry, Step) else entry
             for entry in self.entries
         )
         shapes = tuple(tuple(meta.shape) for meta in self.metas)
         return tuple(self.inputs.items()), tuple(self.parameters.items()), entries, self.result, self.returns, shapes
+
+    @property
+    def lossless(self) -> bool:
+        """Whether all that is kept is kept as it is."""
+        return all(entry.codec == IDENTITY for entry in self.entries)
 
     def draws(self) -> bool:
         """Whether something in it draws random numbers."""
@@ -73,7 +81,7 @@ class Tape:
     def structure(self) -> Hashable:
         """Layers of the same structure do the same, if with tensors of other sizes."""
         entries = tuple(
-            (type(entry.operation), entry.operation.structure(), entry.ins, entry.outs)
+            (type(entry.operation), entry.operation.structure(), entry.ins, entry.outs, entry.codec)
             if isinstance(entry, Step)
             else entry
             for entry in self.entries

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from ..codecs import IDENTITY
+from ..codecs import IDENTITY, Codec
+from ..codecs.float8 import Float8
+from ..codecs.int_group import IntGroup
 from ..models.copies import GlobalsCopy
 from ..models.rope import NAME, RotaryMixin, calls_rope, why_stock
 from ..modules.adapter import AdapterMixin
@@ -37,6 +39,8 @@ from .step import Operation
 from .tape import Attend, Tape
 
 _SPY = "hf_actcompress_recorder"
+# roles of layers as a whole
+OF_LAYERS = ("layer", "checkpoint_input")
 # arguments that are caches of keys and values
 CACHES = ("past_key_values", "layer_past")
 # patched modules whose stock code is recorded
@@ -121,12 +125,12 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
 def _watch(name: str, module: nn.Module, recorder: Recorder, mask: Tensor) -> None:
     """Let the recorder note a module as a whole, or its own code."""
     settings = settings_of(module)
-    if settings is not None and (settings.codec != IDENTITY or settings.keeps in ("output", "recomputed")):
-        raise NotStraight("it keeps something through a codec")
+    if settings is not None and (settings.keeps in ("output", "recomputed") or not _is_known(settings.codec)):
+        raise NotStraight("it keeps something in a way that programs do not know")
     if "forward" in vars(module):
         raise NotStraight(f"{name} has a forward of its own")
-    if settings is not None and settings.role == "layer":
-        # it runs as programs already, under another autocast
+    if settings is not None and settings.role in OF_LAYERS:
+        # it runs as programs already, under another autocast, or is told how to keep its input
         unpatch_instance(module)  # type: ignore[arg-type]
         return
     if isinstance(module, AttentionMixin):
@@ -140,15 +144,21 @@ def _watch(name: str, module: nn.Module, recorder: Recorder, mask: Tensor) -> No
         module.forward = partial(_noted, recorder, module, operation, module.stock_forward())  # type: ignore[method-assign]
 
 
+def _is_known(codec: Codec) -> bool:
+    """Whether a codec gives the same for the same activation, whoever asks."""
+    return codec == IDENTITY or (type(codec) is IntGroup and codec.rounding == "nearest") or type(codec) is Float8
+
+
 def _watch_attention(name: str, module: Any, recorder: Recorder, mask: Tensor) -> None:
     config = module.__dict__["config"]
     if config._attn_implementation != "sdpa":
         raise NotStraight(f"its attention is {config._attn_implementation}")
+    codec = module.actcompress.codec
     rotates = isinstance(module, RotaryMixin) and calls_rope(module.stock_class) and not why_stock(module.stock_class)
     unpatch_instance(module)
     named = copy.copy(config)
     named.__dict__["_attn_implementation_internal"] = _SPY
-    named.__dict__[_RECORDING] = name, recorder, mask
+    named.__dict__[_RECORDING] = name, recorder, mask, codec
     module.config = named
     if rotates:
         forward = GlobalsCopy(type(module).forward, {NAME: partial(_rotated, recorder)}).copy
@@ -191,7 +201,8 @@ def _noted(recorder: Recorder, module: Any, operation: Operation, stock: Callabl
         weights = (module._parameters.get("weight"),)
     elif isinstance(operation, Recomputed):
         weights = tuple(w for w in module._parameters.values() if w is not None)
-    recorder.note(operation, (x, *weights), y, *(torch.empty(0, device="meta") for _ in range(more)))
+    codec = module.actcompress.codec
+    recorder.note(operation, (x, *weights), y, *(torch.empty(0, device="meta") for _ in range(more)), codec=codec)
     return y
 
 
@@ -211,7 +222,7 @@ def _rotated(
 def _attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    name, recorder, mask = module.config.__dict__[_RECORDING]  # type: ignore[union-attr]
+    name, recorder, mask, codec = module.config.__dict__[_RECORDING]  # type: ignore[union-attr]
     if attention_mask is not mask and "attention_mask" in kwargs:
         raise NotStraight("its attention has a mask of its own")
     kwargs.pop("use_cache", None)
@@ -223,7 +234,7 @@ def _attention(
     found = tuple((keyword, value) for keyword, value in kwargs.items() if value is not None)
     asked = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
-    recorder.entries.append(Attend(name, ins, recorder.given(heads), found, causal))
+    recorder.entries.append(Attend(name, ins, recorder.given(heads), found, codec, causal))
     return heads, None
 
 

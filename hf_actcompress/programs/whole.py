@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codecs import IDENTITY
 from ..ops.region import region_in_progress
 from ..reference.dense_attention import fused_kernel, sdpa_settings
 from ..reference.device_rules import device_rules
@@ -115,10 +116,12 @@ def _steps(tape: Tape, attend: Attend, mask: int) -> list[Step]:
             continue
         options = dict(entry.keywords)
         derived = tuple(is_normed(value, tape.entries) for value in entry.ins)
-        operation = Attention(derived, options.get("dropout") or 0.0, entry.causal, options.get("scaling"))  # type: ignore[arg-type]
+        operation = Attention(
+            entry.codec != IDENTITY, derived, options.get("dropout") or 0.0, entry.causal, options.get("scaling")
+        )  # type: ignore[arg-type]
         heads = tape.metas[entry.out]
         outs = tuple(range(len(tape.metas), len(tape.metas) + 4))
         tape.metas += [heads.transpose(1, 2), *(torch.empty(0, device="meta") for _ in range(3))]
-        steps.append(Step(operation, (*entry.ins, mask), outs, entry.module))
+        steps.append(Step(operation, (*entry.ins, mask), outs, entry.module, entry.codec))
         steps.append(Step(Permute((0, 2, 1, 3)), outs[:1], (entry.out,), entry.module))
     return steps

@@ -34,7 +34,7 @@ def dense_attention_fwd(
     """out [B, H, S, D], logsumexp, and the seed and offset of dropout's draw (None on a CPU).
 
     Args:
-        kernel: As `fused_kernel` has it.
+        kernel: As `fused_kernel` has it; "cpu, repeated": with k and v repeated to H heads.
         q: [B, H, S, D].
         k, v: [B, Hkv, K, D].
         mask: Bool (True: attend) or additive, broadcastable to [B, H, S, K]; None for "flash".
@@ -46,7 +46,7 @@ def dense_attention_fwd(
         # it knows that several heads of q share one of k and v; with a mask, transformers repeats them
         out, lse = _on_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse, None, None
-    if kernel == "cpu":
+    if kernel.startswith("cpu"):
         return (*attention_fwd(q, k, v, mask, causal, scale), None, None)
     if kernel == "flash":
         out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
@@ -69,7 +69,7 @@ def dense_attention_bwd(
     if kernel == "cpu" and mask is None:
         grads = _on_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
         return grads
-    if kernel == "cpu":
+    if kernel.startswith("cpu"):
         return attention_bwd(dout, q, k, v, out, lse, mask, causal, scale)
     if kernel == "flash":
         grads = aten._scaled_dot_product_flash_attention_backward(

@@ -1,0 +1,104 @@
+"""How a program's Function keeps what it keeps: as it is, through a codec, or as what others keep of it already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..codecs import IDENTITY, Codec
+from ..records import Record, Stored, is_dropped, known_record, parameter, raw, record_of
+from ..records.saving import Leaves, Slot, slot_of
+
+
+class Packing:
+    """A function of the forward's code: an activation through a codec, as a record."""
+
+    def __init__(self, codec: Codec, swapped: bool) -> None:
+        self.codec, self.swapped = codec, swapped
+        self.__name__, self.__module__ = "packed", __name__
+
+    def __call__(self, x: Tensor) -> Stored:
+        """The record of x, of heads [B, H, T, D] as they lie in memory: [B, T, H, D]."""
+        return Stored(self.codec, *self.codec.pack(x.transpose(1, 2) if self.swapped else x))
+
+
+class Later(NamedTuple):
+    """An activation that is unpacked or made again when the backward's code gets there."""
+
+    slot: Slot
+    tensors: tuple[Tensor, ...]
+
+
+def opened(x: Tensor | Later) -> Tensor:
+    """A function of the backward's code: what was kept, as it was."""
+    return x.slot.value(x.tensors) if isinstance(x, Later) else x
+
+
+class Kept(NamedTuple):
+    """What is saved, in the order of the plan and with further tensors behind it.
+
+    Attributes:
+        tensors: None in the place of what is taken apart.
+        slots: How that is put together, by its place.
+        keepers: The module for which each is kept.
+    """
+
+    tensors: list[Any]
+    slots: dict[int, Slot]
+    keepers: Sequence[str]
+
+
+def taken_apart(values: list[Any], outside: Sequence[tuple[int, Codec]], keepers: Sequence[str]) -> Kept:
+    """What to save of values that are tensors, records, and activations from outside, which may be known.
+
+    Args:
+        values: In the order of the plan.
+        outside: The places of activations from outside, and through which codec each is kept.
+        keepers: The module for which each is kept.
+    """
+    slots: dict[int, Slot] = {}
+    leaves, names = Leaves(), list(keepers)
+
+    def take(i: int, record: Record) -> None:
+        slots[i] = slot_of(record, leaves)
+        names.extend([keepers[i]] * (len(keepers) + len(leaves.tensors) - len(names)))
+        values[i] = None
+
+    for i, codec in outside:
+        record = known_record(values[i]) if codec == IDENTITY else record_of(values[i], codec)
+        if record is not None and not _is_itself(record) and not is_dropped(record):
+            take(i, record)
+    for i, value in enumerate(values):
+        if isinstance(value, Stored):
+            take(i, value)
+    return Kept(values + leaves.tensors, slots, names)
+
+
+def _is_itself(record: Record) -> bool:
+    return isinstance(record, Stored) and record.codec == IDENTITY
+
+
+def put_together(saved: list[Any], slots: dict[int, Slot], count: int) -> list[Any]:
+    """The values of what `taken_apart` took apart, `count` in all; what is made again is made when it is opened."""
+    values, tensors = saved[:count], tuple(saved[count:])
+    for i, slot in slots.items():
+        values[i] = Later(slot, tensors)
+    return values
+
+
+def source_of(x: Any, sharded: bool) -> Record:
+    """The record of what an output is made again from.
+
+    Args:
+        x: A weight, an activation from outside, or the record of one from inside.
+        sharded: Whether the weights' memory is freed when the layer has run.
+    """
+    if isinstance(x, Stored):
+        return x
+    if type(x) is not Parameter:
+        known = known_record(x)
+        return raw(x) if known is None else known
+    return raw(x.detach().clone()) if sharded else parameter(x)
