@@ -58,6 +58,13 @@ def chunk_starts(count: int, step: int) -> Sequence[int]:
     return starts if rules is None else rules.turns(starts)
 
 
+def is_one_chunk(x: Tensor) -> bool:
+    """Whether `row_chunks` would hand out all of x at once."""
+    if x.dim() < 2 or not x.numel() or torch.compiler.is_compiling():
+        return False
+    return x.numel() // x.size(-1) <= chunk_rows(x.size(-1), x.device)
+
+
 def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """The rows of x [..., D] in order, a few at a time: (their slice, [r, D]). No copy of x as a whole is made."""
     if x.numel() == 0:
@@ -101,13 +108,13 @@ def bf16_below(x: Tensor) -> Tensor:
 def _bf16_towards(x: Tensor, end: float) -> Tensor:
     """x in bf16, rounded towards that end of the numbers.
 
-    By the bits of fp32, because a compiler may leave out a cast to bf16 and back, and what is made for the rounded
-    number would be made for another one.
+    Traced, by the bits of fp32: a compiler may leave out a cast to bf16 and back, and what is made for the rounded
+    number would be made for another one. Elsewhere in half as many calls.
     """
-    if x.dtype != torch.float32:
+    if x.dtype != torch.float32 or not torch.compiler.is_compiling():
         near = x.to(torch.bfloat16)
         wrong = near < x if end > 0 else near > x
-        return torch.where(wrong, torch.nextafter(near, torch.full_like(near, end)), near)
+        return torch.where(wrong, torch.nextafter(near, near.new_full((), end)), near)
     bits = x.view(torch.int32)
     # bf16 is the upper half of fp32: without the lower half a number comes nearer to zero
     upper = bits & -0x10000

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .bits import pack_rows, row_bytes, unpack_rows
 from .groups import (
     bf16_above,
     bf16_below,
+    chunk_rows,
     group_count,
     in_groups,
+    is_one_chunk,
     row_chunks,
     row_slices,
     rows_features,
@@ -40,6 +43,16 @@ def int_group_pack(
         codes uint8 [R, ceil(D bits / 8)] (with 3 bits [R, 3 ceil(D / 8)]), scale bf16 [R, n], zero bf16 [R, n].
     """
     rows, features = rows_features(x)
+    size = min(features, group_size)
+    if size and not features % size and is_one_chunk(x):
+        # the whole of it at once, without a place to collect chunks in
+        skipped = skip.view(-1, size) if skip is not None else None
+        values = in_groups(x.reshape(rows, features).to(work_dtype(x.dtype), copy=True), size)
+        codes, scale, zero = _quantise(values, bits, stochastic, skipped, keep_sign)
+        codes = codes.to(torch.uint8)
+        # a row ends with its byte
+        missing = row_bytes(features, bits) * 8 // bits - features
+        return pack_rows(pad(codes, (0, missing)) if missing else codes, bits), scale, zero
     packed = x.new_empty(rows, row_bytes(features, bits), dtype=torch.uint8)
     scale = x.new_empty(rows, group_count(features, group_size), dtype=torch.bfloat16)
     zero = torch.empty_like(scale)
@@ -89,6 +102,13 @@ def int_group_unpack(
     packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
 ) -> Tensor:
     """The rows [R, D] in `dtype` of what `int_group_pack` returned."""
+    size = min(features, group_size)
+    if size and not features % size and packed.size(0) <= chunk_rows(features, packed.device):
+        step = scale.unsqueeze(-1)
+        block = unpack_rows(packed, bits)
+        values = in_groups((block if block.size(1) == features else block[:, :features]).to(work_dtype(dtype)), size)
+        values.mul_(step).add_(zero.unsqueeze(-1))
+        return within_range(values, step, dtype).flatten(1).to(dtype)
     out = packed.new_empty(packed.size(0), features, dtype=dtype)
     for part in row_slices(out.size(0), features, out.device) if features else ():
         block = unpack_rows(packed[part], bits)
