@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.functional import pad
 
 from ..private_apis import fused_attention_choice, without_dispatch_modes
 from .attention import additive, attention_bwd, attention_fwd, repeat_heads, sum_groups
@@ -91,7 +90,8 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     found: Tensor = additive(mask, q.dtype)
     width = found.size(-1)
     if width % _MASK_MULTIPLE:
-        found = pad(found, (0, -width % _MASK_MULTIPLE))[..., :width]
+        wide = found.new_zeros((*found.shape[:-1], width + -width % _MASK_MULTIPLE))[..., :width]
+        found = wide.copy_(found)
     return found.expand(q.size(0), q.size(1), q.size(2), k.size(2))
 
 

@@ -1,0 +1,125 @@
+"""Checkpointed layers as one Function: stock's values, no product that nobody reads, and its input alone kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from hf_actcompress import patch_model
+from hf_actcompress.memory.measurement.allocator import kept_bytes
+from tests.families import BY_NAME, Batch, Gradients, cast_batch, mode_of, step
+from tests.programs.pairs import DTYPES, LEAVES, MODES, PROGRAMS, calls
+
+FAMILIES = ("llama", "qwen3", "bert", "gpt2-gelu-new", "gpt2-gelu-tanh", "modernbert", "vit")
+PLAIN = {"use_reentrant": False}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.products += name in ("mm", "addmm", "bmm")
+        self.attentions += "flash_attention" in name
+        return func(*args, **(kwargs or {}))
+
+
+def checkpointed(name: str, config: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model = patch_model(BY_NAME[name].build(dtype, **options).train(), config)
+    model.gradient_checkpointing_enable(PLAIN)
+    return model
+
+
+def same(found: tuple[torch.Tensor, Gradients], expected: tuple[torch.Tensor, Gradients]) -> bool:
+    return torch.equal(found[0], expected[0]) and all(torch.equal(found[1][n], x) for n, x in expected[1].items())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_bits_and_no_more_bytes(name: str, mode: str) -> None:
+    family, dtype = BY_NAME[name], DTYPES[mode]
+    batch, results, kept = family.make_batch(family.paddings[-1]), [], []
+    for config in (LEAVES, PROGRAMS):
+        model = checkpointed(name, config, dtype)
+        results.append(step(model, batch, mode))
+        with mode_of(mode):
+            kept.append(kept_bytes(lambda model=model: model(**cast_batch(batch, dtype)), "cpu"))  # type: ignore[misc]
+    assert set(calls(model)) == {2}
+    assert same(results[1], results[0])
+    assert kept[1] <= kept[0]
+
+
+def counted(model: Any, batch: Batch) -> Products:
+    loss = model(**batch).loss
+    with Products() as counter:
+        loss.backward()
+    return counter
+
+
+def test_no_product_that_nobody_reads() -> None:
+    """Of a Llama layer: 6 products again and 14 of its backward; attention once more, and its backward."""
+    batch, counts = BY_NAME["llama"].make_batch(), []
+    for layers in (2, 4):
+        model = checkpointed("llama", PROGRAMS, num_hidden_layers=layers)
+        counts.append(counted(model, batch))
+    assert (counts[1].products - counts[0].products) / 2 == 6 + 14
+    assert (counts[1].attentions - counts[0].attentions) / 2 == 2
+
+
+def test_dropout_is_drawn_again_as_it_was() -> None:
+    """The draws of the forward are stock's, and the second run leaves the generator alone."""
+    batch, results, states = BY_NAME["bert"].make_batch(), [], []
+    for config in (LEAVES, PROGRAMS):
+        model = checkpointed("bert", config, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.0)
+        results.append(step(model, batch))
+        states.append(torch.get_rng_state())
+    assert set(calls(model)) == {1} and same(results[1], results[0]) and torch.equal(*states)
+
+
+def test_a_second_backward_and_one_inside_of_autocast() -> None:
+    model, batch = checkpointed("llama", PROGRAMS), BY_NAME["llama"].make_batch("right")
+    expected = step(model, batch)[1]
+    loss = model(**batch).loss
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        assert all(torch.equal(grads[n], x) for n, x in expected.items())  # type: ignore[arg-type]
+        model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    layer = "model.layers.1.mlp.up_proj.weight"
+    torch.testing.assert_close(model.get_parameter(layer).grad, expected[layer], rtol=0.1, atol=1e-3)
+
+
+def test_other_checkpoints_are_as_somebody_has_set_them_up() -> None:
+    """Reentrant ones, and functions that are not torch's own, get the layer as before."""
+    batch = BY_NAME["llama"].make_batch()
+    expected = step(checkpointed("llama", PROGRAMS), batch)
+    seen: list[int] = []
+
+    def own(layer: Any, *args: Any) -> Any:
+        seen.append(1)
+        return checkpoint(layer, *args, use_reentrant=False)
+
+    model = checkpointed("llama", PROGRAMS)
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = own
+    assert same(step(model, batch), expected) and len(seen) == len(model.model.layers)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert same(step(model, batch), expected)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    model, batch = checkpointed("llama", PROGRAMS), BY_NAME["llama"].make_batch()
+    with torch.no_grad():
+        assert not model(**batch).loss.requires_grad
+    assert set(calls(model)) == {0}
