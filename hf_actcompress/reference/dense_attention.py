@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.functional import pad
 
 from ..private_apis import fused_attention_choice, without_dispatch_modes
 from .attention import additive, attention_bwd, attention_fwd, repeat_heads, sum_groups
@@ -90,8 +91,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     found: Tensor = additive(mask, q.dtype)
     width = found.size(-1)
     if width % _MASK_MULTIPLE:
-        wide = found.new_zeros((*found.shape[:-1], width + -width % _MASK_MULTIPLE))[..., :width]
-        found = wide.copy_(found)
+        found = pad(found, (0, -width % _MASK_MULTIPLE)).narrow(-1, 0, width)
     return found.expand(q.size(0), q.size(1), q.size(2), k.size(2))
 
 
