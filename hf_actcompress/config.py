@@ -100,11 +100,13 @@ class CompressionConfig(ConfigFile):
             in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants have no effect
             inside. Evaluation under ``no_grad`` goes in tiles, too. Whole are: MLPs with hooks on their layers, sharded
             ones (ZeRO-3), compiled ones, and experts.
-        programs: Run exact layers as programs: one or two autograd Functions per layer and its attention, in code that
-            is written down from what the layer's own code does, with the same bits and kept bytes for less of the
-            host's time. A layer runs so if a small one of its kind proves it; LoRA, autocast, dropout, frozen weights
-            and empty caches are part of that. Other layers (the report says why), and calls that are not ordinary ones
-            (hooks inside, a filled cache, adapters switched off), run leaf by leaf, as all do with False.
+        programs: Run layers as programs: one autograd Function per layer where torch runs its attention by a fused
+            kernel, else two and the attention, in code that is written down from what the layer's own code does, with
+            the same bits and kept bytes for less of the host's time. A layer that is checkpointed as torch does it by
+            default is one Function, too, which keeps its input. A layer runs so if a small one of its kind proves it;
+            LoRA, autocast, dropout, frozen weights, empty caches, and codecs that round to nearest are part of that.
+            Other layers (the report says why), and calls that are not ordinary ones (hooks inside, a filled cache,
+            adapters switched off), run leaf by leaf, as all do with False.
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
