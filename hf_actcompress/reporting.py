@@ -119,6 +119,10 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
                 yield _declined(name, module, found)
         if settings is not None:
             yield _patched(name, module, settings)
+            if settings.role == "layer" and (checkpointed := settings.options[1]) is not None:
+                yield _patched(name, module, checkpointed)
+            if settings.role == "checkpoint_input" and isinstance(found := find_program(module, config), Declined):
+                yield PatchRow(name, stock_type(module).__name__, found.role, "leaf by leaf", note=found.reason)
         elif (row := _left_alone(name, module, config)) is not None:
             yield row
         elif isinstance(found := find_program(module, config), Declined):

@@ -75,8 +75,10 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", _T, "its backward"),
     *(PrivateAPI(f"torch.ops.aten._{kernel}_attention_{way}", _T, "attention inside of packed sequences on CUDA")
       for kernel in ("flash", "efficient") for way in ("forward", "backward")),
-    PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention", _T, "estimates: what CUDA's kernel makes"),
-    PrivateAPI("torch.ops.aten._scaled_dot_product_efficient_attention", _T, "estimates: what CUDA's kernel makes"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention", _T, "CUDA's kernel, by itself"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_backward", _T, "its backward"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_efficient_attention", _T, "another one of CUDA"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_efficient_attention_backward", _T, "its backward"),
     PrivateAPI("torch.ops.aten._fused_sdp_choice", _T, "estimates: the question above, seen as an op"),
     PrivateAPI("torch.ops.aten._softmax_backward_data", _T, "the backward of softmax from its output"),
     PrivateAPI("torch.ops.aten._log_softmax_backward_data", _T, "the backward of log_softmax from its output"),

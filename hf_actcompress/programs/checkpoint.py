@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..codecs import Codec
 from ..models.checkpointing import checkpoint_without_cache
 from ..ops.autocast import without_autocast
 from ..ops.first_order import once_differentiable
@@ -23,6 +24,7 @@ from ..records import current, saved_next
 from ..reference import replayed_rng, rng_state
 from .emit import Setting
 from .handing import Box, Heads, with_heads
+from .keeping import opened, put_together, taken_apart
 from .plan import Computation, Plan, assembled, both_ways, forward_of, writing
 
 # what a plain checkpoint may be told
@@ -31,6 +33,8 @@ _PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
 
 def is_plain(function: Any) -> bool:
     """Whether a function checkpoints as torch does it by default, without reentering autograd."""
+    # of the stand-in in an estimate
+    function = getattr(function, "stands_for", function)
     if (
         not isinstance(function, partial)
         or function.args
@@ -74,7 +78,7 @@ def make_checkpoint_plan(program: Computation, setting: Setting) -> CheckpointPl
 
 
 class CheckpointedFunction(torch.autograd.Function):
-    """Keeps its inputs, weights by reference."""
+    """Keeps its inputs: the first one, an activation, through a codec; weights by reference."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -82,18 +86,27 @@ class CheckpointedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, made: CheckpointPlan, boxes: dict[int, Box], heads: Heads | None, weights: int, *inputs: Tensor | None
+        ctx: Any,
+        made: CheckpointPlan,
+        boxes: dict[int, Box],
+        heads: Heads | None,
+        weights: int,
+        codec: Codec,
+        *inputs: Tensor | None,
     ) -> Any:
         plan, count = made.plan, len(inputs) - weights
-        device = inputs[0].device  # type: ignore[union-attr]
-        state = rng_state(device) if made.draws else None
+        x = inputs[0]
+        assert x is not None
+        state = rng_state(x.device) if made.draws else None
         outputs = made.first(*inputs)
         # weights as their data are now: `param.data = ...` changes the parameter alone
-        kept = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
+        values = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
+        kept, ctx.slots, keepers = taken_apart(values, [(0, codec)], [""] * len(values))
         if current.watcher is not None:
-            current.watcher.keeps(kept, [""] * len(kept))
+            current.watcher.keeps(kept, keepers, checkpointed=True)
         saved_next(kept, range(count))
         ctx.save_for_backward(*kept)
+        ctx.count = len(values)
         ctx.made, ctx.boxes, ctx.heads, ctx.handed = made, boxes, heads, plan.handed_of(inputs)
         return outputs
 
@@ -101,8 +114,9 @@ class CheckpointedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan: Plan = ctx.made.plan
-        *inputs, state = ctx.saved_tensors
+        *inputs, state = put_together(list(ctx.saved_tensors), ctx.slots, ctx.count)
         with without_autocast(grads):
+            inputs[0] = opened(inputs[0])
             with nullcontext() if state is None else replayed_rng(state, inputs[0].device):
                 values = list(ctx.made.again(*inputs))
             inputs.clear()
@@ -110,4 +124,4 @@ class CheckpointedFunction(torch.autograd.Function):
             values.reverse()
             values.extend(with_heads(grads, ctx.heads, plan.graded))
             found = plan.backward(values)
-        return (None, None, None, None, *plan.left_behind(ctx.boxes, ctx.handed, found))
+        return (None, None, None, None, None, *plan.left_behind(ctx.boxes, ctx.handed, found))

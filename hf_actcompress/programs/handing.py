@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..private_apis import accumulation_hooks
+from ..records import Derived, declare_as, known_record
 
 # elements of gradients that a program may hold at once in any case: 4 MiB of fp32
 SLACK = 2**20
@@ -54,6 +55,15 @@ class HeadsHanded(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         ctx.heads.update(zip(ctx.places, grads, strict=True))
         return (None, None, *(g.new_zeros(()).expand(g.shape) for g in grads))
+
+
+def let_go(heads: Heads, place: int, y: Tensor) -> Tensor:
+    """An output as it is, whose gradient is left behind. What its readers make it again from stays known."""
+    record = known_record(y)
+    (alias,) = HeadsHanded.apply(heads, (place,), y)  # type: ignore[no-untyped-call]
+    if isinstance(record, Derived):
+        declare_as(alias, record)
+    return alias  # type: ignore[no-any-return]
 
 
 def with_heads(grads: Sequence[Any], heads: Heads | None, graded: Sequence[int]) -> list[Tensor]:

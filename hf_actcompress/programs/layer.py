@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..modules.base import PatchedModule, has_hooks, is_sharded, recording, stock_type
-from ..modules.checkpoint import CHECKPOINT_FUNCTION, function_of
+from ..codecs import IDENTITY, Codec
+from ..modules.base import PatchedModule, Settings, has_hooks, is_sharded, recording, stock_type
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, function_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
 from .checkpoint import is_plain
@@ -51,6 +52,9 @@ class ProgramLayerMixin(_Module):
     it is checkpointed, else None.
     """
 
+    # FSDP, accelerate and device maps are told layers by the name of their class
+    prefix = ""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
         if settings is not None and not torch.compiler.is_compiling():
@@ -64,9 +68,11 @@ class ProgramLayerMixin(_Module):
         settings = self.actcompress
         kept = None if settings is None else settings.options[1]
         checkpoint = function_of(self, kept)
-        # anything else goes on as somebody has set it up, and a compiler finds torch's own
-        plain = settings is not None and kept is None and not torch.compiler.is_compiling()
-        return partial(self._checkpointed, checkpoint) if plain and is_plain(checkpoint) else checkpoint
+        if settings is None or torch.compiler.is_compiling() or (kept is not None and kept.keeps == WITH_ATTENTION):
+            return checkpoint
+        # anything but a plain one goes on as somebody has set it up
+        plain = is_plain(self.__dict__[CHECKPOINT_FUNCTION])
+        return partial(self._checkpointed, checkpoint, kept) if plain else checkpoint
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
@@ -76,12 +82,13 @@ class ProgramLayerMixin(_Module):
             programs, kept = settings.options
             self.__dict__["actcompress"] = replace(settings, options=(programs, replace(kept, options=(function,))))
 
-    def _checkpointed(self, checkpoint: Callable[..., Any], layer: Any, *args: Any) -> Any:
+    def _checkpointed(self, checkpoint: Callable[..., Any], kept: Settings | None, layer: Any, *args: Any) -> Any:
         """``checkpoint(layer, *args)``, where `layer` is a partial of this layer's forward, or of a call of it."""
         settings = self.actcompress
         # a call runs the layer's hooks, too
         if settings is not None and (layer.args or not has_hooks(self)):
-            found = settings.options[0].run(self, args, layer.keywords, checkpointed=True)
+            codec = IDENTITY if kept is None else kept.codec
+            found = settings.options[0].run(self, args, layer.keywords, codec)
             if found is not None:
                 return found[0]
         return checkpoint(layer, *args)
@@ -120,14 +127,14 @@ class LayerPrograms:
         )
 
     def run(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], checkpointed: bool = False
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], checkpointed: Codec | None = None
     ) -> tuple[Any] | None:
         """What the layer returns, in a tuple; None for a call that goes leaf by leaf.
 
         Args:
             layer: That runs.
             args, kwargs: Of the call.
-            checkpointed: Whether all but its inputs is to be made again in backward.
+            checkpointed: Through which codec its input is kept, if all else is to be made again in backward.
         """
         if len(args) != 1:
             if not args or len(args) > 1 + len(self.names):

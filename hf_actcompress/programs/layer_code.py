@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..codecs import Codec
 from ..models.attention import attention_forward
 from ..models.empty_cache import empty_layer, fill
 from ..records import current, unnetted
 from ..reference.device_rules import device_rules
 from . import handing
-from .handing import Heads, HeadsHanded, to_hand_on
+from .handing import Heads, HeadsHanded, let_go, to_hand_on
 from .schedule import Part, Schedule, schedule_of
 from .tape import Attend, Tape
 from .whole import Whole, whole_of
@@ -96,7 +97,7 @@ class LayerCode:
         )
 
     def run(
-        self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: bool
+        self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: Codec | None
     ) -> tuple[Any] | None:
         """What the layer returns, in a tuple; None where the gradients of its weights should come one by one.
 
@@ -105,19 +106,25 @@ class LayerCode:
             weights: The parameters in `places`.
             kwargs: Its other arguments.
             sharded: Whether the weights' memory is freed when the layer has run.
-            checkpointed: Whether all but the inputs is to be made again in backward.
+            checkpointed: Through which codec its input is kept, if all else is to be made again in backward.
         """
         y = None
-        if self.whole is not None and (self.lossless or not checkpointed):
+        if self.whole is not None and (self.lossless or checkpointed is None):
             y = self._as_a_whole(self.whole, x, weights, kwargs, sharded, checkpointed)
-        if y is None and not checkpointed:
+        if y is None and checkpointed is None:
             y = self._in_parts(x, kwargs, sharded)
         if y is None:
             return None
         return (y if self.returns is None else (y, *self.returns),)
 
     def _as_a_whole(
-        self, whole: Whole, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: bool
+        self,
+        whole: Whole,
+        x: Tensor,
+        weights: list[Any],
+        kwargs: dict[str, Any],
+        sharded: bool,
+        checkpointed: Codec | None,
     ) -> Tensor | None:
         """The result; None for a call that this is not for."""
         mask, cache = kwargs.get("attention_mask"), cache_of(kwargs)
@@ -137,8 +144,8 @@ class LayerCode:
         ins = [given[i] for i in part.ins]
         places = tuple([len(ins) + j for j in handed]) if handed else ()
         heads: Heads | None = {} if 3 * x.numel() >= handing.SLACK else None
-        if checkpointed:
-            found = part.program.checkpointed([*ins, *weights], self.autocast, places, heads, kernel)
+        if checkpointed is not None:
+            found = part.program.checkpointed([*ins, *weights], self.autocast, places, heads, kernel, checkpointed)
         else:
             found = part.program([*ins, *weights], self.autocast, sharded, places, heads, kernel)
         place = 0
@@ -148,7 +155,7 @@ class LayerCode:
         y = found[place]
         if heads is not None:
             # the engine would hold the gradient of the result until the program is done
-            (y,) = HeadsHanded.apply(heads, (place,), y)  # type: ignore[no-untyped-call]
+            y = let_go(heads, place, y)
         return y  # type: ignore[no-any-return]
 
     def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor | None:

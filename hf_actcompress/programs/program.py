@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from ..codecs import Codec
 from ..ops.autocast import without_autocast
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply
@@ -70,14 +71,15 @@ class Program(Computation):
         handed: tuple[int, ...],
         heads: Heads | None,
         kernel: str,
+        codec: Codec,
     ) -> Any:
-        """As a call, of what is to be made again in backward, out of the inputs."""
+        """As a call, of what is to be made again in backward, out of the inputs; the first one is kept by a codec."""
         key = _key(inputs, autocast, handed, kernel)
         plan = self.checkpoint_plans.get(key)
         if plan is None:
             plan = self.checkpoint_plans[key] = make_checkpoint_plan(self, Setting(*key))
         boxes, inputs = _boxed(inputs, handed)
-        return applied(CheckpointedFunction, plan, boxes, heads, len(self.weights), *inputs)
+        return applied(CheckpointedFunction, plan, boxes, heads, len(self.weights), codec, *inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self

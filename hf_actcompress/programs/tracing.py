@@ -24,7 +24,7 @@ from ..models.copies import GlobalsCopy
 from ..models.rope import NAME, RotaryMixin, calls_rope, why_stock
 from ..modules.adapter import AdapterMixin
 from ..modules.attention import AttentionMixin
-from ..modules.base import HOOKS, PatchedModule, settings_of, stock_type, unpatch_instance
+from ..modules.base import HOOKS, PatchedModule, is_sharded, settings_of, stock_type, unpatch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
 from ..modules.leaves import ActivationMixin, DropoutMixin, LayerNormMixin, LinearMixin, RMSNormMixin
 from ..modules.recomputed import RecomputedMixin
@@ -103,6 +103,8 @@ def _names(forward: Callable[..., Any]) -> set[str]:
 
 def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict[str, Tensor]]:
     """A copy of the layer with weights without data, and these by name."""
+    if is_sharded(layer):
+        raise NotStraight("it is sharded")
     memo: dict[int, Any] = {}
     for module in layer.modules():
         memo.update((id(v), v) for v in vars(module).values() if isinstance(v, PretrainedConfig))
@@ -125,11 +127,16 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
 def _watch(name: str, module: nn.Module, recorder: Recorder, mask: Tensor) -> None:
     """Let the recorder note a module as a whole, or its own code."""
     settings = settings_of(module)
-    if settings is not None and (settings.keeps in ("output", "recomputed") or not _is_known(settings.codec)):
+    of_layer = settings is not None and settings.role in OF_LAYERS
+    if (
+        settings is not None
+        and not of_layer
+        and (settings.keeps in ("output", "recomputed") or not _is_known(settings.codec))
+    ):
         raise NotStraight("it keeps something in a way that programs do not know")
     if "forward" in vars(module):
         raise NotStraight(f"{name} has a forward of its own")
-    if settings is not None and settings.role in OF_LAYERS:
+    if of_layer:
         # it runs as programs already, under another autocast, or is told how to keep its input
         unpatch_instance(module)  # type: ignore[arg-type]
         return

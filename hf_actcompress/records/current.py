@@ -40,8 +40,14 @@ class Calling(Protocol):
 class Watching(Protocol):
     """Somebody who wants to know which module keeps what, of code that runs several modules at once."""
 
-    def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str]) -> None:
-        """What will be saved next, and for which module inside of the one that runs."""
+    def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str], *, checkpointed: bool = False) -> None:
+        """What will be saved next, and for which module inside of the one that runs.
+
+        Args:
+            tensors: All of it.
+            modules: Their names, as seen from the one that runs.
+            checkpointed: Whether more is kept for a while, in backward.
+        """
         ...
 
     def within(self, module: str) -> AbstractContextManager[None]:

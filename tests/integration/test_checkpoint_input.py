@@ -97,7 +97,7 @@ def test_bytes_per_layer(model: Any, dtype_bytes: int) -> None:
         slope(model, prepare=prepare(packed(codec)), length=128).kept
         for codec in ("identity", "int8", "int8_outliers", "int4", "offload")
     )
-    # RNG states of the region and of its dropouts: some 5 KB each, of 256 tokens
+    # what else the region keeps, of 256 tokens: an RNG state of some 5 KB where it draws
     rest = plain - dtype_bytes
     assert 0 <= rest < 0.2
     assert int8 - rest == pytest.approx(1.0625, abs=0.01)

@@ -79,10 +79,13 @@ def test_keeps_what_the_eager_ops_keep(family: Family, preset: str) -> None:
 
 @three
 def test_layers_that_are_checkpointed(family: Family) -> None:
-    """What checkpointing computes again is not kept, what it keeps goes through the codec of checkpointed inputs."""
+    """What checkpointing computes again is not kept, what it keeps goes through the codec of checkpointed inputs.
+
+    torch's checkpoint keeps the state of a generator beside it, which a program without dropout does not.
+    """
     batch = family.make_batch()
     for preset in ("exact", "int8"):
-        model = patch_model(build(family), preset)
+        model = patch_model(build(family), CompressionConfig.from_preset(preset, programs=False))
         model.config.use_cache = False  # or transformers logs, which cannot be traced
         model.gradient_checkpointing_enable()
         assert kept_by(one_graph(model), batch) <= 1.02 * kept_by(model, batch) + 2048

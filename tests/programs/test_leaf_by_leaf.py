@@ -97,12 +97,18 @@ def test_adapters_that_come_later_go_leaf_by_leaf() -> None:
     assert_same(models[1], models[0], BY_NAME["llama"].make_batch("right"))
 
 
-@pytest.mark.parametrize("preset", ("tempo", "fewbit"))
+REFUSED = {
+    "tempo": "it keeps something in a way that programs do not know",
+    "fewbit": "mlp.act_fn is patched in a way that programs do not know (activation)",
+}
+
+
+@pytest.mark.parametrize("preset", REFUSED)
 def test_other_presets_go_leaf_by_leaf_and_the_report_says_why(preset: str) -> None:
     options = {"programs": True, "mlp": "int8" if preset == "fewbit" else "identity"}
     model = patch_model(BY_NAME["llama"].build(), CompressionConfig.from_preset(preset, **options))
     notes = {row.note for row in patch_report(model).rows if row.role == "layer"}
-    assert notes == {"it keeps something through a codec; it runs leaf by leaf"}
+    assert notes == {f"{REFUSED[preset]}; it runs leaf by leaf"}
 
 
 def test_padding_that_is_dropped_goes_leaf_by_leaf() -> None:

@@ -99,10 +99,12 @@ class _Collector:
         # of storages that are saved next: who keeps them
         self.keepers: dict[int, str] = {}
 
-    def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str]) -> None:
+    def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str], *, checkpointed: bool = False) -> None:
         """For `current.watcher`: code that runs several modules of the one that is running."""
         self.keepers = {}
-        if self._is_hidden():
+        hidden = self._is_hidden()
+        self.seen.hidden_from_view |= hidden or checkpointed
+        if hidden:
             return
         for x, module in zip(tensors, modules, strict=False):
             if x is not None:

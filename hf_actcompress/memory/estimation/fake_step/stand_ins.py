@@ -90,21 +90,25 @@ def counted_checkpoints(model: nn.Module, *, cuda: bool) -> None:
 
 
 class _Checkpoint:
-    """A layer's checkpoint function, which keeps a stand-in for the generator's state."""
+    """A layer's checkpoint function, which keeps a stand-in for the generator's state.
+
+    Attributes:
+        stands_for: The function of the real step.
+    """
 
     def __init__(self, stock: Callable[..., Any], cuda: bool) -> None:
-        self._stock, self._cuda = stock, cuda
+        self.stands_for, self._cuda = stock, cuda
 
     def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        preset = self._stock.keywords if isinstance(self._stock, functools.partial) else {}
-        function = self._stock.func if isinstance(self._stock, functools.partial) else self._stock
+        preset = self.stands_for.keywords if isinstance(self.stands_for, functools.partial) else {}
+        function = self.stands_for.func if isinstance(self.stands_for, functools.partial) else self.stands_for
         if function not in (checkpoint, checkpoint_without_cache) or not {**preset, **kwargs}.pop(
             "preserve_rng_state", True
         ):
-            return self._stock(layer, *args, **kwargs)
+            return self.stands_for(layer, *args, **kwargs)
         # on the device of the step, so that it is counted; a CUDA device's state is kept on the host
         state = None if self._cuda else torch.empty(_state_bytes(), dtype=torch.uint8)
-        return self._stock(_Held(layer, state), *args, **{**kwargs, "preserve_rng_state": False})
+        return self.stands_for(_Held(layer, state), *args, **{**kwargs, "preserve_rng_state": False})
 
 
 class _Held:
