@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from .codecs import CODECS, Codec, IntMeasured, Offload, RowSample
+from .codecs import CODECS, Codec, Offload
+from .config_checks import CODEC_ROLES, check, name_of, sampling
 from .config_file import ConfigFile
 from .errors import UnknownOptionError
-
-CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
-
-# every so many layers, or all but so many at the end
-_SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
-
-# which tensors an op keeps, where there is a choice
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "activation_variant": (
-        "input", "output", "derivative",
-        "steps1", "steps2", "steps3", "steps4",
-        "values2", "values3", "values4", "values8",
-        "relus2",
-    ),
-    "norm_variant": ("input", "output"),
-    "attention_variant": ("statistics", "recomputed", "tempo"),
-    "checkpoint_attention": ("recomputed", "kept"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +89,21 @@ class CompressionConfig(ConfigFile):
             LoRA, autocast, dropout, frozen weights, empty caches, and codecs that round to nearest are part of that.
             Other layers (the report says why), and calls that are not ordinary ones (hooks inside, a filled cache,
             adapters switched off), run leaf by leaf, as all do with False.
+        tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
+            2501.18824). The loss is that of all tokens. In every layer the hidden states of the other tokens are
+            constants: nothing is kept of them but their keys and values, and backward computes nothing for them; a
+            layer's forward runs twice, on all tokens and on the chosen ones. The gradient of that is exact; it is not
+            the gradient of all tokens. Layers run leaf by leaf, attention has to be "sdpa". Not with `drop_padding`,
+            for encoder-decoders, or in compiled graphs.
+        token_choice: "random" (drawn anew in each forward), "last", "loss" (those that predict worst, found by a
+            forward without gradients; TokenSeek's idea), or a function: it gets the arguments of the model's forward as
+            a dictionary and returns scores [B, S], of which the largest are chosen. Padding comes last; models that
+            predict one thing for a sequence choose its first and last token in any case.
 
     Raises:
         UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
             `gradient_norms` with one that samples no tokens, `refresh_bits` where no role's bits are measured, a
-            variant that is not in ``VARIANTS``, or rows of a tile that are no number.
+            variant that is not in ``VARIANTS``, rows of a tile that are no number, or `tokens` that are no share.
     """
 
     linear: str = "identity"
@@ -136,32 +128,13 @@ class CompressionConfig(ConfigFile):
     selective: bool = True
     tiled_mlp: int | str = 0
     programs: bool = True
+    tokens: float = 1.0
+    token_choice: Any = "random"
 
     def __post_init__(self) -> None:
         for role in (*CODEC_ROLES, "other"):
-            object.__setattr__(self, role, _name_of(getattr(self, role)))
-            _check_codec(role, getattr(self, role))
-        for _, role, codec in self.overrides:
-            if role not in CODEC_ROLES:
-                raise UnknownOptionError("role of an override", role, CODEC_ROLES)
-            _check_codec(role, codec)
-        if self.gradient_norms and self.linear not in _sampling():
-            raise UnknownOptionError("codec for linear under gradient_norms", self.linear, _sampling())
-        if self.tiled_mlp != "auto" and not (type(self.tiled_mlp) is int and self.tiled_mlp >= 0):
-            raise UnknownOptionError("tiled_mlp", self.tiled_mlp, ["a number of rows", "auto"])
-        if self.refresh_bits and not any(isinstance(CODECS[getattr(self, role)], IntMeasured) for role in CODEC_ROLES):
-            measured = [name for name, codec in CODECS.items() if isinstance(codec, IntMeasured)]
-            raise UnknownOptionError("codec under refresh_bits", self.mlp, measured)
-        if isinstance(self.checkpoint, str) and not _SHORTHAND.fullmatch(self.checkpoint):
-            raise UnknownOptionError("checkpoint", self.checkpoint, ["names of layers", "every:2", "but_last:1"])
-        for field, variants in VARIANTS.items():
-            if getattr(self, field) not in variants:
-                raise UnknownOptionError(field, getattr(self, field), variants)
-        inputs = [self.checkpoint_input, *(codec for _, role, codec in self.overrides if role == "checkpoint_input")]
-        lossy = [name for name in inputs if not CODECS[name].lossless]
-        if self.checkpoint_attention == "kept" and lossy:
-            lossless = [name for name, codec in CODECS.items() if codec.lossless]
-            raise UnknownOptionError('checkpoint_input with checkpoint_attention="kept"', lossy[0], lossless)
+            object.__setattr__(self, role, name_of(getattr(self, role)))
+        check(self)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> CompressionConfig:
@@ -179,14 +152,14 @@ class CompressionConfig(ConfigFile):
         found = {role: codec for part, role, codec in self.overrides if f".{part}." in f".{module}."}
         if not found:
             return self
-        norms = self.gradient_norms if found.get("linear", self.linear) in _sampling() else 0
+        norms = self.gradient_norms if found.get("linear", self.linear) in sampling() else 0
         return replace(self, **found, gradient_norms=norms)  # type: ignore[arg-type]
 
     @property
     def lossless(self) -> bool:
         """Whether every gradient stays exact."""
         exact = self.activation_variant == "input" and self.norm_variant == "input"
-        return exact and all(codec.lossless for codec in self._codecs())
+        return exact and self.tokens == 1 and all(codec.lossless for codec in self._codecs())
 
     @property
     def offloads(self) -> bool:
@@ -196,25 +169,6 @@ class CompressionConfig(ConfigFile):
     def _codecs(self) -> list[Codec]:
         names = [self.other, *(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
         return [CODECS[name] for name in names]
-
-
-def _name_of(codec: Any) -> Any:
-    """A name for a codec that was given itself. One that is not in the table comes in under its `repr`."""
-    if isinstance(codec, str) or not callable(getattr(codec, "pack", None)):
-        return codec
-    name = next((name for name, row in CODECS.items() if row == codec), repr(codec))
-    CODECS.setdefault(name, codec)
-    return name
-
-
-def _sampling() -> list[str]:
-    return [name for name, codec in CODECS.items() if isinstance(codec, RowSample)]
-
-
-def _check_codec(role: str, codec: str) -> None:
-    known = [name for name, row in CODECS.items() if role == "linear" or not row.linear_only]
-    if codec not in known:
-        raise UnknownOptionError(f"codec for {role}", codec, known)
 
 
 PRESETS: dict[str, CompressionConfig] = {

@@ -40,8 +40,8 @@ class ConfigFile:
         return cls(**{name: _tuples(value) for name, value in data.items()})
 
     def to_json(self) -> str:
-        """As `to_dict`; `from_json` reads it."""
-        return json.dumps(self.to_dict(), indent=2)
+        """As `to_dict`; `from_json` reads it, but for a function: of that there is the name, which it refuses."""
+        return json.dumps(self.to_dict(), indent=2, default=_name)
 
     @classmethod
     def from_json(cls: type[_Config], text: str) -> _Config:
@@ -63,6 +63,11 @@ class ConfigFile:
             UnknownOptionError: As `from_dict`.
         """
         return cls.from_json((Path(folder) / FILE_NAME).read_text(encoding="utf-8"))
+
+
+def _name(value: Any) -> str:
+    name: str = getattr(value, "__qualname__", repr(value))
+    return name
 
 
 def _tuples(value: Any) -> Any:

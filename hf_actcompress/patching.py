@@ -17,6 +17,7 @@ from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelErr
 from .models import Site, find_site
 from .models.adapters import rank_layers
 from .models.checkpointing import find_checkpoint_input, restore_checkpointing, switch_on
+from .models.chosen_layers import find_chosen_tokens, refuse_choice
 from .models.heads import find_head
 from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
@@ -90,6 +91,7 @@ def apply_config(model: nn.Module, config: CompressionConfig, generators: Genera
     Args:
         generators: From which the stochastic codecs draw; None: the model's own, or new ones.
     """
+    refuse_choice(model, config)
     root = root_of(model)
     generators = generators or (root.generators if root is not None else Generators())
     complete = False
@@ -131,7 +133,9 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
             local = replace(local, linear="identity", derive_linear=True, gradient_norms=0)
         found = find_head(module, local) if id(module) in heads else None
         if not isinstance(found, Site):
-            found = find_checkpoint_input(module, local) or find_site(module, local)
+            found = (
+                find_chosen_tokens(module, local) or find_checkpoint_input(module, local) or find_site(module, local)
+            )
         if isinstance(found, Site):
             codec = found.settings.codec.drawing_from(generators).used_in(name, found.settings.role)
             patch_instance(module, found.mixin, replace(found.settings, codec=codec))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, patch_model, patch_report
-from hf_actcompress.config import CODEC_ROLES
+from hf_actcompress.config_checks import CODEC_ROLES
 from hf_actcompress.errors import UnknownOptionError
 from tests.families import BY_NAME
 

@@ -107,7 +107,7 @@ def chosen(presets: list[str]) -> tuple[Strategy, ...]:
 
 
 def _codecs(config: CompressionConfig) -> set[str]:
-    from ..config import CODEC_ROLES
+    from ..config_checks import CODEC_ROLES
 
     return {*(getattr(config, role) for role in CODEC_ROLES), *(codec for _, _, codec in config.overrides)}
 

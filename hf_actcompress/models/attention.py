@@ -28,6 +28,7 @@ from ..reference import packed_kernel, packed_sdpa
 from ..reference.device_rules import device_rules
 from ..reference.sequences import Sequences
 from .eager_attention import find_eager
+from .keys_and_values import keys_and_values
 from .rope import RotaryMixin, calls_rope, why_stock
 from .sites import Declined, Site
 
@@ -94,6 +95,9 @@ def attention_forward(
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
     settings = settings_of(module) or Settings("attention")
+    chosen = keys_and_values()
+    if chosen is not None:
+        key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
     if isinstance(attention_mask, ops.PackedMask):
         out = _packed(settings, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:

@@ -24,6 +24,7 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..records import dropping, frame, in_frame, netted
 from ..reference.rng import Generators
+from .chosen_tokens import choice_of_call, choosing
 from .heads import deferred_logits
 from .packed_masks import packed_forward
 from .padding import padding_of_call
@@ -83,6 +84,8 @@ class PatchedForward:
         if args and args[0] is self.model:
             # accelerate's `unwrap_model(model, keep_fp32_wrapper=False)` binds what it finds as if it were a function
             args = args[1:]
+        if self.active and self.config.tokens < 1 and torch.compiler.is_compiling():
+            return self._not_compiled(*args, **kwargs)
         if self.inner is None and torch.compiler.is_compiling():
             # torch 2.11 cannot trace how `_stock` binds it
             return type(self.model).forward(self.model, *args, **kwargs)
@@ -90,8 +93,14 @@ class PatchedForward:
             return self._stock()(*args, **kwargs)
         stock = self._stock()
         with self._outermost(stock, args, kwargs), deferred_logits(self.model, stock, args, kwargs) as finished:
-            packed = packed_forward(self.model, args, kwargs) if self.inner is None else None
+            # the masks of chosen tokens are made of whole ones
+            plain = self.inner is None and self.config.tokens == 1
+            packed = packed_forward(self.model, args, kwargs) if plain else None
             return finished((packed or stock)(*args, **kwargs))
+
+    @torch.compiler.disable
+    def _not_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
 
     @contextmanager
     def _outermost(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -107,7 +116,8 @@ class PatchedForward:
             self.generators.samples = samples_of_call(self.model, stock, args, kwargs)
         on = self.config.net and self.config.derive_linear
         net = netted(CODECS[self.config.other]) if on else nullcontext()
-        with frame(), dropping(padding), net:
+        choice = choice_of_call(self.model, stock, args, kwargs, self.config)
+        with frame(), dropping(padding), choosing(choice), net:
             yield
 
     def measure_bits_next(self) -> None:

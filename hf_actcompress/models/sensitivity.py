@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ..codecs import CODECS, IntMeasured
 from ..codecs.bit_allocation import Sensitivity, allocate
 from ..codecs.int_measured import Width
-from ..config import CODEC_ROLES, CompressionConfig
+from ..config import CompressionConfig
+from ..config_checks import CODEC_ROLES
 from ..modules.base import PLAIN_TENSORS, is_sharded
 from ..private_apis import FakeTensor, transforms_active
 from ..records import hooks_outside

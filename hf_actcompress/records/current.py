@@ -50,6 +50,10 @@ class Watching(Protocol):
         """
         ...
 
+    def idle(self) -> AbstractContextManager[None]:
+        """While something runs without gradients of which another run keeps what is needed."""
+        ...
+
     def within(self, module: str) -> AbstractContextManager[None]:
         """While that module inside of the one that runs is at work."""
         ...

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hf_actcompress import ops
 from hf_actcompress.codecs import CODECS
-from hf_actcompress.config import VARIANTS
+from hf_actcompress.config_checks import VARIANTS
 from hf_actcompress.dispatch import use
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.modules.leaves import ACTIVATION_OPS

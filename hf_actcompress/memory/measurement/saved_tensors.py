@@ -98,6 +98,7 @@ class _Collector:
         self.thread = threading.get_ident()
         # of storages that are saved next: who keeps them
         self.keepers: dict[int, str] = {}
+        self.is_idle = False
 
     def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str], *, checkpointed: bool = False) -> None:
         """For `current.watcher`: code that runs several modules of the one that is running."""
@@ -109,6 +110,15 @@ class _Collector:
         for x, module in zip(tensors, modules, strict=False):
             if x is not None:
                 self.keepers[x.untyped_storage()._cdata] = self._inside(module)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """For `current.watcher`."""
+        self.is_idle = True
+        try:
+            yield
+        finally:
+            self.is_idle = False
 
     @contextmanager
     def within(self, module: str) -> Iterator[None]:
@@ -151,7 +161,7 @@ class _Collector:
 
     def _enter(self, module: nn.Module) -> None:
         self.stack.append(self.names[module])
-        if not torch.is_grad_enabled() or self._is_hidden():
+        if not self.is_idle and (not torch.is_grad_enabled() or self._is_hidden()):
             self.seen.hidden_from_view = True
 
     def _is_hidden(self) -> bool:

@@ -1,0 +1,287 @@
+"""Gradients of chosen tokens: against stock models in which the hidden states of the other tokens are detached."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import FalconConfig, FalconForCausalLM, MambaConfig, MambaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_actcompress import CompressionConfig, estimate, kept_bytes, memory_report, patch_model, unpatch_model
+from hf_actcompress.errors import UnknownOptionError, UnsupportedModelError
+from tests.families import BY_NAME, differing, step
+from tests.slopes import llama, slope
+
+SHARE = 0.3
+# what makes q, k and v
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "c_attn", "query_key_value", "Wqkv", "qkv_proj",
+               "q_norm", "k_norm")  # fmt: skip
+
+
+def scores_of(batch: dict[str, Any]) -> Tensor:
+    return torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(7))
+
+
+def chosen(batch: dict[str, Any], share: float = SHARE) -> Tensor:
+    """bool [B, S, 1]: the tokens with the largest scores that are no padding."""
+    scores = scores_of(batch)
+    if "attention_mask" in batch:
+        scores = scores.masked_fill(batch["attention_mask"] == 0, -math.inf)
+    rows = scores.topk(math.ceil(share * scores.size(1))).indices
+    return torch.zeros_like(scores).scatter(1, rows, 1.0).bool()[..., None]
+
+
+def with_stops(model: nn.Module, keep: Tensor) -> nn.Module:
+    """The oracle, of a stock model: what layers get and return, q, k and v are constants but in the rows `keep`."""
+
+    def stop(y: Tensor) -> Tensor:
+        return torch.where(keep if y.dim() == 3 else keep[..., None], y, y.detach())
+
+    def stopped_result(_: nn.Module, args: Any, y: Any) -> Any:
+        return (stop(y[0]), *y[1:]) if isinstance(y, tuple) else stop(y)
+
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_pre_hook(lambda _, args: (stop(args[0]), *args[1:]))
+            module.register_forward_hook(stopped_result)
+        elif name.rpartition(".")[2] in PROJECTIONS:
+            module.register_forward_hook(stopped_result)
+    return model
+
+
+def config(preset: str = "exact", share: float = SHARE, **options: Any) -> CompressionConfig:
+    choice = {"token_choice": lambda inputs: scores_of(inputs), **options}
+    return CompressionConfig.from_preset(preset, tokens=share, **choice)
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, x in expected.items():
+        assert (found[name] - x).norm() <= 1e-5 * x.norm() + 1e-9, name
+
+
+CASES = [
+    *((name, padding) for name in ("llama", "bert", "gpt2-gelu-tanh") for padding in ("none", "left", "right")),
+    ("modernbert", "right"), ("qwen3", "none"), ("gemma", "left"), ("phi3", "none"), ("mistral", "left"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("name", "padding"), CASES)
+def test_the_gradients_are_those_of_the_chosen_tokens(name: str, padding: str, checkpointed: bool) -> None:
+    family = BY_NAME[name]
+    model, batch = family.build(torch.float32), family.make_batch(padding)
+    ours = copy.deepcopy(model)
+    if checkpointed:
+        ours.gradient_checkpointing_enable({"use_reentrant": False})
+    patch_model(ours, config())
+    loss, grads = step(ours, batch)
+    expected_loss, expected = step(with_stops(model, chosen(batch)), batch)
+    assert torch.allclose(loss, expected_loss, rtol=1e-6)
+    assert_close(grads, expected)
+    # a second step chooses anew
+    assert_close(step(ours, batch)[1], expected)
+
+
+def test_adapters_and_frozen_weights() -> None:
+    peft = pytest.importorskip("peft")
+    family = BY_NAME["llama"]
+    batch = family.make_batch("left")
+    settings = peft.LoraConfig(r=4, target_modules=["o_proj", "down_proj", "gate_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(family.build(torch.float32), settings)
+    ours = patch_model(copy.deepcopy(model), config())
+    # the loss of adapters alone: their rows are those of the layers
+    assert_close(step(ours, batch)[1], step(with_stops(model, chosen(batch)), batch)[1])
+
+
+def test_bf16_autocast_and_a_codec() -> None:
+    family = BY_NAME["llama"]
+    model, batch = family.build(torch.float32), family.make_batch("left")
+    stock = with_stops(copy.deepcopy(model), chosen(batch))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(stock, batch)[1]
+        for preset, limit in (("exact", 0.02), ("int8", 0.06)):
+            found = step(patch_model(copy.deepcopy(model), config(preset)), batch)[1]
+            error = sum((found[k] - x).norm() ** 2 for k, x in expected.items())
+            assert error**0.5 <= limit * sum(x.norm() ** 2 for x in expected.values()) ** 0.5
+
+
+def test_packed_rows() -> None:
+    model = BY_NAME["llama"].build(torch.float32)
+    ids = torch.randint(3, 60, (1, 13), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(5), torch.arange(8)])[None]}
+    ours = patch_model(copy.deepcopy(model), config())
+    assert_close(step(ours, batch)[1], step(with_stops(model, chosen(batch)), batch)[1])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_models_run_in_eager_mode(whole: bool) -> None:
+    family = BY_NAME["llama"]
+    model, batch = family.build(torch.float32), family.make_batch("left")
+    expected = step(with_stops(copy.deepcopy(model), chosen(batch)), batch)[1]
+    patch_model(model, config())
+    if whole:
+        model.compile(backend="aot_eager")
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    assert_close(step(model, batch)[1], expected)
+
+
+def test_estimates_and_reports() -> None:
+    model = BY_NAME["llama"].build(torch.float32).train()
+    ids = torch.randint(3, 60, (2, 40))
+    batch, options = {"input_ids": ids, "labels": ids}, CompressionConfig(tokens=SHARE)
+    found = estimate(model, batch_size=2, seq_len=40, config=options, device="cpu")
+    report = memory_report(copy.deepcopy(model), batch, options)
+    assert "checkpointing" not in str(report)
+    patch_model(model, options)
+    step(model, batch)
+    kept = kept_bytes(lambda: model(**batch), "cpu")
+    assert found.kept_bytes == pytest.approx(kept, rel=0.01)
+    assert sum(row.patched_bytes for row in report.rows) == pytest.approx(kept, rel=0.1)
+
+
+def test_all_tokens_are_the_preset() -> None:
+    family = BY_NAME["llama"]
+    model, batch = family.build(torch.float32), family.make_batch("left")
+    expected = step(patch_model(copy.deepcopy(model)), batch)
+    for share in (1.0, 0.99):
+        # 0.99 of 13 tokens, rounded up, are all
+        found = step(patch_model(copy.deepcopy(model), config(share=share)), batch)
+        assert torch.equal(found[0], expected[0]) and not differing(found[1], expected[1])
+
+
+def test_without_gradients_and_unpatched_it_is_stock() -> None:
+    family = BY_NAME["llama"]
+    model, batch = family.build(torch.float32), family.make_batch()
+    expected = model(**batch).logits.detach()
+    kinds = [(type(m), sorted(m.__dict__)) for m in model.modules()]
+    patch_model(model, config())
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, expected)
+    step(model, batch)
+    model.zero_grad()
+    unpatch_model(model)
+    assert [(type(m), sorted(m.__dict__)) for m in model.modules()] == kinds
+
+
+def rows_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """bool [B, S]: the tokens whose embeddings get gradients."""
+    seen: list[Tensor] = []
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+
+    def watch(_: nn.Module, args: Any, y: Tensor) -> None:
+        if y.requires_grad:
+            y.register_hook(seen.append)
+
+    hook = embeddings.register_forward_hook(watch)
+    model(**batch).loss.backward()
+    hook.remove()
+    return seen[0].abs().amax(-1) > 0
+
+
+def test_the_choices() -> None:
+    family = BY_NAME["llama"]
+    batch = family.make_batch("right")
+    real = batch["attention_mask"].bool()
+    tokens, count = real.size(1), math.ceil(SHARE * real.size(1))
+    built = family.build(torch.float32)
+
+    def found(choice: Any) -> Tensor:
+        return rows_of(patch_model(copy.deepcopy(built), CompressionConfig(tokens=SHARE, token_choice=choice)), batch)
+
+    place = torch.arange(tokens).expand_as(real)
+    last = place.masked_fill(~real, -1).amax(1, keepdim=True)
+    assert not (found("last") & ~(real & (place > last - count))).any()
+    drawn = [found("random") for _ in range(4)]
+    assert any(not torch.equal(drawn[0], other) for other in drawn[1:])
+    assert not any((rows & ~real).any() or (rows.sum(1) > count).any() for rows in drawn)
+    # the tokens that predict worst
+    with torch.no_grad():
+        logits = built(**batch).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+    worst = losses.masked_fill(labels == -100, -1.0).topk(count).indices
+    expected = torch.zeros_like(real).scatter(1, worst, True)
+    assert not (found("loss") & ~expected & real).any()
+
+
+def test_what_a_classifier_reads_is_always_chosen() -> None:
+    import transformers as hf
+
+    settings = hf.BertConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    model = patch_model(hf.BertForSequenceClassification(settings), CompressionConfig(tokens=0.1, token_choice="last"))
+    ids = torch.randint(3, 60, (3, 40))
+    rows = rows_of(model, {"input_ids": ids, "labels": torch.tensor([0, 1, 0])})
+    assert rows[:, 0].all() and rows[:, -1].all() and (rows.sum(1) == 4).all()
+
+
+def test_kept_bytes() -> None:
+    """Units of the hidden size per token and layer, bf16: the chosen share, and keys and values of all."""
+    limits = {"exact": 7.8, "int8": 4.2, "int4": 2.85}
+    for preset, limit in limits.items():
+        options = CompressionConfig.from_preset(preset, tokens=SHARE)
+        found = slope(llama, prepare=lambda model, options=options: patch_model(model, options), length=256, peak=True)
+        assert found.kept <= limit and found.peak <= limit + 0.05
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (lambda: BY_NAME["t5"].build(), "encoder-decoder"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "none of transformers' layers"),
+    ],
+)
+def test_models_of_which_none_can_be_chosen(model: Any, match: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        patch_model(model(), CompressionConfig(tokens=SHARE))
+
+
+def test_layers_in_which_tokens_meet_elsewhere() -> None:
+    ids = torch.randint(3, 60, (2, 16))
+    sizes = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2}
+    models = [
+        MambaForCausalLM(MambaConfig(**sizes, state_size=4, use_mambapy=False)),
+        FalconForCausalLM(FalconConfig(**sizes, num_attention_heads=4, alibi=True)),
+    ]
+    for model in models:
+        patch_model(model, CompressionConfig(tokens=SHARE), strict=False)
+        with pytest.raises(UnsupportedModelError, match="tokens < 1 needs"):
+            model(input_ids=ids, labels=ids)
+
+
+def test_a_layer_with_a_shift_is_refused() -> None:
+    """What attention shows is right, and what a neighbour adds is missing."""
+    model, batch = BY_NAME["llama"].build(torch.float32), BY_NAME["llama"].make_batch()
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, dims=1),))
+    patch_model(model, CompressionConfig(tokens=SHARE))
+    with pytest.raises(UnsupportedModelError, match="meet in attention alone"):
+        model(**batch)
+
+
+def test_configs() -> None:
+    for options in ({"tokens": 0}, {"tokens": 1.5}, {"token_choice": "best"}, {"tokens": 0.5, "drop_padding": True}):
+        with pytest.raises(UnknownOptionError):
+            CompressionConfig(**options)
+    plain = CompressionConfig(tokens=0.25, token_choice="last")
+    assert CompressionConfig.from_json(plain.to_json()) == plain and not plain.lossless
+    with pytest.raises(UnknownOptionError, match="scores_of"):
+        CompressionConfig.from_json(CompressionConfig(tokens=0.25, token_choice=scores_of).to_json())
+
+
+def test_scores_of_another_shape_and_labels_that_are_missing() -> None:
+    family = BY_NAME["llama"]
+    batch = family.make_batch()
+    model = patch_model(family.build(), CompressionConfig(tokens=SHARE, token_choice=lambda inputs: torch.ones(3)))
+    with pytest.raises(UnsupportedModelError, match="one for each token"):
+        model(**batch)
+    model = patch_model(family.build(), CompressionConfig(tokens=SHARE, token_choice="loss"))
+    with pytest.raises(UnsupportedModelError, match="needs labels"):
+        model(input_ids=batch["input_ids"])
