@@ -25,7 +25,7 @@ from ..ops.chosen_rows import chosen_rows, merged_rows
 from ..private_apis import FakeTensor
 from .checkpointing import find_checkpoint_input
 from .chosen_tokens import current_choice
-from .keys_and_values import KeysAndValues, is_cache
+from .keys_and_values import KeysAndValues, is_cache, unwatched
 from .sites import Site
 
 _PROVED = "actcompress_proved"
@@ -116,7 +116,7 @@ def _prove(
         if not keys:
             raise UnsupportedModelError(_NO_ATTENTION.format(stock_type(layer).__name__))
         before = chosen_rows(x, keys.rows)
-        with keys.used():
+        with keys.used(), unwatched():
             again = _first(stock(before, **of_rows))
     finally:
         for module in training:

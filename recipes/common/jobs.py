@@ -133,10 +133,10 @@ def make_job(name: str, pretraining_steps: int) -> Job:
 
 
 def fit(job: Job, seed: int, steps: int) -> None:
-    """Train the job's model in place: AdamW, linear warm-up and decay, gradients clipped to norm 1."""
+    """Train what is not frozen of the job's model in place: AdamW, warm-up and decay, gradients clipped to norm 1."""
     model = job.model.train()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith(job.frozen))
+        parameter.requires_grad_(parameter.requires_grad and not name.startswith(job.frozen))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=job.lr, weight_decay=0.01)
     torch.manual_seed(seed)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import FalconConfig, FalconForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    FalconConfig,
+    FalconForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import CompressionConfig, estimate, kept_bytes, memory_report, patch_model, unpatch_model
@@ -211,15 +218,16 @@ def test_the_choices() -> None:
     assert not (found("loss") & ~expected & real).any()
 
 
-def test_what_a_classifier_reads_is_always_chosen() -> None:
-    import transformers as hf
+def classifier() -> nn.Module:
+    sizes = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    return BertForSequenceClassification(BertConfig(**sizes, num_attention_heads=4))
 
-    settings = hf.BertConfig(
-        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-    )
-    model = patch_model(hf.BertForSequenceClassification(settings), CompressionConfig(tokens=0.1, token_choice="last"))
-    ids = torch.randint(3, 60, (3, 40))
-    rows = rows_of(model, {"input_ids": ids, "labels": torch.tensor([0, 1, 0])})
+
+CLASSES = {"input_ids": torch.arange(120).view(3, 40) % 60, "labels": torch.tensor([0, 1, 0])}
+
+
+def test_what_a_classifier_reads_is_always_chosen() -> None:
+    rows = rows_of(patch_model(classifier(), CompressionConfig(tokens=0.1, token_choice="last")), CLASSES)
     assert rows[:, 0].all() and rows[:, -1].all() and (rows.sum(1) == 4).all()
 
 
@@ -285,3 +293,5 @@ def test_scores_of_another_shape_and_labels_that_are_missing() -> None:
     model = patch_model(family.build(), CompressionConfig(tokens=SHARE, token_choice="loss"))
     with pytest.raises(UnsupportedModelError, match="needs labels"):
         model(input_ids=batch["input_ids"])
+    with pytest.raises(UnsupportedModelError, match="needs labels"):
+        step(patch_model(classifier(), CompressionConfig(tokens=SHARE, token_choice="loss")), CLASSES)

@@ -1,0 +1,140 @@
+"""Fine-tuning on chosen tokens beside full tuning and LoRA: bytes kept, step time, held-out loss over seeds.
+
+    python recipes/chosen_tokens.py                                  # both jobs, three seeds: ten minutes on two cores
+    python recipes/chosen_tokens.py --jobs llama --seeds 1 --steps 50
+
+The jobs are two of `evaluate_presets.py`: a pretrained MiniLM (classification) and a Llama-like model that is trained
+here first (language modelling). Kept bytes are those of the layers in bf16 under the preset `exact`; step times are
+medians of interleaved steps on this machine, over full tuning's. A row's difference is the mean, over seeds, of its
+held-out loss less that of full tuning from the same seed; beside it the spread (standard deviation) of full tuning's
+own losses over the seeds. Tokens are chosen by their loss where each has one. Writes chosen_tokens.json and .md.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from common.jobs import Job, fit, held_out_loss, make_job
+from common.models import without_dropout
+from peft import LoraConfig, get_peft_model
+from tqdm.auto import tqdm
+
+from hf_actcompress import CompressionConfig, memory_report, patch_model
+
+JOBS = ("minilm", "llama")
+FULL, LORA = "full tuning", "LoRA, rank 8"
+# a rank of 8 wants larger steps than full tuning
+LORA_RATE = 10.0
+
+
+def rows(name: str, shares: Sequence[float]) -> dict[str, CompressionConfig]:
+    """The name of each row of a job, and how the model is patched."""
+    found = {FULL: CompressionConfig(), LORA: CompressionConfig()}
+    for share in shares:
+        for choice in ("random", "last", "loss") if name == "llama" else ("random", "last"):
+            found[f"tokens={share}, {choice}"] = CompressionConfig(tokens=share, token_choice=choice)
+    return found
+
+
+def job_of(job: Job, row: str) -> Job:
+    """A copy of the job with a model of its own, with adapters if the row says so."""
+    found = copy.copy(job)
+    found.model = copy.deepcopy(job.model)
+    if row == LORA:
+        head = ["classifier"] if job.name == "minilm" else None
+        settings = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=head)
+        found.model, found.lr = get_peft_model(found.model, settings), LORA_RATE * job.lr
+    return found
+
+
+def kept_h(job: Job, config: CompressionConfig) -> float:
+    """Bytes per token and layer over the hidden size, in bf16."""
+    model = without_dropout(copy.deepcopy(job.model)).bfloat16().train()
+    report = memory_report(model, next(job.batches(0, 1)), config)
+    return report.layer_patched_bytes / (report.layer_tokens * report.hidden_size)
+
+
+def step_times(job: Job, configs: dict[str, CompressionConfig], rounds: int) -> dict[str, float]:
+    """Median time of a forward and backward of each row over full tuning's, all in turn."""
+    batch = next(job.batches(0, 1))
+    models = {row: patch_model(job_of(job, row).model.train(), config) for row, config in configs.items()}
+    times: dict[str, list[float]] = {row: [] for row in models}
+    for _ in range(rounds + 2):  # two to warm up
+        for row, model in models.items():
+            began = time.perf_counter()
+            model(**batch).loss.backward()
+            times[row].append(time.perf_counter() - began)
+    medians = {row: statistics.median(of_row[2:]) for row, of_row in times.items()}
+    return {row: median / medians[FULL] for row, median in medians.items()}
+
+
+def loss_after(job: Job, row: str, config: CompressionConfig, seed: int, steps: int) -> float:
+    """Held-out loss after a fine-tune."""
+    torch.manual_seed(seed)
+    run = job_of(job, row)
+    patch_model(run.model, config, seed=seed)
+    fit(run, seed, steps)
+    return held_out_loss(run)
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """All rows of one job."""
+    job, configs = make_job(name, args.steps), rows(name, args.shares)
+    times = step_times(job, configs, args.rounds)
+    found: dict[str, Any] = {}
+    for row, config in tqdm(configs.items(), desc=name):
+        losses = [loss_after(job, row, config, seed, args.steps) for seed in range(args.seeds)]
+        found[row] = {"kept_h": kept_h(job_of(job, row), config), "step_ratio": times[row], "losses": losses}
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    """One job as markdown."""
+    full = found[FULL]["losses"]
+    lines = [
+        "| row | kept, h per token and layer | step time | held-out loss | less full tuning's |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row, result in found.items():
+        differences = [ours - theirs for ours, theirs in zip(result["losses"], full, strict=True)]
+        lines.append(
+            f"| {row} | {result['kept_h']:.1f} | {result['step_ratio']:.2f} | {statistics.mean(result['losses']):.3f} "
+            f"| {statistics.mean(differences):+.3f} |"
+        )
+    spread = statistics.stdev(full) if len(full) > 1 else float("nan")
+    return "\n".join(lines) + f"\n\nSpread of full tuning's loss over {len(full)} seeds: {spread:.3f}.\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.3])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300, help="of the fine-tune, and of the training before it")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each row")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/chosen_tokens"))
+    args = parser.parse_args(argv)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    command = f"python recipes/chosen_tokens.py {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
+    jobs = {name: measure(name, args) for name in args.jobs}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    results = {"command": command, "versions": versions, "seeds": args.seeds, "steps": args.steps, "jobs": jobs}
+    (args.output_dir / "chosen_tokens.json").write_text(json.dumps(results, indent=2) + "\n")
+    parts = [f"## {name}\n\n{table(found)}" for name, found in jobs.items()]
+    text = f"# Chosen tokens\n\n`{command}`, {args.steps} steps\n\n" + "\n".join(parts)
+    (args.output_dir / "chosen_tokens.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
