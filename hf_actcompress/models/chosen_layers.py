@@ -7,7 +7,6 @@ the first run, as constants. That is proved by the first call of each layer: bot
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from ..modules.base import Settings, stock_type
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointInputMixin
 from ..ops.chosen_rows import chosen_rows, merged_rows
 from ..private_apis import FakeTensor
+from .arguments import argument_names
 from .checkpointing import find_checkpoint_input
 from .chosen_tokens import current_choice
 from .keys_and_values import KeysAndValues, is_cache, unwatched
@@ -43,9 +43,9 @@ class ChosenTokensMixin(CheckpointInputMixin):
         choice = current_choice()
         if self.actcompress is None or choice is None or not torch.is_grad_enabled():
             return stock(*args, **kwargs)
-        first, *names = list(inspect.signature(inspect.unwrap(stock_type(self).forward)).parameters)[1:]  # type: ignore[arg-type]
-        given = {**dict(zip((first, *names), args, strict=False)), **kwargs}
-        x = given.pop(first)
+        names = argument_names(self.stock_class.forward)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        x = given.pop(names[0])
         rows = choice.rows(x)
         if rows is None:
             return self._checkpointed(partial(stock, **given), x)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..config import CompressionConfig
 from ..errors import UnsupportedModelError
 from ..private_apis import transforms_active
-from .padding import argument
+from .arguments import argument
 
 # losses whose labels stand at the position that predicts them
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")
@@ -166,8 +166,12 @@ def _losses(
     with torch.no_grad():
         output = stock(*args, **{k: v for k, v in kwargs.items() if k != "past_key_values"})
     logits = getattr(output, "logits", None)
-    known = isinstance(logits, Tensor) and isinstance(labels, Tensor) and labels.dim() == 2
-    if not known or logits.shape[:-1] != labels.shape:
+    if (
+        not isinstance(logits, Tensor)
+        or not isinstance(labels, Tensor)
+        or logits.dim() != 3
+        or logits.shape[:-1] != labels.shape
+    ):
         raise UnsupportedModelError(
             f'token_choice="loss" needs labels [B, S] and logits [B, S, V] of a call of {type(model).__name__}; take '
             '"random" or "last", or hand a function over that scores the tokens'

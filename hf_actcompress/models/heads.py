@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from ..config import CompressionConfig
 from ..modules.base import Settings, has_hooks, patched_class, stock_type
 from ..modules.head import HeadMixin, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
+from .arguments import argument
 from .sites import Declined, Site
 
 
@@ -68,10 +68,7 @@ def deferred_logits(
 
 def _labelled(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the forward computes a loss."""
-    labels = kwargs.get("labels")
-    if labels is None and args:
-        labels = inspect.signature(stock).bind_partial(*args).arguments.get("labels")
-    return labels is not None
+    return argument("labels", stock, args, kwargs) is not None
 
 
 def _stock_loss(model: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from ..private_apis import transforms_active
 from ..records import Padding, padding_of
+from .arguments import argument
 
 
 def padding_of_call(
@@ -28,14 +28,6 @@ def padding_of_call(
     if type(mask) is not Tensor or mask.dim() != 2 or mask.device.type == "meta":
         return None
     return padding_of(mask)
-
-
-def argument(name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call hands over under that name, by keyword or by position; None if nothing."""
-    found = kwargs.get(name)
-    if found is None and args:
-        found = inspect.signature(stock).bind_partial(*args).arguments.get(name)
-    return found
 
 
 def why_not(model: nn.Module) -> str:

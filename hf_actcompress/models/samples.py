@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..private_apis import transforms_active
-from .padding import argument
+from .arguments import argument
 
 
 def samples_of_call(

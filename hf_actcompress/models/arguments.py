@@ -1,0 +1,32 @@
+"""What a call hands over, by the names that a forward has for it. Asked in every step, so that names are kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+
+@cache
+def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of what a forward takes by position, without `self`.
+
+    Args:
+        forward: A function of a class, as it is looked up there, perhaps with wrappers around it.
+    """
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = inspect.signature(inspect.unwrap(forward)).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)[1:]
+
+
+def argument(name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call hands over under that name, by keyword or by position; None if nothing."""
+    found = kwargs.get(name)
+    if found is not None or not args:
+        return found
+    function = getattr(stock, "__func__", None)
+    if function is None:
+        # somebody has wrapped the forward of this one model
+        return inspect.signature(stock).bind_partial(*args).arguments.get(name)
+    return dict(zip(argument_names(function), args, strict=False)).get(name)
