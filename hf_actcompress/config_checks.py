@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .codecs import CODECS, IntMeasured, RowSample
 from .errors import UnknownOptionError
-
-if TYPE_CHECKING:
-    from .config import CompressionConfig
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
 
@@ -33,8 +30,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def check(config: CompressionConfig) -> None:
-    """Raise UnknownOptionError for a field that is not what it may be."""
+def check(config: Any) -> None:
+    """Raise UnknownOptionError for a field of a CompressionConfig that is not what it may be."""
     for role in (*CODEC_ROLES, "other"):
         _check_codec(role, getattr(config, role))
     for _, role, codec in config.overrides:
@@ -61,7 +58,7 @@ def check(config: CompressionConfig) -> None:
     _check_tokens(config)
 
 
-def _check_tokens(config: CompressionConfig) -> None:
+def _check_tokens(config: Any) -> None:
     if not (isinstance(config.tokens, (int, float)) and 0 < config.tokens <= 1):
         raise UnknownOptionError("tokens", config.tokens, ["a share above 0 and up to 1"])
     if config.token_choice not in TOKEN_CHOICES and not callable(config.token_choice):

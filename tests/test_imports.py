@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("dispatch",),
     ("codecs",),
-    ("testing",),
+    ("testing", "config_checks"),
     # marks that records and modules put down while a graph is traced
     ("compilation",),
     ("records", "config"),

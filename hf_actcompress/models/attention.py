@@ -116,10 +116,13 @@ def attention_forward(
     if not ((keeps_more or in_region) and plain and _keeps(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias), None
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
-    fusable = cpu and dropout == 0 and bias is None and not recomputed
-    if fusable and _fusable(query, key, value, attention_mask, causal):
-        out = ops.fused_attention(query, key, value, attention_mask, causal, scaling, codec=codec)
-        return ops.tokens_first(out, codec), None
+    if cpu and dropout == 0 and bias is None and not recomputed:
+        # rotated queries and keys are wider than values under autocast; the kernel gets them all in its dtype
+        dtype = autocast_dtype(query)
+        q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
+        if _fusable(q, k, v, attention_mask, causal):
+            out = ops.fused_attention(q, k, v, attention_mask, causal, scaling, codec=codec)
+            return ops.tokens_first(out, codec), None
     if not keeps_more:
         return _whole_rows(settings, stock, query, key, value, causal, scaling, kwargs), None
     out = ops.recomputed_attention(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..codecs import IDENTITY
 from .arithmetic import Add, Cat, Contiguous, Mul, Neg, Permute, Reshape, Scale, Slice, Split, Unbind
 from .calls import BATCH, TOKENS
 from .operations import LayerNorm, RMSNorm
@@ -73,13 +74,19 @@ def _runs(entries: Iterable[Step | Attend]) -> Iterator[list[Step] | Attend]:
         yield steps
 
 
-def is_normed(value: int, entries: list[Step | Attend]) -> bool:
-    """Whether a value is the output of a norm, rotated or as another view."""
+def is_normed(value: int, entries: list[Step | Attend], exact: bool = False) -> bool:
+    """Whether a value is the output of a norm, rotated or as another view.
+
+    Args:
+        value: Of the tape.
+        entries: Of the tape.
+        exact: Of a norm that keeps its input as it is.
+    """
     maker = next((entry for entry in entries if isinstance(entry, Step) and value in entry.outs), None)
     if maker is None or isinstance(maker.operation, (RMSNorm, LayerNorm)):
-        return maker is not None
+        return maker is not None and (maker.codec == IDENTITY or not exact)
     pointwise = isinstance(maker.operation, (Rope, Permute, Reshape, Contiguous, Scale, Add, Mul, Neg, Cat, Slice))
-    return pointwise and any(is_normed(x, entries) for x in maker.ins if x is not None)
+    return pointwise and any(is_normed(x, entries, exact) for x in maker.ins if x is not None)
 
 
 def _read(run: list[Step] | Attend) -> set[int]:

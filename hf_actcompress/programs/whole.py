@@ -115,7 +115,7 @@ def _steps(tape: Tape, attend: Attend, mask: int) -> list[Step]:
             steps.append(entry)
             continue
         options = dict(entry.keywords)
-        derived = tuple(is_normed(value, tape.entries) for value in entry.ins)
+        derived = tuple(is_normed(value, tape.entries, exact=True) for value in entry.ins)
         operation = Attention(
             entry.codec != IDENTITY, derived, options.get("dropout") or 0.0, entry.causal, options.get("scaling")
         )  # type: ignore[arg-type]
