@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import compilation, ops
-from ..codecs import CODECS, IDENTITY
+from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
@@ -103,6 +103,21 @@ def attention_forward(
         if out is not None:
             return out, None
         attention_mask = attention_mask.values()
+    return _attended(settings, module, query, key, value, attention_mask, dropout, scaling, **kwargs), None
+
+
+def _attended(
+    settings: Settings,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention by whichever way keeps no more than q, k, v, output and statistics."""
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
@@ -112,23 +127,19 @@ def attention_forward(
     in_region = ops.region_in_progress() is not None and dropout == 0
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
-        return _traced(stock, (query, key, value), attention_mask, bias, settings), None
+        return _traced(stock, (query, key, value), attention_mask, bias, settings)
     if not ((keeps_more or in_region) and plain and _keeps(query, key, value, bias)):
-        return stock(query, key, value, attention_mask, bias), None
+        return stock(query, key, value, attention_mask, bias)
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
     if cpu and dropout == 0 and bias is None and not recomputed:
-        # rotated queries and keys are wider than values under autocast; the kernel gets them all in its dtype
-        dtype = autocast_dtype(query)
-        q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
-        if _fusable(q, k, v, attention_mask, causal):
-            out = ops.fused_attention(q, k, v, attention_mask, causal, scaling, codec=codec)
-            return ops.tokens_first(out, codec), None
+        fused = _fused(query, key, value, attention_mask, causal, scaling, codec)
+        if fused is not None:
+            return fused
     if not keeps_more:
-        return _whole_rows(settings, stock, query, key, value, causal, scaling, kwargs), None
-    out = ops.recomputed_attention(
+        return _whole_rows(settings, stock, query, key, value, causal, scaling, kwargs)
+    return ops.recomputed_attention(
         stock, query, key, value, attention_mask, bias, is_causal=causal, codec=codec, draws=dropout > 0
     )
-    return out, None
 
 
 def _keeps(*tensors: Tensor | None) -> bool:
@@ -137,6 +148,18 @@ def _keeps(*tensors: Tensor | None) -> bool:
     # reentrant checkpointing runs the layer without gradients first
     first = region is not None and region.is_first and not torch.is_grad_enabled()
     return first or keeps_for_backward(*tensors)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, codec: Codec
+) -> Tensor | None:
+    """Attention by the CPU's fused kernel; None where torch itself would not take it."""
+    # rotated queries and keys are wider than values under autocast; the kernel gets them all in its dtype
+    dtype = autocast_dtype(q)
+    q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
+    if not _fusable(q, k, v, mask, causal):
+        return None
+    return ops.tokens_first(ops.fused_attention(q, k, v, mask, causal, scale, codec=codec), codec)
 
 
 def _whole_rows(

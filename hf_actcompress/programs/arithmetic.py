@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .backward import Backward
 from .emit import Emitter
 from .refusal import NotStraight
-from .step import Operation, Step
+from .step import Backward, Operation, Step
 from .views import reshaped, size_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
@@ -35,6 +35,17 @@ class Later(NamedTuple):
 def opened(x: Tensor | Later) -> Tensor:
     """A function of the backward's code: what was kept, as it was."""
     return x.slot.value(x.tensors) if isinstance(x, Later) else x
+
+
+@fx.node.has_side_effect
+def taken(saved: list[Any]) -> Any:
+    """A function of the backward's code: the last of the saved tensors. It is held no longer than the code needs it."""
+    return saved.pop()
+
+
+def plus(known: Tensor | None, gradient: Tensor) -> Tensor:
+    """Another one: the sum of two gradients; there may be none yet."""
+    return gradient if known is None else known + gradient
 
 
 class Kept(NamedTuple):

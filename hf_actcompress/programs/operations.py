@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..reference import linear_fwd
-from .backward import Backward
 from .emit import Emitter
-from .step import Operation, Step
+from .step import Backward, Operation, Step
 from .views import rows_of, tokens_of
 
 

@@ -16,9 +16,8 @@ from torch.fx import Node
 
 from ..modules.base import stock_type
 from ..ops.own_weights import alias
-from .backward import Backward
 from .emit import Emitter, Setting
-from .step import Operation, Step
+from .step import Backward, Operation, Step
 from .tape import plain
 
 

@@ -15,10 +15,9 @@ from torch import Tensor
 from ..codecs import Codec
 from ..private_apis import without_dispatch_modes
 from ..records import Record, declare_in_order
-from .backward import Backward
 from .emit import Emitter, Setting
 from .handing import Box, in_box
-from .step import Step
+from .step import Backward, Step
 
 
 @dataclass

@@ -14,9 +14,8 @@ from torch.fx import Node
 from ..codecs import Codec
 from ..ops.activation import SIGN_DECIDES
 from ..reference import rng_state
-from .backward import Backward
 from .emit import Bound, Emitter, Setting
-from .step import Operation, Step
+from .step import Backward, Operation, Step
 from .tape import plain
 
 
