@@ -1,10 +1,11 @@
 """Fine-tuning on chosen tokens beside full tuning and LoRA: bytes kept, step time, held-out loss over seeds.
 
-    python recipes/chosen_tokens.py                                  # both jobs, three seeds: ten minutes on two cores
+    python recipes/chosen_tokens.py                                  # three jobs and seeds: 15 minutes on two cores
     python recipes/chosen_tokens.py --jobs llama --seeds 1 --steps 50
 
-The jobs are two of `evaluate_presets.py`: a pretrained MiniLM (classification) and a Llama-like model that is trained
-here first (language modelling). Kept bytes are those of the layers in bf16 under the preset `exact`; step times are
+The jobs are two of `evaluate_presets.py`, a pretrained MiniLM (classification) and a Llama-like model that is trained
+here first (language modelling), and "completion": the latter with labels for the end of each sequence alone, as in
+tuning on instructions. Kept bytes are those of the layers in bf16 under the preset `exact`; step times are
 medians of interleaved steps on this machine, over full tuning's. A row's difference is the mean, over seeds, of its
 held-out loss less that of full tuning from the same seed; beside it the spread (standard deviation) of full tuning's
 own losses over the seeds. Tokens are chosen by their loss where each has one. Writes chosen_tokens.json and .md.
@@ -22,14 +23,18 @@ from typing import Any
 
 import torch
 import transformers
+from common.data import Example
 from common.jobs import Job, fit, held_out_loss, make_job
 from common.models import without_dropout
+from common.state import IGNORE
 from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
 
 from hf_actcompress import CompressionConfig, memory_report, patch_model
 
-JOBS = ("minilm", "llama")
+JOBS = ("minilm", "llama", "completion")
+# the share of each sequence that has labels there
+COMPLETION = 0.3
 FULL, LORA = "full tuning", "LoRA, rank 8"
 # a rank of 8 wants larger steps than full tuning
 LORA_RATE = 10.0
@@ -39,9 +44,25 @@ def rows(name: str, shares: Sequence[float]) -> dict[str, CompressionConfig]:
     """The name of each row of a job, and how the model is patched."""
     found = {FULL: CompressionConfig(), LORA: CompressionConfig()}
     for share in shares:
-        for choice in ("random", "last", "loss") if name == "llama" else ("random", "last"):
+        for choice in ("random", "last") if name == "minilm" else ("random", "last", "loss"):
             found[f"tokens={share}, {choice}"] = CompressionConfig(tokens=share, token_choice=choice)
     return found
+
+
+def job_named(name: str, steps: int) -> Job:
+    """One of the JOBS, its model ready to be fine-tuned."""
+    if name != "completion":
+        return make_job(name, steps)
+    job = make_job("llama", steps)
+    job.train, job.held_out = [completion(row) for row in job.train], [completion(row) for row in job.held_out]
+    return job
+
+
+def completion(batch: Example) -> Example:
+    """The same tokens, labels for the last ones."""
+    labels = batch["labels"].clone()
+    labels[..., : -int(COMPLETION * labels.size(-1))] = IGNORE
+    return {**batch, "labels": labels}
 
 
 def job_of(job: Job, row: str) -> Job:
@@ -87,7 +108,7 @@ def loss_after(job: Job, row: str, config: CompressionConfig, seed: int, steps: 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """All rows of one job."""
-    job, configs = make_job(name, args.steps), rows(name, args.shares)
+    job, configs = job_named(name, args.steps), rows(name, args.shares)
     times = step_times(job, configs, args.rounds)
     found: dict[str, Any] = {}
     for row, config in tqdm(configs.items(), desc=name):

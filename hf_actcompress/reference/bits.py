@@ -42,6 +42,8 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return codes
+    if bits == 4:
+        return codes[:, ::2] | (codes[:, 1::2] << 4)
     parts = [_pack_field(((codes >> s) & (2**width - 1)).reshape(-1), width) for s, width in _fields(bits)]
     return torch.cat([part.view(codes.size(0), part.numel() // max(codes.size(0), 1)) for part in parts], 1)
 
@@ -50,6 +52,8 @@ def unpack_rows(packed: Tensor, bits: int) -> Tensor:
     """The codes [R, m 8 / bits] of what `pack_rows` returned [R, m]."""
     if bits == 8:
         return packed
+    if bits == 4:
+        return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
     rows, count = packed.size(0), packed.size(1) * 8 // bits
     codes, start = None, 0
     for shift, width in _fields(bits):

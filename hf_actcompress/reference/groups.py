@@ -95,6 +95,10 @@ def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice
         yield slice(start, min(start + step, rows))
 
 
+# numbers of a CPU, which any device takes as an operand
+_ENDS = {end: torch.tensor(end, dtype=torch.bfloat16) for end in (torch.inf, -torch.inf)}
+
+
 def bf16_above(x: Tensor) -> Tensor:
     """The smallest bf16 that is not below x. NaN stays NaN, what is too large becomes inf."""
     return _bf16_towards(x, torch.inf)
@@ -114,7 +118,9 @@ def _bf16_towards(x: Tensor, end: float) -> Tensor:
     if x.dtype != torch.float32 or not torch.compiler.is_compiling():
         near = x.to(torch.bfloat16)
         wrong = near < x if end > 0 else near > x
-        return torch.where(wrong, torch.nextafter(near, near.new_full((), end)), near)
+        # a tensor without data goes together with its like alone
+        ends = _ENDS[end] if type(near) is Tensor and device_rules() is None else near.new_full((), end)
+        return torch.where(wrong, torch.nextafter(near, ends), near)
     bits = x.view(torch.int32)
     # bf16 is the upper half of fp32: without the lower half a number comes nearer to zero
     upper = bits & -0x10000

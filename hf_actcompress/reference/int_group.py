@@ -47,7 +47,7 @@ def int_group_pack(
     if size and not features % size and is_one_chunk(x):
         # the whole of it at once, without a place to collect chunks in
         skipped = skip.view(-1, size) if skip is not None else None
-        values = in_groups(x.reshape(rows, features).to(work_dtype(x.dtype), copy=True), size)
+        values = x.reshape(rows, features // size, size).to(work_dtype(x.dtype))
         codes, scale, zero = _quantise(values, bits, stochastic, skipped, keep_sign)
         codes = codes.to(torch.uint8)
         # a row ends with its byte
@@ -62,7 +62,7 @@ def int_group_pack(
         for start, stop, size in spans(features, group_size):
             at = slice(start // group_size, group_count(stop, group_size))
             skipped = skip[start:stop].view(-1, size) if skip is not None else None
-            values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype), copy=True), size)
+            values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype)), size)
             made = _quantise(values, bits, stochastic, skipped, keep_sign)
             codes[:, start:stop], scale[part, at], zero[part, at] = made
         packed[part] = pack_rows(codes, bits)
@@ -72,7 +72,7 @@ def int_group_pack(
 def _quantise(
     values: Tensor, bits: int, stochastic: bool, skipped: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [r, n size] in the dtype of values [r, n, size], which are overwritten; scale and zero bf16 [r, n].
+    """Codes [r, n size] in the dtype of values [r, n, size]; scale and zero bf16 [r, n].
 
     The range is rounded outwards to bf16 and the codes are made for the rounded one, so that no value is clipped and
     the rounding costs nothing but a step wider by less than 2^-7. A NaN or inf makes the group's scale NaN or inf.
@@ -86,11 +86,14 @@ def _quantise(
         high = values.masked_fill(skipped, -torch.inf).amax(-1)
     zero = bf16_below(low)
     # a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is another
-    scale = bf16_above((high - zero) / torch.full_like(high, levels)).clamp_min(_TINY)
+    divisor = levels if high.device.type == "cpu" else torch.full_like(high, levels)
+    scale = bf16_above((high - zero) / divisor).clamp_min(_TINY)
     positive = values > 0 if keep_sign else None
-    values.sub_(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
+    values = (values - zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
     values = values.add_(uniform(values.shape, values.dtype, values.device)).floor_() if stochastic else values.round_()
-    values.clamp_(0, levels)
+    if stochastic or skipped is not None:
+        # to nearest, all that counted for the range is inside of it
+        values.clamp_(0, levels)
     if positive is not None:
         # the range is rounded outwards, so there is a code on the right side of zero; of skipped values nobody reads it
         decoded = values * scale.unsqueeze(-1) + zero.unsqueeze(-1)
@@ -106,7 +109,8 @@ def int_group_unpack(
     if size and not features % size and packed.size(0) <= chunk_rows(features, packed.device):
         step = scale.unsqueeze(-1)
         block = unpack_rows(packed, bits)
-        values = in_groups((block if block.size(1) == features else block[:, :features]).to(work_dtype(dtype)), size)
+        block = block if block.size(1) == features else block[:, :features]
+        values = block.view(-1, features // size, size).to(work_dtype(dtype))
         values.mul_(step).add_(zero.unsqueeze(-1))
         return within_range(values, step, dtype).flatten(1).to(dtype)
     out = packed.new_empty(packed.size(0), features, dtype=dtype)

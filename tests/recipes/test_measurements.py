@@ -94,6 +94,17 @@ def test_evaluate_presets(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before
 
 
+def test_chosen_tokens(tmp_path: Path) -> None:
+    recipe = importlib.import_module("chosen_tokens")
+    options = ["--jobs", "completion", "--seeds", "2", "--steps", "2", "--rounds", "1", "--output-dir", str(tmp_path)]
+    assert recipe.main(options) == 0
+    rows = json.loads((tmp_path / "chosen_tokens.json").read_text())["jobs"]["completion"]
+    full, last = rows[recipe.FULL], rows["tokens=0.3, last"]
+    assert last["kept_h"] < 0.4 * full["kept_h"] and len(last["losses"]) == 2
+    assert last["losses"] == pytest.approx(full["losses"], rel=0.01)
+    assert "| LoRA, rank 8 |" in (tmp_path / "chosen_tokens.md").read_text()
+
+
 def test_compare_presets(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     texts = [path.read_text() for path in sorted(RECIPES.glob("*.py"))]
