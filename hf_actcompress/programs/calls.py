@@ -56,7 +56,13 @@ def _neg(r: Recorder, y: Tensor, x: Tensor) -> None:
 
 
 def _reshape(r: Recorder, y: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
-    if x.shape[0] == BATCH * TOKENS and y.shape[:2] == (BATCH, TOKENS):
+    if y.shape == (BATCH * TOKENS, *x.shape[2:]) and x.dim() == 3:
+        # operations take the rows of a batch as they are
+        r.same(y, x)
+        r.flat.add(r.value(x))
+    elif x.dim() == 2 and r.value(x) in r.flat and y.shape == (BATCH, TOKENS, x.size(1)):
+        r.same(y, x)
+    elif x.shape[0] == BATCH * TOKENS and y.shape[:2] == (BATCH, TOKENS):
         # the layer's input has both sizes
         r.note(Tokens(tuple(y.shape[2:])), (x, r.metas[0]), y)
     elif y is not x:

@@ -141,7 +141,8 @@ class Bound:
 
     def __init__(self, function: Callable[..., Any], tail: tuple[Any, ...]) -> None:
         self.function, self.tail = function, tail
-        self.__name__, self.__module__ = function.__name__, function.__module__
+        # generated code would look up under torch what says to come from there
+        self.__name__, self.__module__ = function.__name__, __name__
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args, *self.tail)

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..codecs import IDENTITY, Codec
-from .arithmetic import Mul
-from .pointwise import Activation, GatedProduct
+from .arithmetic import Add, Cast, Mul, Neg, Scale
+from .operations import LayerNorm, Linear, RMSNorm
+from .pointwise import Activation, Dropout, GatedProduct
 from .refusal import NotStraight
 from .step import Operation, Step
 from .tape import Attend
@@ -25,6 +26,9 @@ from .tape import Attend
 _QUESTIONS = {
     "__get__", "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "__len__", "get_device",
 }  # fmt: skip
+
+# they do the same with [B * T, C] as with [B, T, C]
+_BY_ROWS = (Activation, Add, Cast, Dropout, LayerNorm, Linear, Mul, Neg, RMSNorm, Scale)
 
 
 class Recorder(TorchFunctionMode):
@@ -37,6 +41,7 @@ class Recorder(TorchFunctionMode):
         metas: Of each value a tensor without data.
         entries: What has been noted.
         autocast: The dtype of products under autocast; None while it is off.
+        flat: The values [B, T, C] that the code also has, or only has, as [B * T, C].
     """
 
     def __init__(self, rules: Mapping[str, Callable[..., None]], autocast: torch.dtype | None) -> None:
@@ -45,6 +50,7 @@ class Recorder(TorchFunctionMode):
         self.autocast = autocast
         self.metas: list[Tensor] = []
         self.entries: list[Step | Attend] = []
+        self.flat: set[int] = set()
         self._silent = False
         self._module = ""
         # by the id of the tensor object, which is held here
@@ -70,7 +76,13 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Note a step."""
         values = tuple(None if x is None else self.value(x) for x in ins)
-        self.entries.append(Step(operation, values, tuple(self.given(y) for y in outs), self._module, codec))
+        made = tuple(self.given(y) for y in outs)
+        flat = [x.dim() == 2 for x, value in zip(ins, values, strict=True) if x is not None and value in self.flat]
+        if any(flat):
+            if not isinstance(operation, _BY_ROWS):
+                raise NotStraight(f"it takes the rows of a batch to {type(operation).__name__}")
+            self.flat.update(made[:1])
+        self.entries.append(Step(operation, values, made, self._module, codec))
 
     def within(self, module: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a module in the layer, whose steps are noted as its own."""

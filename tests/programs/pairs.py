@@ -17,7 +17,7 @@ LEAVES = CompressionConfig(programs=False)
 PROGRAMS = CompressionConfig(programs=True)
 NAMES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2-gelu-new", "gpt2-gelu-tanh", "bert", "roberta",
-    "distilbert", "modernbert", "vit",
+    "distilbert", "modernbert", "vit", "opt",
 )  # fmt: skip
 MODES = ("fp32", "bf16", "autocast")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "autocast": torch.float32}

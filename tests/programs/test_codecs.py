@@ -14,7 +14,7 @@ from tests.families import BY_NAME, cast_batch, mode_of, step
 from tests.programs.pairs import DTYPES, MODES, calls
 
 PRESETS = ("int8", "int4", "fp8")
-FAMILIES = ("llama", "bert", "gpt2-gelu-new", "gemma", "vit", "qwen3", "modernbert", "phi3")
+FAMILIES = ("llama", "bert", "gpt2-gelu-new", "gemma", "vit", "qwen3", "modernbert", "phi3", "opt")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
