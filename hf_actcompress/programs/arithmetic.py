@@ -125,6 +125,11 @@ class Reshape(Operation):
     back: tuple[int, ...]
     same: ClassVar[bool] = True
 
+    @property
+    def flattens(self) -> bool:
+        """Whether it makes [B, T, H * D] of heads [B, T, H, D]."""
+        return len(self.sizes) == 3 and len(self.back) == 4 and self.sizes[:2] == (-2, -3)
+
     def structure(self) -> Hashable:
         return tuple(tuple(min(size, 0) for size in sizes) for sizes in (self.sizes, self.back))
 

@@ -24,7 +24,7 @@ from ..records import current, saved_next
 from ..reference import replayed_rng, rng_state
 from .emit import Setting
 from .handing import Box, Heads, with_heads
-from .keeping import opened, put_together, taken_apart
+from .keeping import Outside, opened, put_together, taken_apart
 from .plan import Computation, Plan, assembled, both_ways, forward_of, writing
 
 # what a plain checkpoint may be told
@@ -101,7 +101,7 @@ class CheckpointedFunction(torch.autograd.Function):
         outputs = made.first(*inputs)
         # weights as their data are now: `param.data = ...` changes the parameter alone
         values = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
-        kept, ctx.slots, keepers = taken_apart(values, [(0, codec)], [""] * len(values))
+        kept, ctx.slots, keepers = taken_apart(values, [Outside(0, codec)], [""] * len(values))
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers, checkpointed=True)
         saved_next(kept, range(count))

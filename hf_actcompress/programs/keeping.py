@@ -62,12 +62,26 @@ class Kept(NamedTuple):
     keepers: Sequence[str]
 
 
-def taken_apart(values: list[Any], outside: Sequence[tuple[int, Codec]], keepers: Sequence[str]) -> Kept:
+class Outside(NamedTuple):
+    """An activation from outside among what is kept, which may be known to others.
+
+    Attributes:
+        place: Where it is.
+        codec: Through which it is kept, if nobody keeps it.
+        flat: Whether that is as [B, T, H * D], of heads [B, T, H, D]: the shape in which a linear layer reads them.
+    """
+
+    place: int
+    codec: Codec
+    flat: bool = False
+
+
+def taken_apart(values: list[Any], outside: Sequence[Outside], keepers: Sequence[str]) -> Kept:
     """What to save of values that are tensors, records, and activations from outside, which may be known.
 
     Args:
         values: In the order of the plan.
-        outside: The places of activations from outside, and through which codec each is kept.
+        outside: The activations from outside.
         keepers: The module for which each is kept.
     """
     slots: dict[int, Slot] = {}
@@ -78,8 +92,9 @@ def taken_apart(values: list[Any], outside: Sequence[tuple[int, Codec]], keepers
         names.extend([keepers[i]] * (len(keepers) + len(leaves.tensors) - len(names)))
         values[i] = None
 
-    for i, codec in outside:
-        record = known_record(values[i]) if codec == IDENTITY else record_of(values[i], codec)
+    for i, codec, flat in outside:
+        x = values[i].flatten(2) if flat else values[i]
+        record = known_record(x) if codec == IDENTITY else record_of(x, codec)
         if record is not None and not _is_itself(record) and not is_dropped(record):
             take(i, record)
     for i, value in enumerate(values):

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import Codec
+from ..codecs import IDENTITY
 from ..private_apis import without_dispatch_modes
 from ..records import Record, declare_in_order
+from .arithmetic import Reshape
 from .emit import Emitter, Setting
 from .handing import Box, in_box
+from .keeping import Outside
 from .step import Backward, Step
 
 
@@ -78,8 +80,7 @@ class Plan:
         keepers: The module for which each is kept, for reports.
         weights: Which of the kept tensors are weights.
         handed: The inputs whose gradients' factors are behind the gradients that the backward returns, in order.
-        outside: Which of the kept tensors are activations from outside, which may be known to others; of each the
-            codec through which it is kept.
+        outside: Which of the kept tensors are activations from outside.
         packs: Whether others go through a codec.
         rebuilt: Of the outputs.
         optional: Which of the outputs may have no gradient.
@@ -93,7 +94,7 @@ class Plan:
     keepers: tuple[str, ...]
     weights: tuple[bool, ...]
     handed: tuple[int, ...]
-    outside: tuple[tuple[int, Codec], ...]
+    outside: tuple[Outside, ...]
     packs: bool
     rebuilt: tuple[Rebuilt, ...]
     optional: frozenset[int]
@@ -168,6 +169,16 @@ def _wanted(program: Computation, needed: tuple[bool, ...]) -> frozenset[int]:
     return frozenset(wanted)
 
 
+def _outside(program: Computation, backward: Backward, place: int, value: int) -> Outside:
+    """How an activation from outside is kept: heads as the linear layer reads them that keeps them."""
+    codec = backward.codec_of(value)
+    if codec == IDENTITY:
+        for step in program.steps:
+            if isinstance(step.operation, Reshape) and step.operation.flattens and step.ins == (value,):
+                return Outside(place, backward.codec_of(step.outs[0]), True)
+    return Outside(place, codec)
+
+
 def assembled(program: Computation, forward: Emitter, backward: Backward) -> Plan:
     """The plan of what both graphs say."""
     inputs = len(program.metas)
@@ -192,7 +203,7 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
         return tuple(at.get(value, value) for value in values)
 
     kept = enumerate(backward.kept)
-    outside = tuple((i, backward.codec_of(x)) for i, x in kept if x < inputs and x not in program.weights)
+    outside = tuple(_outside(program, backward, i, x) for i, x in kept if x < inputs and x not in program.weights)
     return Plan(
         forward.code(results),
         backward.code([*map(backward.gradients.get, range(inputs)), *chain(*backward.factors.values())]),

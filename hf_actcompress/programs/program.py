@@ -130,7 +130,7 @@ class ProgramFunction(torch.autograd.Function):
             kept, ctx.slots, keepers = taken_apart(kept, plan.outside, keepers)
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers)
-        saved_next(kept, [i for i, _ in plan.outside])
+        saved_next(kept, [x.place for x in plan.outside])
         ctx.save_for_backward(*kept)
         ctx.plan, ctx.boxes, ctx.handed = plan, boxes, plan.handed_of(inputs)
         ctx.heads = heads

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .optimizers import FOREACH
+
 # the number of a term and its coefficient, of each summand in turn
 Terms = Sequence[float]
 
@@ -25,6 +27,7 @@ class QuickEstimate:
     optimizer_bytes: int
     kept_by_role: Mapping[str, int]
     step_peak_bytes: int
+    optimizer_step_bytes: int
     context_bytes: int
 
     @property
@@ -36,7 +39,7 @@ class QuickEstimate:
     def device_bytes(self) -> int:
         """What the card has to have."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return state + self.step_peak_bytes + self.context_bytes
+        return state + max(self.step_peak_bytes, self.optimizer_step_bytes) + self.context_bytes
 
 
 def with_chunks(sizes: Mapping[str, float]) -> dict[str, float]:
@@ -85,7 +88,7 @@ def evaluate(data: Mapping[str, Any], case: Sequence[int], optimizer: str, sizes
         data: The class's file of `data/`.
         case: The numbers of its state and its step.
         optimizer: Name of an optimizer.
-        sizes: As for `with_chunks`.
+        sizes: As for `with_chunks`, and the bytes of Adafactor's step.
     """
     values = term_values(data["terms"], with_chunks(sizes))
     state, step = data["states"][case[0]], data["steps"][case[1]]
@@ -93,12 +96,15 @@ def evaluate(data: Mapping[str, Any], case: Sequence[int], optimizer: str, sizes
     def nbytes(number: int) -> int:
         return round(total(data["sums"][number], values))
 
+    gradients = nbytes(state["gradients"])
     return QuickEstimate(
         weights_bytes=nbytes(state["weights"]),
-        gradients_bytes=nbytes(state["gradients"]),
-        optimizer_bytes=nbytes(state[optimizer]),
+        gradients_bytes=gradients,
+        optimizer_bytes=nbytes(state["adamw" if optimizer == FOREACH else optimizer]),
         kept_by_role={role: nbytes(number) for role, number in step["kept"].items()},
         step_peak_bytes=max(map(nbytes, step["moments"])),
+        # roots of all second moments
+        optimizer_step_bytes={FOREACH: gradients, "adafactor": round(sizes["adafactor"])}.get(optimizer, 0),
         context_bytes=data["context_bytes"],
     )
 

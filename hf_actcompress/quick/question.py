@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ModelConfigError, UnknownOptionError
 from .formula import QuickEstimate, evaluate
+from .optimizers import FOREACH, OF_TRAINER
 
 _FOLDER = Path(__file__).parent / "data"
 
@@ -75,9 +76,10 @@ class Question:
         cases = self.data["cases"][self.key if self.window is None or seq_len < self.window else self._windowed]
         if strategy not in cases:
             raise UnknownOptionError("strategy", strategy, cases)
-        if optimizer not in self.data["optimizers"]:
-            raise UnknownOptionError("optimizer", optimizer, self.data["optimizers"])
-        return evaluate(self.data, cases[strategy], optimizer, {**self.sizes, "batch": batch_size, "seq": seq_len})
+        row, known = OF_TRAINER.get(optimizer, optimizer), (FOREACH, *self.data["optimizers"])
+        if row not in known:
+            raise UnknownOptionError("optimizer", optimizer, [*known, *OF_TRAINER])
+        return evaluate(self.data, cases[strategy], row, {**self.sizes, "batch": batch_size, "seq": seq_len})
 
     def check_length(self, seq_len: int) -> None:
         """Raise ModelConfigError if the formula does not hold for such a sequence."""
@@ -119,6 +121,7 @@ def question(
     # a weight of packed codes has no width
     sizes["tile"] = _LEAST_TILE if quantization else max(_LEAST_TILE, sizes[data["tile"]] // 2)
     mode = _mode(dtype or values.get("dtype") or values.get("torch_dtype"), autocast, bool(lora), quantization)
+    sizes["adafactor"] = _adafactor_step(sizes, mode)
     key = f"{variant}/{'grouped' if sizes['groups'] > 1 else 'single'}/{mode}"
     if key not in data["cases"]:
         raise ModelConfigError(f"there is no formula for {name}, {key}; known: {', '.join(data['cases'])}")
@@ -176,6 +179,15 @@ def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, in
         raise ModelConfigError("the formula is for several heads of keys, not for one; `estimate` takes any model")
     del found["heads"]
     return {**found, "kv_heads": kv_heads, "groups": heads // kv_heads}
+
+
+def _adafactor_step(sizes: Mapping[str, int], mode: str) -> int:
+    """Bytes that Adafactor makes of the largest weight: fp32 squares and updates, and copies if it is narrower.
+
+    Those of adapters do not count.
+    """
+    largest = max(sizes["vocab"], 2 * sizes["experts"] * sizes["ffn"] if "experts" in sizes else sizes["ffn"])
+    return {"fp32": 8, "autocast": 8, "bf16": 16}.get(mode, 0) * largest * sizes["hidden"]
 
 
 def _mode(dtype: str | None, autocast: str | None, lora: bool, quantization: str | None) -> str:

@@ -141,7 +141,7 @@ def test_mixed_precision_and_other_words(tmp_path: Any) -> None:
     assert found("--lora-r", "4") == found("--lora", "--lora-rank", "4")
     assert found("--optim", "paged_adamw_8bit") == found("--optimizer", "adamw_8bit")
     assert run(*command, "--bf16", "--fp16").exit_code == Exit.USAGE
-    assert optimizer_rule("adamw_torch") is optimizer_rule("adamw")
+    assert optimizer_rule("adamw_torch_fused") is optimizer_rule("adamw")
 
 
 OWN_CODE = """

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from hf_actcompress import CompressionConfig, kept_bytes, measure_step, patch_model, patch_report
 from hf_actcompress.errors import ModelConfigError, UnknownOptionError
 from hf_actcompress.memory import Estimate, estimate
+from hf_actcompress.memory.estimation.optimizers import optimizer_rule
 from hf_actcompress.patching import _say_once
 from tests.families import BY_NAME, FAMILIES
 
@@ -141,6 +142,42 @@ def test_optimizer_states_are_those_of_the_optimizer(name, make, dtype):
     states = (x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor))
     expected = sum(x.nbytes for x in states)
     assert estimate(model, **SIZES, optimizer=name, device="cpu").optimizer_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda", "make"),
+    [
+        ("adamw", False, lambda ps: torch.optim.AdamW(ps, fused=True)),
+        ("adamw_torch", False, lambda ps: torch.optim.AdamW(ps, foreach=False)),
+        ("adamw_torch", True, lambda ps: torch.optim.AdamW(ps, foreach=True)),
+        ("sgd_momentum", True, lambda ps: torch.optim.SGD(ps, momentum=0.9, foreach=True)),
+        ("adafactor", False, lambda ps: hf.Adafactor(ps, lr=1e-3, relative_step=False, scale_parameter=False)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(512, 512, 512), (1024, 256, 512), (256, 1024)])
+def test_what_the_optimizers_own_step_takes(name, cuda, make, dtype, rows):
+    parameters = [torch.nn.Parameter(torch.randn(n, 256, dtype=dtype)) for n in rows]
+    optimizer = make(parameters)
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    peak = measure_step(optimizer.step, "cpu").peak_bytes
+    assert sum(optimizer_rule(name).step(parameters, cuda)) == pytest.approx(peak, rel=0.02, abs=4096)
+
+
+def test_the_optimizers_step_counts_where_it_takes_more_than_the_backward():
+    model = BY_NAME["bert"].build()
+    # states that are many times as large as activations
+    large, small = (
+        estimate(model, batch_size=1, seq_len=4, optimizer=name, device="cuda") for name in ("adamw_torch", "adamw")
+    )
+    assert large.optimizer_step_bytes == large.gradients_bytes > small.optimizer_step_bytes == 0
+    assert large.device_bytes - small.device_bytes == max(0, large.optimizer_step_bytes - large.step_peak_bytes)
+    assert sum(size for _, size in large.rows()) == large.device_bytes
+    assert estimate(model, batch_size=64, seq_len=16, optimizer="adamw_torch").device_bytes == (
+        estimate(model, batch_size=64, seq_len=16, optimizer="adamw").device_bytes
+    )
 
 
 def test_weights_are_counted_once_if_they_are_tied():

@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 from ...config import CompressionConfig, resolve
+from ...quick.optimizers import FOREACH
 from ...records import storage_sizes
 from ..estimation.fake_step.setting import Setting
 from ..estimation.meta_model import skeleton
@@ -34,6 +35,8 @@ STRUCTURE = (
     "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention", "activation", "dropout",
     "seq_classif_dropout", "decoder_sparse_step", "mlp_only_layers", "output_router_logits",
 )  # fmt: skip
+# those with states of their own
+_OPTIMIZERS = [name for name in OPTIMIZERS if name != FOREACH]
 # and others that are read
 _READ = ("tie_word_embeddings", "sliding_window", "use_sliding_window")
 
@@ -136,7 +139,7 @@ def _state(models: Sequence[nn.Module], reader: Reader, writer: Writer, period: 
     for model in models:
         trained = [p for p in model.parameters() if p.requires_grad]
         weights = storage_sizes(chain(model.parameters(), model.buffers())).values()
-        optimizers = {name: [size for p in trained for size in rule.states(p)] for name, rule in OPTIMIZERS.items()}
+        optimizers = {name: [size for p in trained for size in OPTIMIZERS[name].states(p)] for name in _OPTIMIZERS}
         sizes = {"weights": weights, "gradients": [p.nbytes for p in trained], **optimizers}
         parts.append({part: reader.total(found) for part, found in sizes.items()})
     short, longer = parts
@@ -156,7 +159,7 @@ def described(name: str) -> dict[str, Any]:
     return {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "context_bytes": CONTEXT_BYTES,
-        "optimizers": list(OPTIMIZERS),
+        "optimizers": _OPTIMIZERS,
         "model_type": family.config.model_type,
         "task": family.task,
         "learned_positions": family.learned_positions,

@@ -23,7 +23,7 @@ from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
 from .optimizers import OptimizerRule, optimizer_rule
 from .result import Estimate
-from .states import context_bytes, frozen_elsewhere, state_bytes
+from .states import States, context_bytes, frozen_elsewhere, state_bytes
 
 __all__ = ["Estimate", "estimate"]
 
@@ -146,7 +146,7 @@ class Estimates:
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}
-        self._states: dict[bool, tuple[int, int, int]] = {}
+        self._states: dict[bool, States] = {}
         # (config, checkpointing) -> `Extrapolated.alike`
         self._alike: dict[Any, bool] = {}
         # what a config has for single layers -> the runs of equal layers
@@ -198,7 +198,7 @@ class Estimates:
         """`Estimate.device_bytes` alone, in less time."""
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing, roles=False)
-        return sum(self._state_bytes(gradient_checkpointing)) + found.step.peak + context_bytes(setting)
+        return self._state_bytes(gradient_checkpointing).at_peak(found.step.peak) + context_bytes(setting)
 
     def evaluation_bytes(self, batch_size: int, seq_len: int) -> int:
         """What a device has to have for an evaluation of such a batch with labels, beside the training's states.
@@ -207,7 +207,7 @@ class Estimates:
         """
         setting, whole = self._case(batch_size, seq_len, None), self._model(False)
         found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))
-        return sum(self._state_bytes(False)) + found.step.peak + context_bytes(setting)
+        return sum(self._state_bytes(False)[:3]) + found.step.peak + context_bytes(setting)
 
     def frozen_elsewhere(self) -> int:
         """Bytes of frozen weights that could be on the host, with those of two layers on the card at a time."""
@@ -226,7 +226,7 @@ class Estimates:
             self._models[checkpointing] = skeleton(*source)
         return self._models[checkpointing]
 
-    def _state_bytes(self, checkpointing: bool) -> tuple[int, int, int]:
+    def _state_bytes(self, checkpointing: bool) -> States:
         if checkpointing not in self._states:
             self._states[checkpointing] = state_bytes(self._model(checkpointing), self._setting, self._rule)
         return self._states[checkpointing]
@@ -265,10 +265,7 @@ def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: s
     return _estimate(found, whole, setting, state_bytes(whole, setting, rule), name)
 
 
-def _estimate(
-    found: Extrapolated, whole: nn.Module, setting: Setting, state: tuple[int, int, int], name: str
-) -> Estimate:
-    weights, gradients, states = state
+def _estimate(found: Extrapolated, whole: nn.Module, setting: Setting, states: States, name: str) -> Estimate:
     return Estimate(
         model=type(root_module(whole)).__name__,
         device="cuda" if setting.cuda else "cpu",
@@ -276,9 +273,10 @@ def _estimate(
         seq_len=setting.seq_len,
         config=name,
         engine=ENGINES[setting.compiled],
-        weights_bytes=weights,
-        gradients_bytes=gradients,
-        optimizer_bytes=states,
+        weights_bytes=states.weights,
+        gradients_bytes=states.gradients,
+        optimizer_bytes=states.optimizer,
+        optimizer_step_bytes=states.optimizer_step,
         kept_bytes=found.step.kept,
         kept_by_role=found.step.all_roles,
         kept_per_layer=found.per_layer,

@@ -1,13 +1,14 @@
-"""Bytes of an optimizer's states, by a table."""
+"""Bytes of an optimizer's states, and of what its own step makes for a while, by a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ...errors import UnknownOptionError
+from ...quick.optimizers import FOREACH, OF_TRAINER
 
 # of bitsandbytes' blockwise 8-bit states: one fp32 scale per block, and small tensors in fp32
 _BLOCK, _SMALLEST = 256, 4096
@@ -15,15 +16,18 @@ _BLOCK, _SMALLEST = 256, 4096
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """What an optimizer keeps of one trainable parameter from its first step on.
+    """What an optimizer keeps of one trainable parameter from its first step on, and what its steps take.
 
     Args:
         states: The sizes in bytes of its states for a parameter.
         what: In words.
+        step: The sizes of what a step has at once beside states and gradients, of all parameters in order, and whether
+            they are on a CUDA device.
     """
 
     states: Callable[[Tensor], Iterable[int]]
     what: str
+    step: Callable[[Sequence[Tensor], bool], Iterable[int]] = lambda parameters, cuda: ()
 
 
 def _copies(count: int) -> Callable[[Tensor], Iterable[int]]:
@@ -49,28 +53,46 @@ def _adafactor(p: Tensor) -> Iterable[int]:
     return [4 * (p.numel() // max(1, p.size(-1))), 4 * (p.numel() // max(1, p.size(-2))), 4]
 
 
+def _foreach(parameters: Sequence[Tensor], cuda: bool) -> Iterable[int]:
+    """Roots of all second moments at once; on a CPU, where torch goes through them in turn, of one."""
+    if cuda:
+        return [p.nbytes for p in parameters]
+    return _in_turn([p.nbytes for p in parameters], 2)
+
+
+def _adafactor_step(parameters: Sequence[Tensor], cuda: bool) -> Iterable[int]:
+    """Squares and updates in fp32 of one parameter, and copies of it and its gradient if they are narrower."""
+    # what is made of the parameter before is still there
+    sizes = [4 * p.numel() for p in parameters]
+    copies = 2 if all(p.itemsize >= 4 for p in parameters) else 4
+    return _in_turn(sizes, copies)
+
+
+def _in_turn(sizes: Sequence[int], copies: int) -> Iterable[int]:
+    return max(
+        ([*[size] * copies, before] for size, before in zip(sizes, [0, *sizes], strict=False)), key=sum, default=[]
+    )
+
+
 OPTIMIZERS: dict[str, OptimizerRule] = {
     "adamw": OptimizerRule(_fused_adamw, "two moments in the parameter's dtype, as torch's fused AdamW keeps them"),
+    FOREACH: OptimizerRule(
+        _fused_adamw, 'the same, as torch\'s AdamW keeps them that is not fused (optim="adamw_torch")', _foreach
+    ),
     "adamw_8bit": OptimizerRule(_adamw_8bit, "two moments in 8 bits, as bitsandbytes keeps them"),
     "adafactor": OptimizerRule(
-        _adafactor, "row and column sums in fp32 and no momentum, as transformers' Adafactor keeps them"
+        _adafactor,
+        "row and column sums in fp32 and no momentum, as transformers' Adafactor keeps them",
+        _adafactor_step,
     ),
     "sgd_momentum": OptimizerRule(_copies(1), "one moment in the parameter's dtype"),
     "sgd": OptimizerRule(_copies(0), "nothing"),
 }
 
 
-# names of transformers' `TrainingArguments(optim=...)`; a paged one keeps the same, but may move it to the host
-_OF_TRAINER = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw_apex_fused": "adamw",
-    "paged_adamw_32bit": "adamw", "paged_adamw": "adamw",
-    "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
-}  # fmt: skip
-
-
 def optimizer_rule(name: str) -> OptimizerRule:
     """The row of that name, or of one that transformers' Trainer knows it by. Raises UnknownOptionError."""
-    row = _OF_TRAINER.get(name, name)
+    row = OF_TRAINER.get(name, name)
     if row not in OPTIMIZERS:
-        raise UnknownOptionError("optimizer", name, [*OPTIMIZERS, *_OF_TRAINER])
+        raise UnknownOptionError("optimizer", name, [*OPTIMIZERS, *OF_TRAINER])
     return OPTIMIZERS[row]

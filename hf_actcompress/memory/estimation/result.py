@@ -29,6 +29,8 @@ class Estimate(Report):
         layers: How many layers the model has.
         step_peak_bytes: The highest allocation during forward and backward above the state before the step, with the
             gradients already allocated.
+        optimizer_step_bytes: What the optimizer's own step makes for a while, behind the backward. It is not there at
+            the same time as activations.
         context_bytes: An allowance for what the device takes beside tensors (CUDA context, library workspaces).
         notes: What limits the figures.
     """
@@ -48,6 +50,7 @@ class Estimate(Report):
     layers: int
     step_peak_bytes: int
     context_bytes: int
+    optimizer_step_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -63,7 +66,7 @@ class Estimate(Report):
     @property
     def total_peak_bytes(self) -> int:
         """All tensors at the peak of a step: what `torch.cuda.max_memory_allocated` shows."""
-        return self.state_bytes + self.step_peak_bytes
+        return self.state_bytes + max(self.step_peak_bytes, self.optimizer_step_bytes)
 
     @property
     def device_bytes(self) -> int:
@@ -73,12 +76,14 @@ class Estimate(Report):
     def rows(self) -> tuple[tuple[str, int], ...]:
         """The parts of the peak in order, their names and bytes; they add up to `device_bytes`."""
         kept = sorted(self.kept_by_role.items(), key=lambda item: -item[1])
+        above = self.optimizer_step_bytes - self.step_peak_bytes
         return (
             ("weights", self.weights_bytes),
             ("gradients", self.gradients_bytes),
             ("optimizer states", self.optimizer_bytes),
             *((f"kept: {role}", size) for role, size in kept),
             ("transient", self.transient_bytes),
+            *((("optimizer's step, beyond", above),) if above > 0 else ()),
             *((("device context (allowance)", self.context_bytes),) if self.context_bytes else ()),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,16 +17,30 @@ from .optimizers import OptimizerRule
 CONTEXT_BYTES = 640 * 2**20
 
 
-def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> tuple[int, int, int]:
-    """Bytes of weights and buffers, gradients and optimizer states, on one of the processes."""
+class States(NamedTuple):
+    """Bytes on one of the processes; `optimizer_step` is what an optimizer's own step makes for a while."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    optimizer_step: int
+
+    def at_peak(self, step_peak: int) -> int:
+        """With the larger one of a step's forward and backward, and the optimizer's step behind it."""
+        return self.weights + self.gradients + self.optimizer + max(step_peak, self.optimizer_step)
+
+
+def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> States:
+    """Bytes of weights and buffers, gradients and what belongs to the optimizer."""
     parameters: list[Tensor] = list(whole.parameters())
     if setting.ranks > 1:
         parameters = [share(p, setting.ranks).requires_grad_(p.requires_grad) for p in parameters]
     trained = [p for p in parameters if p.requires_grad]
-    return (
+    return States(
         sum(map(setting.rounded, storage_sizes(chain(parameters, whole.buffers())).values())),
         sum(setting.rounded(p.nbytes) for p in trained),
         sum(setting.rounded(size) for p in trained for size in rule.states(p)),
+        sum(map(setting.rounded, rule.step(trained, setting.cuda))),
     )
 
 

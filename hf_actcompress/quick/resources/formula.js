@@ -32,6 +32,9 @@ function total(polynomial, values) {
   return sum;
 }
 
+// torch's AdamW that is not fused: the same states, more in its step
+const FOREACH = "adamw_foreach";
+
 function evaluate(data, found, optimizer, sizes) {
   const values = termValues(data.terms, withChunks(sizes));
   const state = data.states[found[0]], step = data.steps[found[1]];
@@ -40,14 +43,15 @@ function evaluate(data, found, optimizer, sizes) {
   const answer = {
     weights_bytes: bytes(state.weights),
     gradients_bytes: bytes(state.gradients),
-    optimizer_bytes: bytes(state[optimizer]),
+    optimizer_bytes: bytes(state[optimizer === FOREACH ? "adamw" : optimizer]),
     kept_by_role: kept,
     kept_bytes: Object.values(kept).reduce((sum, size) => sum + size, 0),
     step_peak_bytes: Math.max(...step.moments.map(bytes)),
+    optimizer_step_bytes: optimizer === FOREACH ? bytes(state.gradients) : optimizer === "adafactor" ? sizes.adafactor : 0,
     context_bytes: data.context_bytes,
   };
   answer.device_bytes = answer.weights_bytes + answer.gradients_bytes + answer.optimizer_bytes
-    + answer.step_peak_bytes + answer.context_bytes;
+    + Math.max(answer.step_peak_bytes, answer.optimizer_step_bytes) + answer.context_bytes;
   return answer;
 }
 
@@ -119,6 +123,12 @@ function sizesOf(fields, values) {
   };
 }
 
+// of the largest weight: fp32 squares and updates, and copies if it is narrower; those of adapters do not count
+function adafactorStep(sizes, mode) {
+  const largest = Math.max(sizes.vocab, "experts" in sizes ? 2 * sizes.experts * sizes.ffn : sizes.ffn);
+  return ({ fp32: 8, autocast: 8, bf16: 16 }[mode] || 0) * largest * sizes.hidden;
+}
+
 function modeOf(dtype, autocast, lora, quantization) {
   const name = String(dtype || "float32").replace("torch.", "");
   const half = HALF.includes(name);
@@ -145,6 +155,7 @@ function question(classes, config, training) {
   // a weight of packed codes has no width
   sizes.tile = quantization ? LEAST_TILE : Math.max(LEAST_TILE, Math.floor(sizes[data.tile] / 2));
   const mode = modeOf(dtype || values.dtype || values.torch_dtype, autocast, Boolean(lora), quantization);
+  sizes.adafactor = adafactorStep(sizes, mode);
   const key = `${variant}/${sizes.groups > 1 ? "grouped" : "single"}/${mode}`;
   if (!(key in data.cases)) {
     throw new Error(`There is no formula for ${name}, ${key}; known: ${Object.keys(data.cases).join(", ")}`);

@@ -1,0 +1,12 @@
+"""Names of optimizers."""
+
+from __future__ import annotations
+
+# torch's AdamW that is not fused: the states of the fused one, more in its step
+FOREACH = "adamw_foreach"
+# names of transformers' `TrainingArguments(optim=...)`; a paged one keeps the same, but may move it to the host
+OF_TRAINER = {
+    "adamw_torch": FOREACH, "adamw_torch_fused": "adamw", "adamw_hf": FOREACH, "adamw_apex_fused": "adamw",
+    "paged_adamw_32bit": "adamw", "paged_adamw": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
+}  # fmt: skip
