@@ -95,7 +95,8 @@ def attention_forward(
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
     settings = settings_of(module) or Settings("attention")
-    chosen = keys_and_values()
+    # a graph cannot hold it, and layers of chosen tokens are not compiled
+    chosen = None if torch.compiler.is_compiling() else keys_and_values()
     if chosen is not None:
         key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
     if isinstance(attention_mask, ops.PackedMask):
