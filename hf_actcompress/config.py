@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from .codecs import CODECS, Codec, Offload
+from .codecs import CODECS, Offload
 from .config_checks import CODEC_ROLES, check, name_of, sampling
 from .config_file import ConfigFile
 from .errors import UnknownOptionError
@@ -36,7 +36,8 @@ class CompressionConfig(ConfigFile):
             keeps its probabilities once.
         loss_head: Patch the language-modelling head so that nothing of vocabulary size is kept for backward.
         overrides: Codecs of single layers, as (dotted part of a module's name, role, codec): ``("layers.3", "mlp",
-            "int4")`` holds for every module below a "layers.3". Later ones win. `calibrate` writes them.
+            "int4")`` holds for every module below a "layers.3". Later ones win. `checkpoint_attention` may be set in
+            the same way. `calibrate` and `plan` write them.
         logits: Return ``outputs.logits`` in training as stock does. False: the head never makes them whole in
             training; ``outputs.logits`` computes its values when they are asked for, which is possible until the
             weights change. ``eval()`` and ``no_grad`` are not affected.
@@ -149,26 +150,28 @@ class CompressionConfig(ConfigFile):
 
     def at(self, module: str) -> CompressionConfig:
         """The config of the module of that name: this one, with the overrides that hold there."""
-        found = {role: codec for part, role, codec in self.overrides if f".{part}." in f".{module}."}
+        found = {field: value for part, field, value in self.overrides if f".{part}." in f".{module}."}
         if not found:
             return self
         norms = self.gradient_norms if found.get("linear", self.linear) in sampling() else 0
-        return replace(self, **found, gradient_norms=norms)  # type: ignore[arg-type]
+        return replace(self, **found, gradient_norms=norms, overrides=())  # type: ignore[arg-type]
 
     @property
     def lossless(self) -> bool:
         """Whether every gradient stays exact."""
         exact = self.activation_variant == "input" and self.norm_variant == "input"
-        return exact and self.tokens == 1 and all(codec.lossless for codec in self._codecs())
+        return exact and self.tokens == 1 and all(CODECS[name].lossless for name in self.codecs)
 
     @property
     def offloads(self) -> bool:
         """Whether something is kept in host memory."""
-        return any(isinstance(codec, Offload) for codec in self._codecs())
+        return any(isinstance(CODECS[name], Offload) for name in self.codecs)
 
-    def _codecs(self) -> list[Codec]:
-        names = [self.other, *(getattr(self, role) for role in CODEC_ROLES), *(codec for _, _, codec in self.overrides)]
-        return [CODECS[name] for name in names]
+    @property
+    def codecs(self) -> set[str]:
+        """The codecs of all roles, those of single layers included."""
+        single = (value for _, field, value in self.overrides if field in CODEC_ROLES)
+        return {self.other, *(getattr(self, role) for role in CODEC_ROLES), *single}
 
 
 PRESETS: dict[str, CompressionConfig] = {

@@ -10,6 +10,9 @@ from .errors import UnknownOptionError
 
 CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
 
+# what an override may set for single layers
+OVERRIDABLE = (*CODEC_ROLES, "checkpoint_attention")
+
 # every so many layers, or all but so many at the end
 _SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
 
@@ -34,10 +37,13 @@ def check(config: Any) -> None:
     """Raise UnknownOptionError for a field of a CompressionConfig that is not what it may be."""
     for role in (*CODEC_ROLES, "other"):
         _check_codec(role, getattr(config, role))
-    for _, role, codec in config.overrides:
-        if role not in CODEC_ROLES:
-            raise UnknownOptionError("role of an override", role, CODEC_ROLES)
-        _check_codec(role, codec)
+    for _, field, value in config.overrides:
+        if field not in OVERRIDABLE:
+            raise UnknownOptionError("role of an override", field, OVERRIDABLE)
+        if field in CODEC_ROLES:
+            _check_codec(field, value)
+        elif value not in VARIANTS[field]:
+            raise UnknownOptionError(field, value, VARIANTS[field])
     if config.gradient_norms and config.linear not in sampling():
         raise UnknownOptionError("codec for linear under gradient_norms", config.linear, sampling())
     if config.tiled_mlp != "auto" and not (type(config.tiled_mlp) is int and config.tiled_mlp >= 0):
@@ -50,12 +56,19 @@ def check(config: Any) -> None:
     for field, variants in VARIANTS.items():
         if getattr(config, field) not in variants:
             raise UnknownOptionError(field, getattr(config, field), variants)
-    inputs = [config.checkpoint_input, *(codec for _, role, codec in config.overrides if role == "checkpoint_input")]
-    lossy = [name for name in inputs if not CODECS[name].lossless]
-    if config.checkpoint_attention == "kept" and lossy:
-        lossless = [name for name, codec in CODECS.items() if codec.lossless]
-        raise UnknownOptionError('checkpoint_input with checkpoint_attention="kept"', lossy[0], lossless)
+    _check_checkpoints(config)
     _check_tokens(config)
+
+
+def _check_checkpoints(config: Any) -> None:
+    """Statistics of the exact q and k do not fit those of an input that was rounded, in any layer."""
+    if config.checkpoint_attention == "kept" and not CODECS[config.checkpoint_input].lossless:
+        lossless = [name for name, codec in CODECS.items() if codec.lossless]
+        raise UnknownOptionError('checkpoint_input with checkpoint_attention="kept"', config.checkpoint_input, lossless)
+    for part, field, _ in config.overrides:
+        if field.startswith("checkpoint"):
+            # the config of that layer is checked like any other
+            config.at(part)
 
 
 def _check_tokens(config: Any) -> None:

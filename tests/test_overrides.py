@@ -41,6 +41,20 @@ def test_an_unknown_role_or_codec_is_named(role: str, codec: str, named: str) ->
         CompressionConfig(overrides=(("layers.0", role, codec),))
 
 
+def test_attention_of_single_checkpointed_layers_may_be_kept() -> None:
+    kept = ("layers.1", "checkpoint_attention", "kept")
+    config = CompressionConfig(overrides=(kept, ("layers.0", "checkpoint_input", "int8")))
+    assert config.at("model.layers.1").checkpoint_attention == "kept"
+    assert config.at("model.layers.0").checkpoint_attention == "recomputed"
+    with pytest.raises(UnknownOptionError, match="maybe"):
+        CompressionConfig(overrides=(("layers.1", "checkpoint_attention", "maybe"),))
+    # statistics of the exact q and k, an input that was rounded
+    with pytest.raises(UnknownOptionError, match="checkpoint_input"):
+        CompressionConfig(overrides=(kept, ("layers.1", "checkpoint_input", "int8")))
+    with pytest.raises(UnknownOptionError, match="checkpoint_input"):
+        CompressionConfig(checkpoint_input="int8", overrides=(kept,))
+
+
 @pytest.mark.parametrize("role", CODEC_ROLES)
 def test_a_lossy_override_makes_the_config_lossy(role: str) -> None:
     assert not CompressionConfig(overrides=(("layers.0", role, "int8"),)).lossless

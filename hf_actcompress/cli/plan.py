@@ -41,7 +41,8 @@ Objective = Annotated[str, typer.Option(help="fidelity: exact if that fits; or s
 Allow = Annotated[
     list[str] | None,
     typer.Option(
-        help="An option that may be used (int8, fp8, int4, offload, checkpoint, compressed_checkpoint); repeatable."
+        help="An option that may be used (int8, fp8, int4, offload, checkpoint, checkpoint_with_attention, "
+        "compressed_checkpoint, offloaded_checkpoint); repeatable."
     ),
 ]
 Headroom = Annotated[

@@ -66,7 +66,7 @@ class Strategy:
             return "none"
         if config.tiled_mlp:
             return "mlp"
-        codecs = _codecs(config)
+        codecs = config.codecs
         if any(name.startswith("offload") for name in codecs):
             return "transfer"
         return "low" if codecs == {"identity"} else "medium"
@@ -77,7 +77,7 @@ class Strategy:
         config = self.resolved
         if config is None or config.lossless:
             return "exact"
-        bits = [bits for name in _codecs(config) if (bits := _bits(name)) is not None]
+        bits = [bits for name in config.codecs if (bits := _bits(name)) is not None]
         return f"lossy: {min(bits)} bits" if bits else "lossy"
 
 
@@ -104,12 +104,6 @@ def chosen(presets: list[str]) -> tuple[Strategy, ...]:
     for preset in presets:
         resolve(preset)
     return (DEFAULT[0], *(Strategy(preset, preset) for preset in presets))
-
-
-def _codecs(config: CompressionConfig) -> set[str]:
-    from ..config_checks import CODEC_ROLES
-
-    return {*(getattr(config, role) for role in CODEC_ROLES), *(codec for _, _, codec in config.overrides)}
 
 
 def _bits(codec: str) -> int | None:

@@ -5,11 +5,14 @@ weights, T tokens, S tokens of a sequence, width h):
 
 | way | time |
 |---|---|
-| checkpoint | F again |
-| compressed checkpoint | F again, and its input packed and unpacked as below |
+| checkpoint | F again; without 4 S T h where attention's output is kept |
+| compressed or offloaded checkpoint | F again, and its input packed and unpacked, or moved, as below |
 | int8, fp8, int4 | the tensor is read and written twice over, once to pack and once to unpack: 2 (raw + packed) bytes |
 | of attention's tensors, on a device | its products again, 4 S T h |
-| offload | raw bytes over the host's link: out as far as they take longer than the layer's forward, and back |
+| offload | what its copies take longer than the computation beside them (below), and 2 raw bytes of the device's memory |
+
+Copies to the host run beside the layer's forward, F, and copies back beside its backward, 2 F: each way costs what it
+takes longer than that.
 
 Gradients: the relative error that the codec leaves in normal numbers, measured when it is asked for. It is averaged
 over norm, MLP and attention tensors, and over the layers.
@@ -60,9 +63,9 @@ class LayerWork:
         return self.products + self.attention
 
 
-def checkpoint_time(work: LayerWork) -> float:
+def checkpoint_time(work: LayerWork, attention_again: bool = True) -> float:
     """Extra time of a checkpointed layer as a fraction of its forward and backward."""
-    return work.forward / (3 * work.forward)
+    return (work.forward if attention_again else work.products) / (3 * work.forward)
 
 
 def storage_time(
@@ -77,12 +80,14 @@ def storage_time(
         device: Where.
     """
     forward = work.forward / device.flops
-    seconds = sum(2 * (raw[g] + packed[g]) for g in raw if g not in offloaded) / device.bandwidth
+    moved = sum(raw[g] for g in offloaded)
+    packing = sum(2 * (raw[g] + packed[g]) for g in raw if g not in offloaded)
+    seconds = (packing + 2 * moved) / device.bandwidth
     if "attention" in raw:
         seconds += work.attention / device.flops
-    transfer = sum(raw[g] for g in offloaded) / device.host_bandwidth
-    # backward waits for them: nothing asks for them ahead
-    seconds += max(0.0, transfer - forward) + transfer
+    # both ways run beside the computation: backward begins the copies of what it will read next
+    transfer = moved / device.host_bandwidth
+    seconds += max(0.0, transfer - forward) + max(0.0, transfer - 2 * forward)
     return seconds / (3 * forward)
 
 

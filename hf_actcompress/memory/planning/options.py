@@ -8,6 +8,7 @@ from itertools import product
 
 from torch import nn
 
+from ...codecs import CODECS, Offload
 from ...config import PRESETS, CompressionConfig
 from ...errors import UnsupportedModelError
 from ..estimation.fake_step.step import FakeStep
@@ -17,8 +18,13 @@ from .knapsack import Weighed
 
 # presets that store every tensor otherwise
 STORAGE = ("exact", "int8", "fp8", "int4", "offload")
-# ways to compute the layer again, and the codec of its input
-CHECKPOINTS = {"checkpoint": "identity", "compressed_checkpoint": "int8_outliers"}
+# ways to compute the layer again, and what is set for that layer alone beside `checkpoint`
+CHECKPOINTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "checkpoint": (),
+    "checkpoint_with_attention": (("checkpoint_attention", "kept"),),
+    "compressed_checkpoint": (("checkpoint_input", "int8_outliers"),),
+    "offloaded_checkpoint": (("checkpoint_input", "offload"),),
+}
 OPTIONS = (*STORAGE, *CHECKPOINTS)
 
 # a step's time that any error is worth avoiding for: more than that of all layers of a model
@@ -36,14 +42,14 @@ class LayerOption:
 
     Args:
         name: One of CHECKPOINTS, or the presets of its groups: "int8", or "int8/exact/int8" for norm, MLP, attention.
-        codecs: Role -> codec, without those that are kept as they are.
+        settings: What is set for that layer alone, as (field of a CompressionConfig, value); mostly codecs of roles.
         nbytes: What it keeps.
         time: Extra time, as a fraction of the layer's forward and backward.
         error: Relative error of the stored tensors, averaged over the groups.
     """
 
     name: str
-    codecs: tuple[tuple[str, str], ...]
+    settings: tuple[tuple[str, str], ...]
     nbytes: int
     time: float
     error: float
@@ -90,7 +96,7 @@ def layer_options(
     work: LayerWork,
     device: DeviceModel,
 ) -> list[LayerOption]:
-    """Every way to keep a layer of the run that `measured` allows."""
+    """Every way to keep a layer of the run that `measured` has."""
     presets = [name for name in STORAGE if name in measured]
     exact = measured["exact"].layers[run]
     sizes = {name: _by_group(measured[name].layers[run]) for name in presets}
@@ -98,20 +104,22 @@ def layer_options(
     for choice in product(presets, repeat=len(GROUPS)):
         option = _stored(dict(zip(GROUPS, choice, strict=True)), exact.kept, sizes, work, device)
         # presets share codecs
-        found.setdefault(option.codecs, option)
+        found.setdefault(option.settings, option)
     options = list(found.values())
     kept = {name: measured[name].layers[run].kept for name in CHECKPOINTS if name in measured}
     return [*options, *(_checkpoint(name, kept, work, device) for name in kept)]
 
 
 def _checkpoint(name: str, kept: dict[str, int], work: LayerWork, device: DeviceModel) -> LayerOption:
-    codec, time = CHECKPOINTS[name], checkpoint_time(work)
-    if codec == "identity":
-        return LayerOption(name, (), kept[name], time, 0.0)
-    # of two bytes per element and one, where the plain one was not asked for
-    raw = kept.get("checkpoint", 2 * kept[name])
-    time += storage_time(work, {"input": raw}, {"input": kept[name]}, set(), device)
-    return LayerOption(name, (("checkpoint_input", codec),), kept[name], time, codec_error(codec))
+    settings, raw = CHECKPOINTS[name], kept["checkpoint"]
+    # attention's kernel runs again where nothing of it was kept
+    keeps_attention = ("checkpoint_attention", "kept") in settings and kept[name] > raw
+    time = checkpoint_time(work, attention_again=not keeps_attention)
+    codec = dict(settings).get("checkpoint_input", "identity")
+    if codec != "identity":
+        offloaded = {"input"} if isinstance(CODECS[codec], Offload) else set()
+        time += storage_time(work, {"input": raw}, {"input": kept[name]}, offloaded, device)
+    return LayerOption(name, settings, kept[name], time, codec_error(codec))
 
 
 def _stored(
@@ -122,7 +130,7 @@ def _stored(
     small = {group: sizes[preset][group] for group, preset in packed.items()}
     offloaded = {group for group, preset in packed.items() if preset == "offload"}
     names = list(dict.fromkeys(choice.values()))
-    codecs = tuple(
+    settings = tuple(
         (role, codec)
         for group, preset in packed.items()
         for role in _FIELDS[group]
@@ -131,7 +139,7 @@ def _stored(
     main = (codec_error(getattr(PRESETS[preset], group)) for group, preset in packed.items())
     return LayerOption(
         name=names[0] if len(names) == 1 else "/".join(choice.values()),
-        codecs=codecs,
+        settings=settings,
         nbytes=exact - sum(raw.values()) + sum(small.values()),
         time=storage_time(work, raw, small, offloaded, device),
         error=sum(main) / len(GROUPS),
@@ -157,6 +165,6 @@ def config_of(layers: Iterable[tuple[str, LayerOption]]) -> CompressionConfig:
     """The config that keeps each layer as chosen."""
     chosen = list(layers)
     return CompressionConfig(
-        overrides=tuple((name, role, codec) for name, option in chosen for role, codec in option.codecs),
+        overrides=tuple((name, field, value) for name, option in chosen for field, value in option.settings),
         checkpoint=tuple(name for name, option in chosen if option.name in CHECKPOINTS),
     )

@@ -123,8 +123,9 @@ def plan(
         headroom: The share of the budget that is left free, because an allocator cannot use every gap.
         objective: "fidelity": an exact plan if one fits, and then the one that takes the least time. "speed": a percent
             of error in what is stored counts as much as a percent of time.
-        allow: The options: exact, int8, fp8, int4, offload, checkpoint, compressed_checkpoint (its input in 8 bits).
-            "exact" always is one.
+        allow: The options: exact, int8, fp8, int4, offload, checkpoint, checkpoint_with_attention (attention's output
+            is kept, too, and its kernel does not run again), compressed_checkpoint (its input in 8 bits),
+            offloaded_checkpoint (its input in host memory). "exact" always is one.
         dtype, optimizer, lora, device, autocast, quantization, trust_remote_code: As for `estimate`.
         device_model: Speeds by which time is reckoned; by default those of planning/costs.py.
 
@@ -171,18 +172,23 @@ def _problem(
     parts = tuple(name.removeprefix(f"{prefix}.") for name in names)
     checkpoints = checkpointable(model)
     measured = {}
-    for option in dict.fromkeys(allow):
-        if option in CHECKPOINTS and not set(names) <= set(checkpoints):
-            continue
-        again = CompressionConfig(checkpoint=parts, checkpoint_input=CHECKPOINTS.get(option, "identity"))
-        config = again if option in CHECKPOINTS else PRESETS[option]
+    for option in _to_measure(allow, may_checkpoint=set(names) <= set(checkpoints)):
+        config = PRESETS.get(option) or CompressionConfig(checkpoint=parts, **dict(CHECKPOINTS[option]))  # type: ignore[arg-type]
         measured[option] = _measured(model, replace(setting, config=config))
-    options = _options(model, names, measured, setting, device, objective)
+    options = _options(model, names, measured, allow, setting, device, objective)
     exact = measured["exact"]
     inside = sum(found.count * step.kept for found, step in exact.layers.items())
     transients = {name: found.whole.peak - found.whole.kept for name, found in measured.items()}
     outside = exact.whole.kept - inside
     return _Problem(model, setting, optimizer, parts, options, outside, transients, objective, 0.0)
+
+
+def _to_measure(allow: Sequence[str], may_checkpoint: bool) -> list[str]:
+    """What is allowed; with any checkpoint also the plain one, which says how large a layer's input is."""
+    asked = dict.fromkeys(allow)
+    if not may_checkpoint:
+        return [option for option in asked if option not in CHECKPOINTS]
+    return list(dict.fromkeys([*asked, *(["checkpoint"] if asked.keys() & CHECKPOINTS.keys() else [])]))
 
 
 def _measured(model: nn.Module, setting: Setting) -> Measured:
@@ -193,6 +199,7 @@ def _options(
     model: nn.Module,
     names: Sequence[str],
     measured: dict[str, Measured],
+    allow: Sequence[str],
     setting: Setting,
     device: DeviceModel,
     objective: str,
@@ -202,7 +209,8 @@ def _options(
     for run in find_runs(model):
         layer = model.get_submodule(f"{run.name}.{run.count - 1}")
         work = layer_work(layer, setting.batch_size, setting.seq_len, width)
-        found = layer_options(run, measured, work, device)
+        every = layer_options(run, measured, work, device)
+        found = [option for option in every if option.name not in CHECKPOINTS or option.name in allow]
         by_list[run.name] = tuple(found[i] for i in undominated([option.weighed(objective) for option in found]))
     return tuple(by_list[name.rpartition(".")[0]] for name in names)
 
