@@ -9,7 +9,7 @@ weights, T tokens, S tokens of a sequence, width h):
 | compressed or offloaded checkpoint | F again, and its input packed and unpacked, or moved, as below |
 | int8, fp8, int4 | the tensor is read and written twice over, once to pack and once to unpack: 2 (raw + packed) bytes |
 | of attention's tensors, on a device | its products again, 4 S T h |
-| offload | what its copies take longer than the computation beside them (below), and 2 raw bytes of the device's memory |
+| offload | what its copies take longer than the computation beside them (below), and the raw bytes read and written |
 
 Copies to the host run beside the layer's forward, F, and copies back beside its backward, 2 F: each way costs what it
 takes longer than that.
