@@ -39,6 +39,8 @@ def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Seq
         function: Takes tensors [n, ...] and returns tensors [n, ...].
         tensors: [..., C], with the same dimensions but for the last. Non-contiguous ones are handed over whole, as
             their results have a layout of their own.
+
+    The results own their memory: of a view, torch would not keep the tensor object that the registry knows.
     """
     x = tensors[0]
     if not goes_in_tiles(*tensors):
@@ -47,7 +49,7 @@ def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Seq
     found: list[Tensor] = []
     for part in tiles(rows[0], max(1, TILE // x.shape[-1])):
         results = function(*(t[part] for t in rows))
-        found = found or [y.new_empty((len(rows[0]), y.shape[-1])) for y in results]
+        found = found or [y.new_empty((*x.shape[:-1], y.shape[-1])) for y in results]
         for y, result in zip(found, results, strict=True):
-            y[part] = result
-    return [y.view(*x.shape[:-1], y.shape[-1]) for y in found]
+            y.view(-1, y.shape[-1])[part] = result
+    return found

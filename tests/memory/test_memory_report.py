@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,8 +234,10 @@ def test_advice_on_functional_dropout():
     model = hf.OPTForCausalLM(hf.OPTConfig(**options, dropout=0.1)).to(torch.bfloat16).train()
     # two in each layer; a CPU keeps the mask in the dtype of the activation
     assert advice(model)["function"] >= 2 * 2 * (2 * LENGTH * 128)
-    assert advice(patch_model(model, CompressionConfig(net=False)))["function"] >= 2 * 2 * (2 * LENGTH * 128)
-    assert "function" not in advice(patch_model(model)), "the net keeps bits"
+    leaves = CompressionConfig(programs=False)
+    assert advice(patch_model(model, replace(leaves, net=False)))["function"] >= 2 * 2 * (2 * LENGTH * 128)
+    assert "function" not in advice(patch_model(model, leaves)), "the net keeps bits"
+    assert "function" not in advice(patch_model(model)), "a program draws the mask again"
     without = hf.OPTForCausalLM(hf.OPTConfig(**options, dropout=0.0)).to(torch.bfloat16).train()
     assert "function" not in advice(without)
     assert "function" not in advice(build("bert"))

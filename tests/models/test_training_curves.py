@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from itertools import combinations
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -98,8 +99,9 @@ def test_fifty_steps_like_stock(name: str, mode: str) -> None:
     Elsewhere there are five stock runs, one as it is and four with hidden units, residual channels and batch rows in
     another order. The root mean square difference to the first is at most the largest among the ten pairs of them.
     Under autocast ours rounds some gradients once (gelu_new, RMSNorm) where stock rounds them several times, which no
-    order of the sums undoes, and which CPUs do differently. There the law decides: the run is at most as far from the
-    run in fp64 as the farthest of the stock runs.
+    order of the sums undoes, and which CPUs do differently. There the law decides: in the same five orders, ours are on
+    average at most 1.1 times as far from the run in fp64 as stock's. One run of each would say little: stock's own
+    distances differ by half.
     """
     family = BY_NAME[name]
     batches = _batches(family)
@@ -110,10 +112,7 @@ def test_fifty_steps_like_stock(name: str, mode: str) -> None:
     if mode in family.bit_equal:
         assert torch.equal(ours, stock)
         return
-    runs = [stock]
-    for seed in range(4):
-        other = _in_another_order(model, name, seed)
-        runs.append(_curve(other, [_permute_rows(batch, seed) for batch in batches], mode))
+    runs = [stock, *_in_other_orders(model, name, batches, mode)]
     among_stock = [_distance(a, b) for a, b in combinations(runs, 2)]
     print(f"{name} {mode}: ours {_distance(ours, stock):.2e}, stock", *(f"{x:.2e}" for x in sorted(among_stock)))
     if mode != "autocast":
@@ -121,9 +120,21 @@ def test_fifty_steps_like_stock(name: str, mode: str) -> None:
         return
     with Fp64():
         oracle = _curve(copy.deepcopy(model).double(), batches, "fp64")
-    errors = [_distance(run, oracle) for run in runs]
-    print(f"to fp64: ours {_distance(ours, oracle):.2e}, stock", *(f"{x:.2e}" for x in errors))
-    assert 0 < _distance(ours, oracle) <= max(errors)
+    patched = [ours, *_in_other_orders(model, name, batches, mode, patched=True)]
+    errors = [[_distance(run, oracle) for run in each] for each in (patched, runs)]
+    print("to fp64: ours, stock", *(" ".join(f"{x:.2e}" for x in each) for each in errors), sep="\n")
+    assert min(errors[0]) > 0 and mean(errors[0]) <= 1.1 * mean(errors[1])
+
+
+def _in_other_orders(model: Any, name: str, batches: list[Batch], mode: str, patched: bool = False) -> list[Tensor]:
+    """Four runs of the same function, whose sums are taken in another order each."""
+    curves = []
+    for seed in range(4):
+        other = _in_another_order(model, name, seed)
+        if patched:
+            patch_model(other, BODY)
+        curves.append(_curve(other, [_permute_rows(batch, seed) for batch in batches], mode))
+    return curves
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from hf_actcompress.config import CompressionConfig
 from hf_actcompress.models import Declined, Site, find_site
 from hf_actcompress.modules.base import patch_instance
-from hf_actcompress.records import frame
+from hf_actcompress.records import Derived, frame, known_record
 from hf_actcompress.reference import tiles
 from tests.oracle import assert_equal_bits, assert_within_law, gradients, kept_bytes, nbytes
 
@@ -91,6 +91,16 @@ def test_tiles_of_rows_change_no_bit(name: str, dtype: torch.dtype, monkeypatch:
             found.append(gradients(with_weight(ours), inputs, grad))
     assert_equal_bits(found[2], found[0])
     assert_equal_bits(found[3], found[1])
+
+
+@pytest.mark.parametrize("size", [tiles.TILE, TILE])
+def test_heads_of_a_norm_are_known_by_their_transpose(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As attention sees them, when nobody holds the norm's own result: large ones, computed in tiles, too."""
+    monkeypatch.setattr(tiles, "TILE", size)
+    ours, _ = pair("llama", torch.float32)
+    with frame():
+        heads = ours(torch.randn(2, 5, 3, WIDTH, requires_grad=True)).transpose(1, 2)
+        assert isinstance(known_record(heads), Derived)
 
 
 @pytest.mark.parametrize("name", NORMS)
