@@ -1,17 +1,23 @@
-"""`python -m hf_actcompress.memory.closed_form`: fits the formula anew and writes its data, minutes for each class."""
+"""`python -m hf_actcompress.memory.closed_form`: fits the formula anew and writes its data, minutes for each class.
+
+With `--modes` or `--strategies` only those are fitted anew, and the rest of the data stays: after a change that touches
+no others.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from .export import DATA, write
+from .export import DATA, MODES, STRATEGIES, write
 from .probes import FAMILIES
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--out", type=Path, default=DATA, help="the folder of the files, one for each class")
 parser.add_argument("--classes", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="CLASS")
+parser.add_argument("--modes", nargs="*", default=[], choices=list(MODES), metavar="MODE")
+parser.add_argument("--strategies", nargs="*", default=[], choices=list(STRATEGIES), metavar="STRATEGY")
 options = parser.parse_args()
 for name in options.classes:
-    write(name, options.out)
+    write(name, options.out, options.modes, options.strategies)
     print(name)

@@ -56,13 +56,14 @@ MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
 
 
 class Writer:
-    """Numbers what it is given, and the same only once."""
+    """Numbers what it is given, and the same only once. It may go on with the data of a class."""
 
-    def __init__(self) -> None:
-        self.terms: list[dict[str, int]] = []
-        self.sums: list[list[float]] = []
-        self.states: list[dict[str, int]] = []
-        self.steps: list[dict[str, Any]] = []
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        data = data or {}
+        self.terms: list[dict[str, int]] = data.get("terms", [])
+        self.sums: list[list[float]] = data.get("sums", [])
+        self.states: list[dict[str, int]] = data.get("states", [])
+        self.steps: list[dict[str, Any]] = data.get("steps", [])
 
     def number(self, found: Any, known: list[Any]) -> int:
         if found not in known:
@@ -79,16 +80,22 @@ class Writer:
         return self.number(row, self.sums)
 
 
-def export(name: str) -> dict[str, Any]:
-    """The data of one class."""
-    family, writer = FAMILIES[name], Writer()
-    cases: dict[str, Any] = {}
+def export(
+    name: str,
+    modes: Sequence[str] = tuple(MODES),
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    known: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The data of one class: of all modes and strategies, or with those anew beside the rest of what is `known`."""
+    family, writer = FAMILIES[name], Writer(known)
+    cases: dict[str, Any] = dict(known["cases"]) if known else {}
     for variant in family.variants:
         for grouped in family.grouped:
-            for mode, windowed in product(MODES, (False, True) if family.period else (False,)):
-                found = dict(_cases(name, variant, grouped, mode, windowed, writer))
+            for mode, windowed in product(modes, (False, True) if family.period else (False,)):
+                found = dict(_cases(name, variant, grouped, mode, windowed, strategies, writer))
                 key = f"{variant}/{'grouped' if grouped else 'single'}/{mode}"
-                cases[f"{key}/windowed" if windowed else key] = found
+                key = f"{key}/windowed" if windowed else key
+                cases[key] = {**cases.get(key, {}), **found}
     return {
         **described(name),
         "terms": writer.terms,
@@ -100,7 +107,7 @@ def export(name: str) -> dict[str, Any]:
 
 
 def _cases(
-    name: str, variant: str, grouped: bool, mode: str, windowed: bool, writer: Writer
+    name: str, variant: str, grouped: bool, mode: str, windowed: bool, strategies: Sequence[str], writer: Writer
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     family = FAMILIES[name]
     period = family.period if windowed else 1
@@ -113,7 +120,8 @@ def _cases(
     checkpointed = [skeleton(model, None, None, True) for model in plain]
     state = writer.number(_state(plain, reader, writer, period), writer.states)
     setting = Setting(sizes["batch"].value, sizes["seq"].value, None, True, autocast)
-    for strategy, (preset, checkpointing, codec) in STRATEGIES.items():
+    for strategy in strategies:
+        preset, checkpointing, codec = STRATEGIES[strategy]
         short, longer = checkpointed if checkpointing else plain
         config = _config(preset, codec, sizes["tile"].value)
         found = trace(short, longer, replace(setting, config=config), reader, period)
@@ -175,7 +183,31 @@ def described(name: str) -> dict[str, Any]:
     }
 
 
-def write(name: str, folder: Path) -> None:
-    """Trace a class and write its file."""
-    text = json.dumps(export(name), separators=(",", ":"))
-    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+def write(name: str, folder: Path, modes: Sequence[str] = (), strategies: Sequence[str] = ()) -> None:
+    """Trace a class and write its file; with some of the modes or strategies, only those of the file anew."""
+    file, known = folder / f"{name}.json", None
+    if modes or strategies:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    found = export(name, modes or tuple(MODES), strategies or tuple(STRATEGIES), known)
+    file.write_text(json.dumps(without_unused(found), separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+def without_unused(data: dict[str, Any]) -> dict[str, Any]:
+    """The same data without states, steps, sums and terms that no case needs any more, numbered anew."""
+    writer, cases = Writer(), {}
+
+    def sums(number: int) -> int:
+        row = data["sums"][number]
+        terms = (writer.number(data["terms"][term], writer.terms) for term in row[::2])
+        return writer.number([x for pair in zip(terms, row[1::2], strict=True) for x in pair], writer.sums)
+
+    for key, found in data["cases"].items():
+        cases[key] = {}
+        for strategy, (state, step) in found.items():
+            parts = {part: sums(number) for part, number in data["states"][state].items()}
+            old = data["steps"][step]
+            kept = {role: sums(number) for role, number in old["kept"].items()}
+            new = {"kept": kept, "moments": [sums(number) for number in old["moments"]]}
+            cases[key][strategy] = (writer.number(parts, writer.states), writer.number(new, writer.steps))
+    tables = {"terms": writer.terms, "sums": writer.sums, "states": writer.states, "steps": writer.steps}
+    return {**data, **tables, "cases": cases}
