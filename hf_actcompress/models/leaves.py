@@ -63,7 +63,6 @@ if hasattr(hf, "SqrtSoftplusActivation"):  # newer than transformers 5.17
 # the same types where they were told to compose the function in Python; in fp32 that is more accurate than the kernel
 _COMPOSED = {hf.GELUActivation: Activation("gelu_erf"), hf.GELUTanh: Activation("gelu_new")}
 
-KEEP_NOTHING = (nn.Identity, hf.LinearActivation)
 WITH_PARAMETERS = (nn.PReLU, hf.XIELUActivation)
 
 
