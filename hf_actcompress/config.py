@@ -46,6 +46,13 @@ class CompressionConfig(ConfigFile):
             Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where
             one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what
             gradient checkpointing and unpatched modules keep, and encoder-decoder models.
+        share_prompts: Keep the rows of tokens once that begin several sequences of a batch, such as the prompt of a
+            group of completions (GRPO) or of two answers (DPO): hidden states, MLP tensors, q, k, v and what attention
+            keeps, through any codec that takes rows. For causal models without dropout (of adapters, too) that are fed
+            by `input_ids`. Exact: equal rows differ by rounding at most. All rows are computed. Where rows turn out to
+            differ, backward raises SharedRowsError. Finding equal rows waits for the device once per forward. Layers
+            run leaf by leaf. Kept whole: statistics of norms, what gradient checkpointing and unpatched modules keep,
+            and all in compiled graphs. Not with `drop_padding` or `tokens`.
         checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
             parts of their names: ``("layers.3",)``. "every:2" is every second layer, from the first on, as transformers
             counts them ("every:1": all); "but_last:1" all but the last one, which backward needs first: computing it
@@ -120,6 +127,7 @@ class CompressionConfig(ConfigFile):
     logits: bool = True
     overrides: tuple[tuple[str, str, str], ...] = ()
     drop_padding: bool = False
+    share_prompts: bool = False
     checkpoint: tuple[str, ...] | str = ()
     checkpoint_attention: str = "recomputed"
     checkpoint_input: str = "identity"

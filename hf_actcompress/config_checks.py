@@ -78,6 +78,8 @@ def _check_tokens(config: Any) -> None:
         raise UnknownOptionError("token_choice", config.token_choice, [*TOKEN_CHOICES, "a function"])
     if config.tokens < 1 and config.drop_padding:
         raise UnknownOptionError("drop_padding with tokens < 1", True, [False])
+    if config.share_prompts and (config.drop_padding or config.tokens < 1):
+        raise UnknownOptionError("share_prompts with drop_padding or tokens < 1", True, [False])
 
 
 def name_of(codec: Any) -> Any:

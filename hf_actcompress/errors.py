@@ -40,6 +40,10 @@ class PaddingError(ActCompressError, RuntimeError):
     """`drop_padding=True`, and the padding that was dropped was needed: the gradients of that backward are wrong."""
 
 
+class SharedRowsError(ActCompressError, RuntimeError):
+    """`share_prompts=True`, and rows that were kept once differed: the gradients of that backward are wrong."""
+
+
 class CodecError(ActCompressError, ValueError):
     """A codec was handed a tensor that it cannot hold."""
 

@@ -23,7 +23,7 @@ from ..modules.attention import ATTENTION_NAME, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice, transforms_active
-from ..records import padding_in
+from ..records import padding_in, shares_rows
 from ..reference import packed_kernel, packed_sdpa
 from ..reference.device_rules import device_rules
 from ..reference.sequences import Sequences
@@ -125,11 +125,12 @@ def _attended(
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
     keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
-    in_region = ops.region_in_progress() is not None and dropout == 0
+    # calls whose q, k, v and output are kept by us all the same
+    ours = (ops.region_in_progress() is not None and dropout == 0) or shares_rows(query.transpose(1, 2))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
         return _traced(stock, (query, key, value), attention_mask, bias, settings)
-    if not ((keeps_more or in_region) and plain and _keeps(query, key, value, bias)):
+    if not ((keeps_more or ours) and plain and _keeps(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias)
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
     if cpu and dropout == 0 and bias is None and not recomputed:

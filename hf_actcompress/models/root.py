@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..records import dropping, frame, in_frame, netted
+from ..records import dropping, frame, in_frame, netted, sharing
 from ..reference.rng import Generators
 from .chosen_tokens import choice_of_call, choosing
 from .heads import deferred_logits
@@ -30,6 +30,7 @@ from .packed_masks import packed_forward
 from .padding import padding_of_call
 from .samples import samples_of_call
 from .sensitivity import refresh_bits
+from .shared_prompts import copies_of_call
 
 _ATTRIBUTE = "actcompress_root"
 _DEFAULT_LOSS = "ForCausalLM"
@@ -112,12 +113,13 @@ class PatchedForward:
         if self.config.refresh_bits and not self._measuring:
             self._refresh_bits(args, kwargs)
         padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
+        copies = copies_of_call(self.model, stock, args, kwargs) if self.config.share_prompts else None
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, stock, args, kwargs)
         on = self.config.net and self.config.derive_linear
         net = netted(CODECS[self.config.other]) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
-        with frame(), dropping(padding), choosing(choice), net:
+        with frame(), dropping(padding), sharing(copies), choosing(choice), net:
             yield
 
     def measure_bits_next(self) -> None:

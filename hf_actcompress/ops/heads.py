@@ -20,6 +20,7 @@ from ..records import (
     padding_in,
     raw,
     record_in_order_of,
+    shares_rows,
     whole_record_of,
 )
 
@@ -38,13 +39,16 @@ def heads_padding(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) ->
 def keep_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, codec: Codec
 ) -> tuple[list[Record], bool]:
-    """The records of q, k and v, shaped like them, and whether padding is dropped from them."""
+    """The records of q, k and v, shaped like them, and whether rows are left out: padding, or what repeats others."""
     padding = heads_padding(q, k, mask, is_causal)
-    if padding is None:
+    shared = padding is None and all(shares_rows(x.transpose(1, 2)) for x in (q, k))
+    if padding is None and not shared:
         # no record that other consumers made without padding: attention looks across rows
         return [whole_record_of(x, codec) for x in (q, k, v)], False
     q_record, k_record, v_record = (record_in_order_of(x, x.transpose(1, 2), codec) for x in (q, k, v))
-    keys = Derived(Recipe(_Keys(padding)), (k_record, raw(_seen(padding, mask))))
+    keys = Derived(Recipe(_swap), (k_record,))
+    if padding is not None:
+        keys = Derived(Recipe(_Keys(padding)), (k_record, raw(_seen(padding, mask))))
     return [Derived(Recipe(_swap), (q_record,)), keys, Derived(Recipe(_swap), (v_record,))], True
 
 

@@ -8,11 +8,12 @@ of its own. This package is the only code that touches storage on `ctx`.
 from __future__ import annotations
 
 from .apart import apart
+from .copies import Copies, copies_of, sharing
 from .current import current, stock_only
 from .hooks import kept_through
 from .net import applied, netted, unnetted
 from .outside import hooks_outside
-from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of
+from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of, shares_rows
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, raw
 from .registry import (
     clear,
@@ -35,6 +36,7 @@ from .selective import Forward, run_selectively
 from .storages import storage_sizes, storages_of
 
 __all__ = [
+    "Copies",
     "Derived",
     "Forward",
     "Packed",
@@ -46,6 +48,7 @@ __all__ = [
     "apart",
     "applied",
     "clear",
+    "copies_of",
     "current",
     "declare",
     "declare_as",
@@ -76,6 +79,8 @@ __all__ = [
     "saved_next",
     "shared_copy",
     "shared_derivation",
+    "shares_rows",
+    "sharing",
     "stock_only",
     "storage_sizes",
     "storages_of",

@@ -38,6 +38,7 @@ from ..codecs import (
 )
 from ..errors import PaddingError
 from ..private_apis import at_end_of_backward, current_backward
+from .copies import Copies, SharedRows, current_copies
 from .outside import hooks_outside
 from .record import Derived, Pending, Recipe, Record, Stored, raw
 
@@ -167,6 +168,19 @@ def padding_in(x: Tensor) -> Padding | None:
     return padding if padding is not None and padding.fits(x) and not checkpointed() else None
 
 
+def _rows_in(x: Tensor) -> Padding | Copies | None:
+    """Which rows of x are not kept here and now: padding, or what repeats other rows."""
+    copies = None if torch.compiler.is_compiling() else current_copies()
+    if copies is not None and copies.fits(x) and not checkpointed():
+        return copies
+    return padding_in(x)
+
+
+def shares_rows(x: Tensor) -> bool:
+    """Whether rows of x [B, S, ...] that repeat others are kept once here and now."""
+    return isinstance(_rows_in(x), Copies)
+
+
 def checkpointed() -> bool:
     """Whether this is a region under `torch.utils.checkpoint`, in its forward or when it runs again."""
     top = hooks_outside()
@@ -186,21 +200,32 @@ def drops(x: Tensor, codec: Codec) -> bool:
     return padding_in(x) is not None and _takes_rows(codec)
 
 
+def keeps_fewer(x: Tensor, codec: Codec) -> bool:
+    """Whether `keep` leaves rows of x out, because they are padding or repeat others."""
+    return _rows_in(x) is not None and _takes_rows(codec)
+
+
 def keep(x: Tensor, codec: Codec) -> Record:
-    """The record of x itself through `codec`, without its padding rows where there are any to drop."""
-    return _keep(x, codec, padding_in(x))
+    """The record of x itself through `codec`, without its padding rows and repeated ones where these are left out."""
+    return _keep(x, codec, _rows_in(x))
 
 
 def keep_later(x: Tensor, codec: Codec) -> Record:
     """As `keep`, but nothing is packed before the first consumer saves the record."""
-    padding = padding_in(x)
-    dropped = padding is not None and _takes_rows(codec)
-    if codec == IDENTITY and not dropped:
+    rows = _rows_in(x)
+    fewer = rows is not None and _takes_rows(codec)
+    if codec == IDENTITY and not fewer:
         return raw(x)
-    return Pending(x, partial(_keep, codec=codec, padding=padding), dropped=dropped, lossless=codec.lossless)
+    dropped = fewer and isinstance(rows, Padding)
+    return Pending(x, partial(_keep, codec=codec, without=rows), dropped=dropped, lossless=codec.lossless)
 
 
-def _keep(x: Tensor, codec: Codec, padding: Padding | None) -> Record:
+def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
+    if isinstance(without, Copies) and _takes_rows(codec):
+        different, numbers, excess = without.taken(x.detach())
+        shared = SharedRows(without.guard, x.shape)
+        return Derived(Recipe(shared), (Stored(codec, *codec.pack(different)), raw(numbers), raw(excess)))
+    padding = without if isinstance(without, Padding) else None
     if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
         # this codec averages neighbours, so the rows stay in place, and padding rows do not count
         return Stored(codec, *codec.pack(x.detach(), padding.mask.to(x.device)))

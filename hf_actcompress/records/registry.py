@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
 from .outside import hooks_outside
-from .padding import drops, is_dropped, keep, keep_later
+from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
 from .record import Derived, Recipe, Record, Stored, versions
 from .views import View, dense, extent
 
@@ -230,7 +230,7 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
     if entry is not None and entry.describes(order):
         assert entry.record is not None
         return _viewed(entry, entry.record, order)
-    if (codec == IDENTITY and not drops(order, codec)) or _is_parameter(x):
+    if (codec == IDENTITY and not keeps_fewer(order, codec)) or _is_parameter(x):
         return Stored(IDENTITY, (order,))
     record = keep_later(order, codec)
     entry = entry or _insert(x, None)
