@@ -40,6 +40,10 @@ class PaddingError(ActCompressError, RuntimeError):
     """`drop_padding=True`, and the padding that was dropped was needed: the gradients of that backward are wrong."""
 
 
+class CaptureError(ActCompressError, RuntimeError):
+    """A CUDA graph is captured of what draws random numbers again in backward."""
+
+
 class CodecError(ActCompressError, ValueError):
     """A codec was handed a tensor that it cannot hold."""
 
