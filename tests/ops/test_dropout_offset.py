@@ -121,6 +121,18 @@ def test_bits_are_kept_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch
         functions.rng_state(torch.device("cuda"))
 
 
+def test_a_program_keeps_bits_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = BY_NAME["bert"]
+    stock, model = (build(family, "fp32", dropout=P) for _ in range(2))
+    patch_model(model, BODY)
+    loss, expected = step(stock, family.make_batch())
+    monkeypatch.setattr(functions, "_captured", lambda device: True)
+    found_loss, found = step(model, family.make_batch())
+    assert torch.equal(found_loss, loss)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+
+
 def test_the_report_says_what_no_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch_model(build(BY_NAME["bert"], "fp32"))
 
