@@ -229,3 +229,12 @@ def test_the_dense_input_is_never_made(stored: str, implementation: str, monkeyp
         assert made.bytes >= dense
     else:
         assert 0 < made.bytes < dense / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_linears_of_models_have_the_tiles_that_are_compiled_ahead_of_time(dtype: torch.dtype) -> None:
+    """recipes/compile_kernels.py takes rows of 4096; a launch differs from it in the tile and in nothing else."""
+    dy = torch.empty(1, 1, dtype=dtype)
+    for short in (False, True):
+        compiled = linear.tile_for(dy, 4096, short)
+        assert {linear.tile_for(dy, width, short) for width in (768, 2048, 8192, 14336)} == {compiled}
