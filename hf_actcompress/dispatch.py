@@ -3,8 +3,9 @@
 `implementation(name, x)` picks by x's device and by what is installed; `use("reference")` and `use("triton")` are
 explicit choices for a block of code. An explicit choice never falls back: under "triton" a kernel that cannot run
 raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device after
-it has agreed there with the reference, once per process, and the reference everywhere else. The kernels of the table
-`ON_REQUEST` it leaves to an explicit choice.
+it has agreed there with the reference, once per process, and the reference everywhere else. Of the kernels of the table
+`TIMED` nobody knows for which shapes they are faster: `auto` times both there when a shape is met first, unless the
+environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for deterministic results.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
-from .kernels import BITWISE, KERNELS, ON_REQUEST, TORCH_HAS
+from .kernels import BITWISE, KERNELS, TIMED, TORCH_HAS
+from .kernels.timing import Decisions, shape_class
 from .reference.device_rules import device_rules
 
 CHOICES = ("auto", "reference", "triton")
@@ -35,6 +37,7 @@ _log = logging.getLogger(__name__)
 _kernels: dict[str, Callable[..., Any]] = {}
 _trusted: dict[tuple[str, str | None, torch.device], bool] = {}
 _probing = threading.RLock()
+_decisions = Decisions()
 
 # of the process, not of a thread or context: backward runs in autograd's own threads, and torch.compile reads it
 _choice = "auto"
@@ -69,7 +72,7 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
     tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
     if runs_kernel(name, x, row):
-        return _kernel(name)
+        return _kernel(name) if _choice == "triton" or name not in TIMED else partial(_faster, name)
     # fake tensors have a type of their own
     rules = None if type(x) is Tensor else device_rules()
     function: Callable[..., Any] = getattr(reference, name) if rules is None else rules.function(name)
@@ -77,13 +80,18 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
 
 
 def runs_kernel(name: str, x: Tensor, row: str | None = None) -> bool:
-    """Whether `implementation` is a kernel: for callers who have something better than the reference's function."""
+    """Whether `implementation` is a kernel, or one where it is faster: for who has something better than the reference.
+
+    Who has it for a kernel of `TIMED` asks `kernel_wins` with the arguments, too.
+    """
     if _choice == "triton" and name in KERNELS:
         _require(name, x)
         return True
     # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
     # does with no foreign kernel
-    if _choice != "auto" or name not in KERNELS or name in ON_REQUEST or torch.compiler.is_compiling():
+    if _choice != "auto" or name not in KERNELS or torch.compiler.is_compiling():
+        return False
+    if name in TIMED and not _may_time():
         return False
     return row not in TORCH_HAS.get(name, ()) and _takes(name, x, row)
 
@@ -98,8 +106,51 @@ def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[st
     """
     device = _indexed(torch.device(device))
     reason = _unusable(device)
-    usable = {name: f"on request only: {why}" for name, why in ON_REQUEST.items()}
-    return {name: reason or (probe and _probed(name, None, device)) or usable.get(name, "usable") for name in KERNELS}
+    timed = {name: _timing_status(name) for name in TIMED}
+    return {name: reason or (probe and _probed(name, None, device)) or timed.get(name, "usable") for name in KERNELS}
+
+
+def kernel_wins(name: str, other: Callable[..., Any], *args: Any) -> bool:
+    """Whether a kernel of `TIMED` is what runs for these arguments, the first of which is dy, and not `other`.
+
+    Both are run on the arguments if `auto` has to find out, as functions that write on none of them and draw nothing.
+    """
+    if _choice == "triton":
+        return True
+    shape, device = shape_class(name, args), args[0].device
+    known = _decisions.known(shape)
+    if known is None and not torch.cuda.is_current_stream_capturing():
+        kernel = partial(_kernel(name), *args)
+        known = _decisions.kernel_wins(shape, kernel, partial(other, *args), device, _made_by_other(args))
+    return bool(known)
+
+
+def _faster(name: str, *args: Any) -> Any:
+    """The kernel or the reference's function."""
+    stock = getattr(reference, name)
+    return (_kernel(name) if kernel_wins(name, stock, *args) else stock)(*args)
+
+
+def _made_by_other(args: tuple[Any, ...]) -> int:
+    """Bytes, at most, of what a way without the kernel makes: x or dy once more, and dW."""
+    dy, *stored = args
+    outputs, widths = dy.size(-1), [x.size(-1) for x in stored if isinstance(x, Tensor)]
+    features = max([*widths, *(arg for arg in stored if type(arg) is int)])
+    rows = dy.numel() // max(outputs, 1)
+    return int((rows * max(features, outputs) + outputs * features) * dy.element_size())
+
+
+def _may_time() -> bool:
+    return os.environ.get("HF_ACTCOMPRESS_TIMING") != "0" and not torch.are_deterministic_algorithms_enabled()
+
+
+def _timing_status(name: str) -> str:
+    """Of a kernel of `TIMED`."""
+    if not _may_time():
+        return "on request only: HF_ACTCOMPRESS_TIMING is 0, or torch is asked for deterministic results"
+    found = _decisions.of(name)
+    seen = f": {sum(found)} of {len(found)} shapes so far" if found else ""
+    return f"usable where it is faster than {TIMED[name]}{seen}"
 
 
 def _takes(name: str, x: Tensor, row: str | None) -> bool:

@@ -44,6 +44,10 @@ class SharedRowsError(ActCompressError, RuntimeError):
     """`share_prompts=True`, and rows that were kept once differed: the gradients of that backward are wrong."""
 
 
+class CaptureError(ActCompressError, RuntimeError):
+    """A CUDA graph is captured of what draws random numbers again in backward."""
+
+
 class CodecError(ActCompressError, ValueError):
     """A codec was handed a tensor that it cannot hold."""
 

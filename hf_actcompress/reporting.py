@@ -26,6 +26,11 @@ _INERT = (
     "its forward has been bound on the instance since it was patched (device_map or offload hooks, Liger), so the "
     "patched forward does not run"
 )
+_ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+_NO_GRAPH = (
+    "a training step cannot be captured in a CUDA graph where attention with dropout, or a checkpointed layer with "
+    "dropout, runs again in backward: its masks are drawn from the generator's offset, which a capture hides"
+)
 _NEW = "came after patch_model; the next forward in training patches it"
 
 
@@ -130,6 +135,21 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
     for name, module in model.named_modules():
         if is_switched_on(module):
             yield PatchRow(name, type(module).__name__, "checkpoint", "layer", keeps="input")
+    if _on_cuda(model) and _draws_again(model):
+        yield PatchRow("", type(root_module(model)).__name__, "cuda_graph", reason=_NO_GRAPH)
+
+
+def _on_cuda(model: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in model.parameters())
+
+
+def _draws_again(model: nn.Module) -> bool:
+    """Whether masks are drawn again in backward by more than dropout modules, which keep bits in a CUDA graph."""
+    configs = [part.config for part in pretrained_models(model).values()]
+    if any(getattr(config, name, 0.0) for config in configs for name in _ATTENTION_DROPOUT):
+        return True
+    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return drops and any(is_switched_on(module) for module in model.modules())
 
 
 def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:

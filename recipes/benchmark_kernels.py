@@ -1,14 +1,15 @@
 """Every Triton kernel: right first, then how close to the memory's speed, beside torch's reference and Liger's kernel.
 
     python recipes/benchmark_kernels.py --device cuda --out results/
-    python recipes/benchmark_kernels.py --device cuda --on-request       # those alone that `auto` does not run
+    python recipes/benchmark_kernels.py --device cuda --timed            # those alone that `auto` times itself
+    python recipes/benchmark_kernels.py --roofline                       # where these must win: no GPU, no figures
     python recipes/benchmark_kernels.py --quick                          # a CPU: Triton's interpreter, no speeds
 
 Sizes are those of Llama-3.2-1B in training: 16384 tokens, hidden 2048, MLP 8192. "of copy" is the achieved bandwidth
 (bytes of arguments and results over the median time) over that of a plain copy in the same run. A kernel that
 disagrees with the reference gets no figure, and the command fails. In the reference's place, weight gradients out of
 codes have what `auto` runs: the kernel that unpacks, and torch's product. Below the table: where a kernel that `auto`
-runs is slower, and where one that it does not run is faster. Writes kernels.jsonl and kernels.md, after every line.
+runs is slower, and where one that it times is faster. Writes kernels.jsonl and kernels.md, after every line.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.bench_kernel_cases import CASES, Args, Case, Functions, Shape
+from common import roofline
+from common.bench_kernel_cases import CASES, LINEARS, Args, Case, Functions, Shape
 from common.bench_kernel_peers import liger
 from common.versions import versions
 from tqdm import tqdm
 
 from hf_actcompress import reference
-from hf_actcompress.kernels import KERNELS, ON_REQUEST
+from hf_actcompress.kernels import KERNELS, TIMED
 
 TOKENS, HIDDEN, MLP = 16384, 2048, 8192
 PACKAGES = ("torch", "triton", "liger-kernel", "hf-actcompress")
@@ -176,9 +178,9 @@ def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
 def _misplaced(results: Sequence[Result]) -> Iterator[str]:
     """What the measurement says about which implementation `auto` should choose."""
     measured = [r for r in results if r.ms and r.reference_ms]
-    faster = [r for r in measured if r.kernel in ON_REQUEST and r.ms < r.reference_ms]
-    slower = [r for r in measured if r.kernel not in ON_REQUEST and r.ms > r.reference_ms]
-    for said, found in (("On request only, and faster", faster), ("Run by `auto`, and slower", slower)):
+    faster = [r for r in measured if r.kernel in TIMED and r.ms < r.reference_ms]
+    slower = [r for r in measured if r.kernel not in TIMED and r.ms > r.reference_ms]
+    for said, found in (("Timed by `auto`, and faster", faster), ("Run by `auto`, and slower", slower)):
         if measured:
             names = "; ".join(f"{r.kernel} ({r.label})" if r.label else r.kernel for r in found)
             yield f"{said} than the reference: {names or 'none'}."
@@ -192,8 +194,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--names", nargs="+", choices=sorted(KERNELS), default=sorted(KERNELS))
-    parser.add_argument("--on-request", action="store_true", help="those of --names that `auto` does not run")
-    parser.add_argument("--automatic", action="store_true", help="those that it runs")
+    parser.add_argument("--timed", action="store_true", help="those of --names that `auto` runs where they are faster")
+    parser.add_argument("--automatic", action="store_true", help="those that it always runs")
+    parser.add_argument("--roofline", action="store_true", help="print and write where timed ones must win, and end")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--hidden", type=int, default=HIDDEN)
@@ -205,9 +208,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: this machine or this torch has no CUDA device")
     if args.quick:
         args.tokens, args.hidden, args.mlp = 8, 128, 256
-    for wanted, on_request in ((args.on_request, True), (args.automatic, False)):
+    for wanted, timed in ((args.timed, True), (args.automatic, False)):
         if wanted:
-            args.names = [name for name in args.names if (name in ON_REQUEST) is on_request]
+            args.names = [name for name in args.names if (name in TIMED) is timed]
     if not args.names:
         parser.error("none of these kernels is left to measure")
     return args
@@ -215,6 +218,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.roofline:
+        print(write_roofline(args))
+        return 0
     if args.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     device = torch.device(args.device)
@@ -230,6 +236,16 @@ def main(argv: list[str] | None = None) -> int:
             text = write(results, about, args.out)
     print(text)
     return 0 if all(result.correct for result in results) else 1
+
+
+def write_roofline(args: argparse.Namespace) -> str:
+    """roofline.md, of the linears of a layer of the model. Returns it."""
+    sizes = Shape(torch.device("cpu"), torch.bfloat16, args.tokens, args.hidden, args.mlp)
+    shapes = {name: roofline.Shape(args.tokens, *reversed(linear(sizes))) for name, linear in LINEARS.items()}
+    text = roofline.markdown(shapes)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "roofline.md").write_text(text)
+    return text
 
 
 def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> str:

@@ -27,25 +27,12 @@ import torch
 from common.bench_models import FAMILIES, Shape
 from common.bench_report import environment
 from common.files import replace_text
-from torch.utils._python_dispatch import TorchDispatchMode
+from common.traffic import Traffic
 
 from hf_actcompress import PRESETS, CompressionConfig, patch_model
 
 DEPTHS = (4, 12)
 STEPS = 25
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-# ops that give another look at the same memory, or make no kernel run
-NO_LAUNCH = (
-    "promote_types",
-    "detach",
-    "_unsafe_view",
-    "_reshape_alias",
-    "lift_fresh",
-    "empty",
-    "empty_like",
-    "new_empty",
-    "alias",
-)
 COLUMNS = ("model", "mode", "host us", "x stock", "launches", "products", "autograd nodes")
 Prepare = Callable[[Any], Any]
 
@@ -67,21 +54,6 @@ class Row:
     launches: float
     products: float
     nodes: float
-
-
-class _Launches(TorchDispatchMode):
-    """Counts the ops that run a kernel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = self.products = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in NO_LAUNCH:
-            self.launches += 1
-            self.products += name in PRODUCTS
-        return func(*args, **(kwargs or {}))
 
 
 def build(name: str, mode: str, layers: int, args: argparse.Namespace) -> Any:
@@ -131,7 +103,7 @@ def counts(name: str, mode: str, args: argparse.Namespace) -> tuple[float, float
     for layers in DEPTHS:
         model, inputs = build(name, mode, layers, args), batch()
         model(**inputs).loss.backward()
-        with _Launches() as counter:
+        with Traffic() as counter:
             loss = model(**inputs).loss
             loss.backward()
         found.append((counter.launches, counter.products, nodes(model(**inputs).loss)))

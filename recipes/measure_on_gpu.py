@@ -85,8 +85,8 @@ JOBS = (
         Job(f"profile-{name}", ("recipes/profile_step.py", *_SETTINGS[name], "--modes", "stock", "exact", "int8"), 45)
         for name in ("bert-base", "llama-1b")
     ),
-    # per shape: a weight gradient out of what is stored, by a kernel or by a pass and torch's product
-    Job("weight-gradients", ("recipes/benchmark_kernels.py", "--on-request"), 60),
+    # what `auto` times per shape: weight gradients out of what is stored, by a kernel or by a pass and torch's product
+    Job("weight-gradients", ("recipes/benchmark_kernels.py", "--timed"), 60),
     *(_speed(name, _COMPILED, 90) for name in ("bert-base", "gpt2", "lora", "bert-large")),
     # the estimates beside what was measured: needs no GPU, and can be run again later
     Job("estimates", ("recipes/compare_estimates.py",), 60),

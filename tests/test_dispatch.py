@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import dispatch, reference
-from hf_actcompress.dispatch import implementation, kernel_status, runs_kernel, use
+from hf_actcompress.dispatch import implementation, kernel_status, use
 from hf_actcompress.errors import KernelUnavailableError, UnknownOptionError
-from hf_actcompress.kernels import BITWISE, KERNELS, ON_REQUEST, TORCH_HAS
+from hf_actcompress.kernels import BITWISE, KERNELS, TIMED, TORCH_HAS
 
 CPU = torch.device("cpu")
 
@@ -121,22 +121,7 @@ def test_auto_while_a_cuda_graph_is_captured_is_the_reference(monkeypatch):
 
 
 def test_tables_name_kernels():
-    assert set(TORCH_HAS) <= set(KERNELS) and set(BITWISE) <= set(KERNELS) and set(ON_REQUEST) <= set(KERNELS)
-
-
-@pytest.mark.parametrize("name", ON_REQUEST)
-def test_auto_leaves_what_is_on_request_alone(name, monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "_unfit", lambda x: None)
-    monkeypatch.setattr(dispatch, "_unusable", lambda device: None)
-    monkeypatch.setattr(dispatch, "_takes", lambda *key: True)
-    for choice, kernel in {"auto": False, "reference": False, "triton": True}.items():
-        with use(choice):
-            assert runs_kernel(name, _OnCuda) is kernel
-            assert (implementation(name, _OnCuda) is dispatch._kernel(name)) is kernel
-    # as soon as it is none
-    monkeypatch.setattr(dispatch, "ON_REQUEST", {})
-    assert runs_kernel(name, _OnCuda)
+    assert set(TORCH_HAS) <= set(KERNELS) and set(BITWISE) <= set(KERNELS) and set(TIMED) <= set(KERNELS)
 
 
 def test_a_probe_of_one_variant_leaves_the_others_alone(monkeypatch):
@@ -158,11 +143,14 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="probes in th
 
 
 @interpreted
-def test_every_kernel_passes_its_probe():
+def test_every_kernel_passes_its_probe(monkeypatch):
     pytest.importorskip("triton")
     state = torch.get_rng_state()
-    requested = {name: f"on request only: {why}" for name, why in ON_REQUEST.items()}
-    assert kernel_status("cpu", probe=True) == {**dict.fromkeys(KERNELS, "usable"), **requested}
+    status = kernel_status("cpu", probe=True)
+    assert {name for name, said in status.items() if said == "usable"} == KERNELS.keys() - TIMED.keys()
+    assert all("HF_ACTCOMPRESS_TIMING is 0" in status[name] for name in TIMED)
+    monkeypatch.setenv("HF_ACTCOMPRESS_TIMING", "1")
+    assert all(kernel_status("cpu")[name] == f"usable where it is faster than {TIMED[name]}" for name in TIMED)
     # a probe in the middle of training leaves dropout's masks alone
     assert torch.equal(torch.get_rng_state(), state)
 

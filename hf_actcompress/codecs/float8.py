@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..dispatch import implementation, runs_kernel
+from ..dispatch import implementation, kernel_wins, runs_kernel
 from ..errors import UnknownOptionError
 from .codec import Codec, TensorMeta, meta_of
 
@@ -63,10 +63,17 @@ class Float8(Codec):
         if not self.has_grad_weight(dy):
             # torch has nothing better than to unpack
             return None
-        group_size = self._group_size(meta_of(meta).features)
-        out: Tensor = implementation("float8_grad_weight", dy)(dy.reshape(-1, dy.size(-1)), *tensors, group_size)
+        args = dy.reshape(-1, dy.size(-1)), *tensors, self._group_size(meta_of(meta).features)
+        if not kernel_wins("float8_grad_weight", _unpacked_product, *args):
+            return None
+        out: Tensor = implementation("float8_grad_weight", dy)(*args)
         return out
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         x = TensorMeta(shape, dtype)
         return x.rows * (x.features + 2 * -(-x.features // self._group_size(x.features)))
+
+
+def _unpacked_product(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """What is done if `grad_weight` returns None."""
+    return dy.t().mm(implementation("float8_unpack", codes)(codes, scale, dy.dtype, group_size))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..dispatch import implementation, runs_kernel
+from ..dispatch import implementation, kernel_wins, runs_kernel
 from ..errors import UnknownOptionError
 from ..reference.bits import row_bytes
 from ..reference.rng import Generators, drawn_from
@@ -96,8 +96,11 @@ class IntGroup(Codec):
             # torch has nothing better than to unpack
             return None
         (codes, scale, zero, *outliers), known = tensors, meta_of(meta)
-        grad, rows = implementation("int_group_grad_weight", dy), dy.reshape(-1, dy.size(-1))
-        out: Tensor = grad(rows, codes, scale, zero, known.features, self.bits, self.group_size, *outliers)
+        packed = codes, scale, zero, known.features, self.bits, self.group_size
+        args = dy.reshape(-1, dy.size(-1)), *packed, *outliers
+        if not kernel_wins("int_group_grad_weight", _unpacked_product, *args):
+            return None
+        out: Tensor = implementation("int_group_grad_weight", dy)(*args)
         return out
 
     def keeping_sign(self) -> Codec:
@@ -111,3 +114,11 @@ class IntGroup(Codec):
         per_row = row_bytes(x.features, self.bits) + 4 * -(-x.features // self.group_size)
         outliers = min(self.outliers, x.features) if shape.numel() else 0
         return x.rows * (per_row + outliers * dtype.itemsize) + 4 * outliers
+
+
+def _unpacked_product(
+    dy: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, features: int, bits: int, group_size: int, *_: Tensor
+) -> Tensor:
+    """What is done if `grad_weight` returns None, but for the outliers."""
+    unpack = implementation("int_group_unpack", codes)
+    return dy.t().mm(unpack(codes, scale, zero, features, dy.dtype, bits, group_size))

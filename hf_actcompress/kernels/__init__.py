@@ -17,9 +17,10 @@ own kernel under the generator's old state draws the stock mask, whose layout ov
 its version. Residual sums and dropout fused into a norm: leaf modules are patched one by one, and none sees its
 neighbour. Packing by size (entries, tiles, rows): a sort.
 
-What only runs on request. Weight gradients out of what a codec kept: a product that decodes, gathers or pools inside of
-its tiles has to be faster than a pass that does so and torch's product, and nobody has measured where it is. `auto`
-keeps to torch's; `use("triton")` runs them; recipes/benchmark_kernels.py times both at the shapes of a model.
+What runs where it is faster. Weight gradients out of what a codec kept: a product that decodes, gathers or pools inside
+of its tiles has to be faster than a pass that does so and torch's product, and which of the two is depends on the shape
+and the device. `auto` runs both on the user's device when a shape is met first (`timing.py`), and the faster one from
+then on. `recipes/benchmark_kernels.py --roofline` says where the kernels can win at all, `--timed` where they do.
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ TORCH_HAS: dict[str, frozenset[str]] = {
 # those that stand in a forward, and a backward that has the same steps
 BITWISE = frozenset({"rms_norm_fwd", "rms_norm_rebuild", "rope_bwd", "rope_fwd"})
 
-# name -> why `auto` keeps to the reference, until that is answered
-_PRODUCT = "not measured on a GPU against a pass over the codes and torch's product"
-ON_REQUEST: dict[str, str] = {
-    "block_sparse_grad_weight": "not measured on a GPU against torch's products of gathered tiles",
+# name -> what `auto` times it against
+_PRODUCT = "a pass over the codes and torch's product"
+TIMED: dict[str, str] = {
+    "block_sparse_grad_weight": "torch's products of gathered tiles",
     "float8_grad_weight": _PRODUCT,
     "int_group_grad_weight": _PRODUCT,
-    "pooled_grad_weight": "not measured on a GPU against a pass over dy and torch's product",
-    "row_sample_grad_weight": "not measured on a GPU against a copy of dy's rows and torch's product",
+    "pooled_grad_weight": "a pass over dy and torch's product",
+    "row_sample_grad_weight": "a copy of dy's rows and torch's product",
 }

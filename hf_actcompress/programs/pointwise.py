@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from ..codecs import Codec
 from ..ops.activation import SIGN_DECIDES
-from ..reference import rng_state
+from ..reference import dropout_fwd
 from .emit import Bound, Emitter, Setting
 from .step import Backward, Operation, Step
 from .tape import plain
@@ -113,6 +113,10 @@ def _like_first(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _like_dropout(x: Tensor, _: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty(0, dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class Dropout(Operation):
     """y and the generator's state before the draw."""
@@ -125,8 +129,8 @@ class Dropout(Operation):
         return True
 
     def forward(self, e: Emitter, x: Node) -> tuple[Node, ...]:
-        state = e.call(rng_state, e.setting.device)
-        return e.call(torch.nn.functional.dropout, x, self.p, True), state
+        both = e.call(dropout_fwd, x, self.p, like=_like_dropout)
+        return e.item(both, 0), e.item(both, 1)
 
     def _replay(self, b: Backward, step: Step, x: Node) -> Node:
         return b.dispatched("dropout_replay", None, x, b.want(step.outs[1]), self.p, like=_like_first)

@@ -1,4 +1,10 @@
-"""Dropout whose mask is drawn again in backward from the generator's state before the draw."""
+"""Dropout whose mask is drawn again in backward from the generator's state before the draw.
+
+A state is a tensor on the host, of a kind that its dtype tells: the whole state (uint8), or, on a CUDA device, seed and
+offset (uint64 [2]), from which its kernels make all their numbers: integers that the host has, so that nothing is
+copied from the device. While a CUDA graph is captured the offset is known to the device alone, and each replay of the
+graph has another one: then the bits of the mask are kept instead (int8, on the device).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..errors import CaptureError
+from .bits import pack_mask, unpack_mask
 from .device_rules import device_rules
 
 # one swap of a device's default generator at a time
@@ -18,16 +26,50 @@ _lock = threading.RLock()
 # bytes: of the widest vector that a kernel loads, and more; what the allocators return is aligned to this at least
 _ALIGNMENT = 64
 
+_OFFSET, _MASK = torch.uint64, torch.int8
+
 
 def rng_state(device: torch.device) -> Tensor:
-    """State of the default generator of `device`: a uint8 tensor on the host (5,056 bytes CPU, 16 bytes CUDA)."""
+    """State of the default generator of `device`, on the host: 5,056 bytes of a CPU, 16 of a CUDA device.
+
+    Raises:
+        CaptureError: A CUDA graph is captured, whose numbers cannot be drawn again.
+    """
     rules = device_rules()
     if rules is not None:
         return rules.rng_state()
     if device.type == "cpu":
         return torch.get_rng_state()
+    if device.type == "cuda":
+        if _captured(device):
+            raise CaptureError(
+                "asked for the generator's state while a CUDA graph is captured: attention with dropout, and layers "
+                "with dropout that run again in backward, cannot be captured; set their dropout to 0"
+            )
+        return torch.tensor(_seed_and_offset(_generator(device)), dtype=_OFFSET)
     state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The default generator of a CUDA device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _captured(device: torch.device) -> bool:
+    """Whether what is launched on the device now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _seed_and_offset(generator: torch.Generator) -> tuple[int, int]:
+    return generator.initial_seed(), generator.get_offset()
+
+
+def _set_seed_and_offset(generator: torch.Generator, seed: int, offset: int) -> None:
+    if seed != generator.initial_seed():
+        generator.manual_seed(seed)
+    generator.set_offset(offset)
 
 
 class StateBefore:
@@ -54,13 +96,25 @@ def draws_like_any(x: Tensor) -> bool:
     return x.device.type == "cpu" or x.data_ptr() % _ALIGNMENT == 0
 
 
+def dropout_fwd(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """torch's own ``dropout(x, p)``, and the state from which `dropout_replay` makes its mask again."""
+    if _captured(x.device):
+        y, mask = torch.native_dropout(x, p, True)
+        return y, pack_mask(mask).view(_MASK)
+    state = rng_state(x.device)
+    return functional.dropout(x, p, training=True), state
+
+
 def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
     """`dropout(x, p)` with the mask that was drawn from `state`; the default generator is left as found.
 
     On dy it is the gradient: both are x * mask / (1 - p), and the stock kernels compute both by this formula.
     """
     x = x.contiguous()
-    if x.device.type == "cpu":
+    if state.dtype == _MASK:
+        mask = unpack_mask(state.view(torch.uint8), x.shape)
+        return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p) if p < 1 else 0.0)  # type: ignore[no-any-return]
+    if state.dtype != _OFFSET and x.device.type == "cpu":
         generator = torch.Generator().set_state(state)
         noise = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
         return x * noise.div_(1 - p) if p < 1 else x * noise
@@ -79,6 +133,15 @@ def replayed_rng(state: Tensor, device: torch.device) -> Iterator[None]:
         yield
         return
     with _lock:
+        if state.dtype == _OFFSET:
+            generator = _generator(device)
+            before = _seed_and_offset(generator)
+            _set_seed_and_offset(generator, *state.tolist())
+            try:
+                yield
+            finally:
+                _set_seed_and_offset(generator, *before)
+            return
         module = torch if device.type == "cpu" else torch.get_device_module(device)
         where = () if device.type == "cpu" else (device,)
         current = module.get_rng_state(*where)

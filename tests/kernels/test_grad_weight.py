@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from hf_actcompress import reference
-from hf_actcompress.kernels import KERNELS, ON_REQUEST, linear
+from hf_actcompress import dispatch, reference
+from hf_actcompress.kernels import KERNELS, TIMED, linear
 from tests.kernels.harness import DEVICE, Args, check, every_case, poisoned, run, samples, specified
 
 pytestmark = pytest.mark.daily(3)
 
-every_name = pytest.mark.parametrize("name", ON_REQUEST)
+every_name = pytest.mark.parametrize("name", TIMED)
 
 
 def _int_group(dy: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -58,8 +63,8 @@ def within_the_law(name: str, args: Args) -> None:
     check(name, args, terms)
 
 
-def test_every_product_on_request_is_held_to_the_law() -> None:
-    assert set(FACTORS) == set(ON_REQUEST)
+def test_every_product_that_is_timed_is_held_to_the_law() -> None:
+    assert set(FACTORS) == set(TIMED)
     # that one is a kernel before torch's product
     assert {name for name in KERNELS if name.endswith("grad_weight")} == {*FACTORS, "topk_grad_weight"}
 
@@ -166,3 +171,70 @@ def test_outliers_are_exact() -> None:
     with poisoned():
         dweight = linear.int_group_grad_weight(dy, *packed, 40, 2, 8, x[:, channels], channels)
     assert torch.equal(dweight[:, channels], dy.t().mm(x[:, channels]))
+
+
+class _Made(TorchDispatchMode):
+    """The largest tensor that an op has made, in memory that is no argument's."""
+
+    def __init__(self, args: Args) -> None:
+        super().__init__()
+        self.bytes, self._given = 0, {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in self._given:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return result
+
+
+def _kept_rows(dy: Tensor, x: Tensor) -> Args:
+    return dy, *reference.row_sample_pack(x, 64, True, False)
+
+
+def _kept_tiles(quota: str) -> Callable[[Tensor, Tensor], Args]:
+    k = {"column": 2, "row": 2, "global": 16}[quota]
+    return lambda dy, x: (dy, *reference.block_sparse_pack(x, (32, 32), k, quota), x.size(1), quota)
+
+
+STORED: dict[str, tuple[str, Callable[[Tensor, Tensor], Args]]] = {
+    "rows": ("row_sample_grad_weight", _kept_rows),
+    **{f"tiles by {quota}": ("block_sparse_grad_weight", _kept_tiles(quota)) for quota in ("column", "row", "global")},
+    "means": (
+        "pooled_grad_weight",
+        lambda dy, x: (dy.view(2, 256, -1), reference.pooled_pack(x.view(2, 256, -1), 8), 8),
+    ),
+    "codes": (
+        "int_group_grad_weight",
+        lambda dy, x: (dy, *reference.int_group_pack(x, 4, 64, False), x.size(1), 4, 64),
+    ),
+    "fp8": ("float8_grad_weight", lambda dy, x: (dy, *reference.float8_pack(x, torch.float8_e4m3fn, 128), 128)),
+}
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+@pytest.mark.parametrize("stored", STORED)
+def test_the_dense_input_is_never_made(stored: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor on the way is a quarter as large as x; without a kernel, codes have to be unpacked whole."""
+    # as on a GPU: so few tokens are not shared out, which makes a sum for each share
+    monkeypatch.setattr(linear, "_SHARE", dict.fromkeys(("cpu", "cuda"), 512))
+    name, pack = STORED[stored]
+    x, dy = torch.randn(512, 256, device=DEVICE), torch.randn(512, 8, device=DEVICE)
+    args = pack(dy, x)
+    function = getattr(reference if implementation == "reference" else dispatch._module(name), name)
+    with _Made(args) as made:
+        function(*args)
+    dense = x.numel() * x.element_size()
+    if implementation == "reference" and stored in ("codes", "fp8"):
+        assert made.bytes >= dense
+    else:
+        assert 0 < made.bytes < dense / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_linears_of_models_have_the_tiles_that_are_compiled_ahead_of_time(dtype: torch.dtype) -> None:
+    """recipes/compile_kernels.py takes rows of 4096; a launch differs from it in the tile and in nothing else."""
+    dy = torch.empty(1, 1, dtype=dtype)
+    for short in (False, True):
+        compiled = linear.tile_for(dy, 4096, short)
+        assert {linear.tile_for(dy, width, short) for width in (768, 2048, 8192, 14336)} == {compiled}

@@ -68,12 +68,60 @@ def test_what_auto_should_run(benchmark: ModuleType) -> None:
     ]
     about = benchmark.environment(torch.device("cpu"), benchmark.parse_args([]), 1.0, "command")
     said = benchmark.markdown(results, about).splitlines()
-    assert "On request only, and faster than the reference: pooled_grad_weight (a)." in said
+    assert "Timed by `auto`, and faster than the reference: pooled_grad_weight (a)." in said
     assert "Run by `auto`, and slower than the reference: rms_norm_bwd (a)." in said
 
 
-def test_on_request_or_not(benchmark: ModuleType) -> None:
-    apart = [set(benchmark.parse_args([option]).names) for option in ("--on-request", "--automatic")]
+def test_timed_or_not(benchmark: ModuleType) -> None:
+    apart = [set(benchmark.parse_args([option]).names) for option in ("--timed", "--automatic")]
     assert all(apart) and not set.intersection(*apart) and set.union(*apart) == set(KERNELS)
     with pytest.raises(SystemExit):
-        benchmark.parse_args(["--names", "rms_norm_bwd", "--on-request"])
+        benchmark.parse_args(["--names", "rms_norm_bwd", "--timed"])
+
+
+@pytest.fixture
+def roofline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    return importlib.import_module("common.roofline")
+
+
+def test_roofline_by_hand(roofline: ModuleType) -> None:
+    """1000 operations and 10 bytes a second; x [8, 4] in 4 bytes of codes and scales an element, dy [8, 2]."""
+    form, shape, card = roofline.Form(1.0, 4.0), roofline.Shape(8, 4, 2), roofline.Card(10.0, 1000.0)
+    # codes, then x written; x, dy and dW; 2 * 8 * 4 * 2 operations take less
+    assert roofline.seconds(roofline.launches(form, shape)["dense"], card) == (128 + 64) / 10 + (64 + 32 + 16) / 10
+    # codes, dy and dW
+    assert roofline.seconds(roofline.launches(form, shape)["kernel"], card, 0.8) == (128 + 32 + 16) / 10
+    assert roofline.must_win(form, shape, card)
+    # of 128 operations in the 30.4 seconds of the other way
+    assert roofline.needed_rate(form, shape, card) == pytest.approx(128 / 1000 / 30.4)
+    # half of the rows, gathered: dy's are read and written, then x's, dy's and dW
+    rows = roofline.launches(roofline.Form(0.5), shape)
+    assert [w.bytes for w in rows["torch"]] == [16 + 16, 32 + 16 + 16] and rows["torch"][1].operations == 64
+    assert [w.bytes for w in rows["kernel"]] == [32 + 16 + 16]
+    # tiles of 2 features: each of the two columns has rows of dy of its own
+    assert roofline.launches(roofline.Form(0.5, tile=2), shape)["kernel"][0].bytes == 32 + 32 + 16
+
+
+def test_roofline_is_monotonic(roofline: ModuleType) -> None:
+    """Fewer kept elements, fewer outputs and slower memory never ask for a faster product."""
+    card, shape = roofline.CARDS["H100"], roofline.Shape(16384, 2048, 2048)
+    by_share = [roofline.needed_rate(roofline.Form(share), shape, card) for share in (0.1, 0.3, 0.5, 0.9)]
+    by_bits = [roofline.needed_rate(roofline.FORMS[name], shape, card) for name in ("int8", "int4", "int2")]
+    outputs = [roofline.Shape(16384, 2048, o) for o in (256, 512, 2048, 8192)]
+    by_outputs = [roofline.needed_rate(roofline.FORMS["int8"], shape, card) for shape in outputs]
+    cards = [card._replace(bandwidth=bandwidth) for bandwidth in (1e12, 3e12, 9e12)]
+    by_speed = [roofline.needed_rate(roofline.FORMS["int8"], shape, card) for card in cards]
+    for rates in (by_share, by_outputs, by_speed):
+        assert rates == sorted(rates) and rates[0] < rates[-1]
+    # the pass that unpacks reads more bits in more time, which helps the kernel that does not need it
+    assert by_bits == sorted(by_bits)
+    for form in roofline.FORMS.values():
+        wins = [roofline.must_win(form, shape, card, rate) for rate in (0.1, 0.5, 0.8, 1.0)]
+        assert wins == sorted(wins)
+
+
+def test_roofline_is_printed(benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["--roofline", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "roofline.md").read_text()
+    assert text in capsys.readouterr().out and "| int4 | k, v | 16384, 2048, 512 |" in text

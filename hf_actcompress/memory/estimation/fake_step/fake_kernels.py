@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from .... import reference
-from ....kernels import KERNELS, ON_REQUEST
+from ....kernels import KERNELS, TIMED
 from ....private_apis import FakeTensor
 from .fake_allocator import FakeAllocator
 
@@ -70,7 +70,7 @@ class Kernels:
     def function(self, name: str) -> Callable[..., Any]:
         """The function of that name, as one kernel if it is one on the device."""
         function: Callable[..., Any] = getattr(reference, name)
-        if name not in KERNELS or name in ON_REQUEST:
+        if name not in KERNELS or name in TIMED:
             return function
 
         @wraps(function)
