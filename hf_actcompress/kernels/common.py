@@ -18,9 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-# a row of a norm lies in registers: up to 8192 elements without spills, up to here with some; wider ones are the
-# reference's
+# wider rows of a norm are the reference's
 WIDEST_ROW = 16384
+# a row lies in registers, up to this width also beside sums over the rows; a backward walks wider ones in tiles of so
+# many rows and columns, by so many warps
+WIDEST_SUMS = 8192
+WIDE_TILE = (2, 2048, 8)
 
 # elements of a tile and warps that share it, by the width of a row: 16 elements of each tensor per thread, which are 32
 # bytes in flight of each in 16 bits and leave room for what a backward holds beside them

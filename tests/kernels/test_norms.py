@@ -83,10 +83,21 @@ def test_backward(name: str, case: Case) -> None:
         check(name, args, TERMS[name])
 
 
+# wider than the registers: tiles of two rows and a block that is not full, two tiles of one program
+WIDE = 8200
+
+
 @every_backward
-def test_backward_returns_what_is_needed(name: str) -> None:
+def test_backward_of_wide_rows(name: str) -> None:
+    for args in list(samples(name, torch.float32, 7, WIDE))[:2]:
+        check(name, args, TERMS[name])
+
+
+@pytest.mark.parametrize("width", [9, WIDE])
+@every_backward
+def test_backward_returns_what_is_needed(name: str, width: int) -> None:
     *args, needed = next(
-        args for args in samples(name, torch.float32, 5, 9) if all(args[-1]) and all(x is not None for x in args)
+        args for args in samples(name, torch.float32, 5, width) if all(args[-1]) and all(x is not None for x in args)
     )
     everything = run(name, (*args, needed))
     for wanted in range(2 ** len(needed)):
