@@ -196,8 +196,8 @@ def norm_bwd(
     dy, kept = dy.contiguous(), kept.contiguous()
     kernel, (R, C, warps) = _norm_bwd_kernel, row_tile(width)
     # which has the most to hold: gain, bias and two sums over the rows
-    halved = from_output and centred
-    if C > WIDEST_SUMS // (1 + halved):
+    widest = WIDEST_SUMS // 2 if from_output and centred else WIDEST_SUMS
+    if C > widest:
         kernel, R, C, warps = _wide_norm_bwd_kernel, *WIDE_TILE
     count = programs(kept, triton.cdiv(rows, R), warps)
     partial = [kept.new_empty((count, width) if wanted else 0, dtype=torch.float32) for wanted in want[1:]]
