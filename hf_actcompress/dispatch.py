@@ -4,7 +4,8 @@
 explicit choices for a block of code. An explicit choice never falls back: under "triton" a kernel that cannot run
 raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device after
 it has agreed there with the reference, once per process, and the reference everywhere else. The kernels of the table
-`ON_REQUEST` it leaves to an explicit choice.
+`ON_REQUEST` it leaves to an explicit choice. A kernel that fails later all the same is replaced by the reference, with
+a warning.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
 from .kernels import BITWISE, KERNELS, ON_REQUEST, TORCH_HAS
+from .kernels.fallback import with_fallback
 from .reference.device_rules import device_rules
 
 CHOICES = ("auto", "reference", "triton")
@@ -69,7 +71,7 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
     tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
     if runs_kernel(name, x, row):
-        return _kernel(name)
+        return _kernel(name) if _choice == "triton" else _launcher(name, row, x.device)
     # fake tensors have a type of their own
     rules = None if type(x) is Tensor else device_rules()
     function: Callable[..., Any] = getattr(reference, name) if rules is None else rules.function(name)
@@ -169,6 +171,18 @@ def _probe(name: str, row: str | None, device: torch.device) -> str | None:
         of = f"{name} ({row})" if row else name
         _log.warning("the Triton kernel of %s is not used on %s: %s; the torch reference runs", of, device, reason)
     return reason
+
+
+@cache
+def _launcher(name: str, row: str | None, device: torch.device) -> Callable[..., Any]:
+    """The kernel as `auto` hands it out: one that fails is the reference from then on, also where it is held."""
+
+    def failed(reason: str) -> None:
+        _trusted[name, row, device] = False
+        of = f"{name} ({row})" if row else name
+        _log.warning("the Triton kernel of %s failed on %s: %s; the torch reference runs instead", of, device, reason)
+
+    return with_fallback(_kernel(name), getattr(reference, name), device, failed)
 
 
 def _kernel(name: str) -> Callable[..., Any]:

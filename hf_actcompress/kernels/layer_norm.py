@@ -88,9 +88,12 @@ def _norm_bwd_kernel(
             dbias += dy
         if DX:
             dnormed = dy * gain
-            dx = dnormed * rstd - normed * ((tl.sum(dnormed * normed, axis=1) / width)[:, None] * rstd)
+            # both sums first: later the second would need what the first has let go
+            through_mean = (tl.sum(dnormed * normed, axis=1) / width)[:, None] * rstd
+            direct_mean = (tl.sum(dnormed, axis=1) / width)[:, None] * rstd
+            dx = dnormed * rstd - normed * through_mean
             if CENTRED:
-                dx -= (tl.sum(dnormed, axis=1) / width)[:, None] * rstd
+                dx -= direct_mean
             tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=mask)
         first += tl.num_programs(0) * R
     at = tl.program_id(0).to(tl.int64) * width + cols
@@ -195,9 +198,9 @@ def norm_bwd(
     rows = kept.numel() // width
     dy, kept = dy.contiguous(), kept.contiguous()
     kernel, (R, C, warps) = _norm_bwd_kernel, row_tile(width)
-    # which has the most to hold: gain, bias and two sums over the rows
-    widest = WIDEST_SUMS // 2 if from_output and centred else WIDEST_SUMS
-    if C > widest:
+    # LayerNorm has a second sum over the rows to hold
+    widest = WIDEST_SUMS // 2 if centred else WIDEST_SUMS
+    if widest < C:
         kernel, R, C, warps = _wide_norm_bwd_kernel, *WIDE_TILE
     count = programs(kept, triton.cdiv(rows, R), warps)
     partial = [kept.new_empty((count, width) if wanted else 0, dtype=torch.float32) for wanted in want[1:]]

@@ -48,7 +48,8 @@ def check(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["spilled_bytes"] == 0 and row["shared_bytes"] <= 1024 * SHARED[row["capability"]], row
         if row["name"] in STREAMING:
-            assert row["wide"] > 0.9, row
+            # of narrow rows, a tile of which is one access, the statistics are a larger share
+            assert row["wide"] > 0.88, row
         if row["name"] in GROUPED:
             assert row["widest"] > 0.8, row
 
