@@ -32,7 +32,7 @@ POINTWISE_TILE, POINTWISE_WARPS = 2048, 4
 
 # of programs that walk over the rows, each with a row of its own in the buffer of partial sums: what a multiprocessor
 # holds at once at 128 registers per thread
-_WARPS_PER_PROCESSOR = 16
+WARPS_PER_PROCESSOR = 16
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -56,7 +56,7 @@ def programs(x: Tensor, tiles: int, warps: int) -> int:
     """How many programs share `tiles` tiles where each keeps a partial sum; fixed for a device, so deterministic."""
     if x.is_cuda:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        return max(min(tiles, processors * max(_WARPS_PER_PROCESSOR // warps, 1)), 1)
+        return max(min(tiles, processors * max(WARPS_PER_PROCESSOR // warps, 1)), 1)
     # few, so that the interpreter walks the loop
     return max(min(tiles, 3), 1)
 
