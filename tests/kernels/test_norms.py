@@ -87,6 +87,15 @@ def test_rms_norm_in_one_kernel_has_every_variant(dtype: torch.dtype, monkeypatc
         assert_equal_bits([y], [reference.rms_norm_rebuild(x, rstd, weight, variant)])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384])
+def test_this_gpu_sums_in_that_order(width: int) -> None:
+    """Where it fails RMSNorm's forward is right all the same, in several passes."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows in (1, 5, 16, 100):
+            assert rms_norm._probe_order(DEVICE, dtype, rows, width), (dtype, rows)
+
+
 class _OnGpu:
     """What is looked at of a tensor before the order of its sum is tried."""
 
