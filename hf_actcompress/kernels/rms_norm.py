@@ -218,9 +218,8 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) ->
             c_float(rows).value / c_float(rows * width).value, eps,
             HAS_WEIGHT=weight is not None, ONE_PLUS=variant == "one_plus_weight",
             NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R, THREADS=threads,
-            LOG_THREADS=threads.bit_length() - 1, UNROLLED=4 if threads < 256 else 2,
-            # eight elements a thread
-            num_warps=R * threads // 64, **STRICT,
+            # a thread has eight elements at a time and 64 bytes of them on their way
+            LOG_THREADS=threads.bit_length() - 1, UNROLLED=8 // x.element_size(), num_warps=R * threads // 64, **STRICT,
         )  # fmt: skip
     return y, rstd
 
