@@ -5,7 +5,8 @@ explicit choices for a block of code. An explicit choice never falls back: under
 raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device after
 it has agreed there with the reference, once per process, and the reference everywhere else. Of the kernels of the table
 `TIMED` nobody knows for which shapes they are faster: `auto` times both there when a shape is met first, unless the
-environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for deterministic results.
+environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for deterministic results. A kernel that fails later
+all the same is replaced by the reference, with a warning.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
 from .kernels import BITWISE, KERNELS, TIMED, TORCH_HAS
+from .kernels.fallback import with_fallback
 from .kernels.timing import Decisions, shape_class
 from .reference.device_rules import device_rules
 
@@ -72,7 +74,9 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
     tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
     if runs_kernel(name, x, row):
-        return _kernel(name) if _choice == "triton" or name not in TIMED else partial(_faster, name)
+        if _choice == "triton":
+            return _kernel(name)
+        return partial(_faster, name) if name in TIMED else _launcher(name, row, x.device)
     # fake tensors have a type of their own
     rules = None if type(x) is Tensor else device_rules()
     function: Callable[..., Any] = getattr(reference, name) if rules is None else rules.function(name)
@@ -120,7 +124,7 @@ def kernel_wins(name: str, other: Callable[..., Any], *args: Any) -> bool:
     shape, device = shape_class(name, args), args[0].device
     known = _decisions.known(shape)
     if known is None and not torch.cuda.is_current_stream_capturing():
-        kernel = partial(_kernel(name), *args)
+        kernel = partial(_launcher(name, None, device), *args)
         known = _decisions.kernel_wins(shape, kernel, partial(other, *args), device, _made_by_other(args))
     return bool(known)
 
@@ -128,7 +132,7 @@ def kernel_wins(name: str, other: Callable[..., Any], *args: Any) -> bool:
 def _faster(name: str, *args: Any) -> Any:
     """The kernel or the reference's function."""
     stock = getattr(reference, name)
-    return (_kernel(name) if kernel_wins(name, stock, *args) else stock)(*args)
+    return (_launcher(name, None, args[0].device) if kernel_wins(name, stock, *args) else stock)(*args)
 
 
 def _made_by_other(args: tuple[Any, ...]) -> int:
@@ -220,6 +224,18 @@ def _probe(name: str, row: str | None, device: torch.device) -> str | None:
         of = f"{name} ({row})" if row else name
         _log.warning("the Triton kernel of %s is not used on %s: %s; the torch reference runs", of, device, reason)
     return reason
+
+
+@cache
+def _launcher(name: str, row: str | None, device: torch.device) -> Callable[..., Any]:
+    """The kernel as `auto` hands it out: one that fails is the reference from then on, also where it is held."""
+
+    def failed(reason: str) -> None:
+        _trusted[name, row, device] = False
+        of = f"{name} ({row})" if row else name
+        _log.warning("the Triton kernel of %s failed on %s: %s; the torch reference runs instead", of, device, reason)
+
+    return with_fallback(_kernel(name), getattr(reference, name), device, failed)
 
 
 def _kernel(name: str) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +41,9 @@ CAPABILITIES = (80, 86, 89, 90, 120)
 DTYPES = ("bfloat16", "float32")
 # of a hidden state; divisible as hidden sizes are
 ROWS, WIDTH = 64, 4096
+# of the kernels whose tiles depend on the width: those that models have
+WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
+BY_WIDTH = frozenset(name for name, module in KERNELS.items() if module in {"layer_norm", "norm_output", "rms_norm"})
 OUT = Path(__file__).parent / "results" / "aot"
 
 # what a wide access moves
@@ -67,6 +70,7 @@ class Row:
         spilled_bytes: Per thread, local memory and stack.
         loads, stores: Instructions on global memory by the bytes that each moves per thread.
         variants: How many.
+        widths: Of the rows that it was compiled for, where its tiles depend on them.
         widest: The share of wide accesses in the one that has most of them.
     """
 
@@ -83,6 +87,7 @@ class Row:
     stores: dict[int, int]
     variants: int = 1
     widest: float = 0.0
+    widths: tuple[int, ...] = ()
 
     @property
     def wide_share(self) -> float:
@@ -160,17 +165,24 @@ def accesses(ptx: str) -> tuple[dict[int, int], dict[int, int]]:
     return dict(sorted(loads.items())), dict(sorted(stores.items()))
 
 
-def compile_kernel(name: str, dtype: str, capability: int, samples: int | None) -> list[Row]:
+def compile_kernel(
+    name: str, dtype: str, capability: int, samples: int | None, widths: Sequence[int] = WIDTHS
+) -> list[Row]:
     """Every variant of a kernel that its first `samples` samples reach, all of them for None."""
     module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    widths = tuple(widths) if name in BY_WIDTH else ()
     with _compiling(capability) as compiled:
         # products of fp32 are made in tf32 where torch's may be
-        for precision in ("highest", "high") if dtype == "float32" else ("highest",):
+        precisions = ("highest", "high") if dtype == "float32" else ("highest",)
+        for precision, width in product(precisions, widths or (WIDTH,)):
             torch.set_float32_matmul_precision(precision)
             torch.manual_seed(0)
-            arguments = module.SAMPLES[name](torch.device("cpu"), getattr(torch, dtype), ROWS, WIDTH)
+            arguments = module.SAMPLES[name](torch.device("cpu"), getattr(torch, dtype), ROWS, width)
+            on_trial = getattr(module, "ON_TRIAL", {})
             for args in islice(arguments, samples):
                 getattr(module, name)(*args)
+                if name in on_trial:
+                    on_trial[name](*args)
     rows = []
     for made, launch in compiled:
         assert made.metadata.target.arch == capability, "triton took what it had compiled for another one"
@@ -180,7 +192,7 @@ def compile_kernel(name: str, dtype: str, capability: int, samples: int | None) 
         loads, stores = accesses(made.asm["ptx"])
         shared = max(shared, made.metadata.shared)
         row = Row(name, made.name, options, dtype, capability, warps, registers, shared, spilled, loads, stores)
-        rows.append(replace(row, widest=round(row.wide_share, 3)))
+        rows.append(replace(row, widest=round(row.wide_share, 3), widths=widths))
     return rows
 
 
@@ -199,7 +211,7 @@ def grouped(rows: list[Row], *by: str) -> dict[tuple[Any, ...], list[Row]]:
     return dict(sorted(groups.items()))
 
 
-def _job(job: tuple[str, str, int, int | None]) -> list[Row]:
+def _job(job: tuple[str, str, int, int | None, Sequence[int]]) -> list[Row]:
     return compile_kernel(*job)
 
 
@@ -210,7 +222,8 @@ def table(rows: list[Row]) -> str:
         f"Compiled ahead of time by triton {metadata.version('triton')} with `python recipes/compile_kernels.py`; per",
         "architecture: registers per thread / shared bytes per block / spilled bytes per thread, the largest of a",
         "function's variants; wide: of the bytes that its loads and stores move, the share in instructions of 16 bytes",
-        "or more per thread, the smallest and the largest of its variants on any architecture.",
+        "or more per thread, the smallest and the largest of its variants on any architecture. Norms: for rows of",
+        f"{', '.join(map(str, WIDTHS[:-1]))} and {WIDTHS[-1]} elements.",
         "",
         "| function | dtype | variants | " + " | ".join(f"sm_{c}" for c in capabilities) + " | wide |",
         "|---|---|---|" + "---|" * len(capabilities) + "---|",
@@ -242,16 +255,23 @@ def kept(path: Path, made: set[tuple[str, str, int]]) -> list[Row]:
     return [row for row in rows if row.name in KERNELS and (row.name, row.dtype, row.capability) not in made]
 
 
+def entry(row: Row) -> dict[str, Any]:
+    """What the table keeps of a row."""
+    found = {**asdict(row), "wide": round(row.wide_share, 3)}
+    return found if row.widths else {key: value for key, value in found.items() if key != "widths"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES, help="10 * major + minor")
     parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--name", nargs="+", default=sorted(KERNELS), choices=sorted(KERNELS))
     parser.add_argument("--samples", type=int, help="of each function, instead of all")
+    parser.add_argument("--width", type=int, nargs="+", default=WIDTHS, help="of the norms' rows")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", type=Path, default=OUT, help="where kernels.json and kernels.md go")
     args = parser.parse_args()
-    jobs = [(*job, args.samples) for job in product(args.name, args.dtype, args.capability)]
+    jobs = [(*job, args.samples, args.width) for job in product(args.name, args.dtype, args.capability)]
     rows: list[Row] = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         done = pool.map(_job, jobs) if args.jobs > 1 else map(_job, jobs)
@@ -260,7 +280,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     rows += kept(args.out / "kernels.json", {job[:3] for job in jobs})
     rows = [worst(variants) for variants in grouped(rows, "name", "kernel", "dtype", "capability").values()]
-    lines = ",\n".join(json.dumps({**asdict(row), "wide": round(row.wide_share, 3)}) for row in rows)
+    lines = ",\n".join(json.dumps(entry(row)) for row in rows)
     header = json.dumps({"triton": metadata.version("triton")})[:-1]
     (args.out / "kernels.json").write_text(f'{header}, "kernels": [\n{lines}\n]}}\n')
     (args.out / "kernels.md").write_text(table(rows))

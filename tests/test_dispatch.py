@@ -23,10 +23,12 @@ def _forget() -> Iterator[None]:
     """What was found out about a device is kept for the process."""
     dispatch._unusable.cache_clear()
     dispatch._probe.cache_clear()
+    dispatch._launcher.cache_clear()
     dispatch._trusted.clear()
     yield
     dispatch._unusable.cache_clear()
     dispatch._probe.cache_clear()
+    dispatch._launcher.cache_clear()
     dispatch._trusted.clear()
 
 
@@ -105,7 +107,8 @@ def test_auto_on_a_gpu_is_the_kernel_once_it_is_trusted(trusted, monkeypatch):
     monkeypatch.setattr(dispatch, "_probed", lambda *key: asked.append(key) or (None if trusted else "wrong"))
     kernel, stock = dispatch._kernel("activation_bwd"), reference.activation_bwd
     for _ in range(2):
-        assert implementation("activation_bwd", _OnCuda, "gelu_new") is (kernel if trusted else stock)
+        found = implementation("activation_bwd", _OnCuda, "gelu_new")
+        assert found.__wrapped__ is kernel if trusted else found is stock
     assert asked == [("activation_bwd", "gelu_new", torch.device("cuda:0"))]
     # torch has this one, bit-equal and as fast
     assert implementation("activation_bwd", _OnCuda, "gelu") is stock

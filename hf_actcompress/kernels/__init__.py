@@ -9,6 +9,9 @@ differ from stock's in the last bit: it is held to stock's own error against fp6
 never has whole logits: its sums go by chunks, in an order that is not stock's with or without a kernel. Codes are the
 reference's bits under rounding to nearest, and of the same distribution under stochastic rounding.
 
+A sum may stand in a forward, too, if it repeats the order of torch's on the device and the device shows the same bits:
+RMSNorm's mean of squares, tried at each width when it is met first.
+
 Rotary embeddings keep nothing in stock either: their kernels are there for the passes over memory, one for q and one
 for k in place of five to seven, with the reference's bits both ways.
 

@@ -18,9 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-# a row of a norm lies in registers: up to 8192 elements without spills, up to here with some; wider ones are the
-# reference's
+# wider rows of a norm are the reference's
 WIDEST_ROW = 16384
+# a row lies in registers, up to this width also beside sums over the rows; a backward walks wider ones in tiles of so
+# many rows and columns, by so many warps
+WIDEST_SUMS = 8192
+WIDE_TILE = (2, 2048, 8)
 
 # elements of a tile and warps that share it, by the width of a row: 16 elements of each tensor per thread, which are 32
 # bytes in flight of each in 16 bits and leave room for what a backward holds beside them
@@ -29,7 +32,7 @@ POINTWISE_TILE, POINTWISE_WARPS = 2048, 4
 
 # of programs that walk over the rows, each with a row of its own in the buffer of partial sums: what a multiprocessor
 # holds at once at 128 registers per thread
-_WARPS_PER_PROCESSOR = 16
+WARPS_PER_PROCESSOR = 16
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -53,7 +56,7 @@ def programs(x: Tensor, tiles: int, warps: int) -> int:
     """How many programs share `tiles` tiles where each keeps a partial sum; fixed for a device, so deterministic."""
     if x.is_cuda:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        return max(min(tiles, processors * max(_WARPS_PER_PROCESSOR // warps, 1)), 1)
+        return max(min(tiles, processors * max(WARPS_PER_PROCESSOR // warps, 1)), 1)
     # few, so that the interpreter walks the loop
     return max(min(tiles, 3), 1)
 

@@ -12,9 +12,49 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import layer_norm as reference
-from .common import STRICT, WIDEST_ROW, cast, divide, on, programs, row_tile, traced
+from .common import STRICT, WIDE_TILE, WIDEST_ROW, WIDEST_SUMS, cast, divide, on, programs, row_tile, traced
 
 _Shape = tuple[int, ...]
+
+
+@triton.jit
+def _affine(
+    weight_ptr, bias_ptr, cols, inside,
+    FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_PLUS: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Gain and bias [1, C] in fp32: 1 and 0 where there is none."""
+    gain = tl.full([C], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        gain = tl.load(weight_ptr + cols, mask=inside, other=1.0).to(tl.float32)
+        if ONE_PLUS:
+            gain = 1.0 + gain
+    bias = tl.zeros([C], tl.float32)
+    if FROM_OUTPUT and HAS_BIAS:
+        bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    return gain[None, :], bias[None, :]
+
+
+@triton.jit
+def _normed(
+    kept, gain, bias, mean, rstd, bound,
+    FROM_OUTPUT: tl.constexpr, CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """x^ from the input, (x - mean) * rstd, or from the output, (y - bias) / gain, where no |x^| is above `bound`."""
+    normed = kept.to(tl.float32)
+    if FROM_OUTPUT:
+        if HAS_BIAS:
+            normed = normed - bias
+        if HAS_WEIGHT:
+            normed = divide(normed, tl.where(gain == 0.0, 1.0, gain), False)
+            held = tl.minimum(tl.maximum(normed, -bound), bound)
+            # on a GPU the maximum of NaN and a number is the number
+            normed = tl.where(normed == normed, held, normed)
+    else:
+        if CENTRED:
+            normed -= mean
+        normed *= rstd
+    return normed
 
 
 @triton.jit
@@ -24,57 +64,113 @@ def _norm_bwd_kernel(
     ONE_PLUS: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dx [rows, width]; dweight and dbias [programs, width]: sums over the rows that a program walked.
-
-    x^ comes from the input, (x - mean) * rstd, or from the output, (y - bias) / gain, where no |x^| is above `bound`.
-    """
+    """dx [rows, width]; dweight and dbias [programs, width]: sums over the rows that a program walked."""
     cols = tl.arange(0, C)
     inside = cols < width
-    gain = tl.full([C], 1.0, tl.float32)
-    if HAS_WEIGHT:
-        gain = tl.load(weight_ptr + cols, mask=inside, other=1.0).to(tl.float32)
-        if ONE_PLUS:
-            gain = 1.0 + gain
-    gain = gain[None, :]
-    if FROM_OUTPUT and HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+    gain, bias = _affine(weight_ptr, bias_ptr, cols, inside, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS, ONE_PLUS, C)
     dweight = tl.zeros([R, C], tl.float32)
     dbias = tl.zeros([R, C], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
-        row = (tile * R + tl.arange(0, R)).to(tl.int64)
+    first = tl.program_id(0) * R
+    # the interpreter of Triton 3.6 takes no tensors in range()
+    while first < rows:
+        row = (first + tl.arange(0, R)).to(tl.int64)
         mask = (row < rows)[:, None] & inside[None, :]
         at = row[:, None] * width + cols[None, :]
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        normed = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        if FROM_OUTPUT:
-            if HAS_BIAS:
-                normed = normed - bias
-            if HAS_WEIGHT:
-                normed = divide(normed, tl.where(gain == 0.0, 1.0, gain), False)
-                held = tl.minimum(tl.maximum(normed, -bound), bound)
-                # on a GPU the maximum of NaN and a number is the number
-                normed = tl.where(normed == normed, held, normed)
-        else:
-            if CENTRED:
-                normed -= tl.load(mean_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-            normed *= rstd
+        kept = tl.load(kept_ptr + at, mask=mask, other=0.0)
         # outside of a row, where dy is 0, it does not matter what x^ is
+        normed = _normed(kept, gain, bias, mean, rstd, bound, FROM_OUTPUT, CENTRED, HAS_WEIGHT, HAS_BIAS)
         if DWEIGHT:
             dweight += dy * normed
         if DBIAS:
             dbias += dy
         if DX:
             dnormed = dy * gain
-            dx = dnormed * rstd - normed * ((tl.sum(dnormed * normed, axis=1) / width)[:, None] * rstd)
+            # both sums first: later the second would need what the first has let go
+            through_mean = (tl.sum(dnormed * normed, axis=1) / width)[:, None] * rstd
+            direct_mean = (tl.sum(dnormed, axis=1) / width)[:, None] * rstd
+            dx = dnormed * rstd - normed * through_mean
             if CENTRED:
-                dx -= (tl.sum(dnormed, axis=1) / width)[:, None] * rstd
+                dx -= direct_mean
             tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=mask)
+        first += tl.num_programs(0) * R
     at = tl.program_id(0).to(tl.int64) * width + cols
     if DWEIGHT:
         tl.store(dweight_ptr + at, tl.sum(dweight, axis=0), mask=inside)
     if DBIAS:
         tl.store(dbias_ptr + at, tl.sum(dbias, axis=0), mask=inside)
+
+
+@triton.jit
+def _add(sum_ptr, cols, width, written, term):
+    """Add to this program's own row of sums in memory, of which so many columns are written yet."""
+    at = tl.program_id(0).to(tl.int64) * width + cols
+    before = tl.load(sum_ptr + at, mask=cols < written, other=0.0)
+    tl.store(sum_ptr + at, before + tl.sum(term, axis=0), mask=cols < width)
+
+
+@triton.jit
+def _wide_norm_bwd_kernel(
+    dy_ptr, kept_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width, bound,
+    FROM_OUTPUT: tl.constexpr, CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ONE_PLUS: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """As `_norm_bwd_kernel`, of rows too wide for the registers: two passes over them in blocks of C columns.
+
+    The first has the sums over a row, the second, which finds the rows in a cache, all results.
+    """
+    first = tl.program_id(0) * R
+    while first < rows:
+        row = (first + tl.arange(0, R)).to(tl.int64)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+        direct = tl.zeros([R, C], tl.float32)
+        through = tl.zeros([R, C], tl.float32)
+        start = 0 if DX else width
+        while start < width:
+            cols = start + tl.arange(0, C)
+            inside = cols < width
+            mask = (row < rows)[:, None] & inside[None, :]
+            at = row[:, None] * width + cols[None, :]
+            gain, bias = _affine(weight_ptr, bias_ptr, cols, inside, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS, ONE_PLUS, C)
+            dnormed = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32) * gain
+            kept = tl.load(kept_ptr + at, mask=mask, other=0.0)
+            normed = _normed(kept, gain, bias, mean, rstd, bound, FROM_OUTPUT, CENTRED, HAS_WEIGHT, HAS_BIAS)
+            through += dnormed * normed
+            if CENTRED:
+                direct += dnormed
+            start += C
+        # times rstd, which both terms have in common
+        through_mean = (tl.sum(through, axis=1) / width)[:, None] * rstd
+        direct_mean = (tl.sum(direct, axis=1) / width)[:, None] * rstd
+        written = tl.where(first < tl.num_programs(0) * R, 0, width)
+        start = 0
+        while start < width:
+            cols = start + tl.arange(0, C)
+            inside = cols < width
+            mask = (row < rows)[:, None] & inside[None, :]
+            at = row[:, None] * width + cols[None, :]
+            gain, bias = _affine(weight_ptr, bias_ptr, cols, inside, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS, ONE_PLUS, C)
+            dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            kept = tl.load(kept_ptr + at, mask=mask, other=0.0)
+            normed = _normed(kept, gain, bias, mean, rstd, bound, FROM_OUTPUT, CENTRED, HAS_WEIGHT, HAS_BIAS)
+            if DWEIGHT:
+                _add(dweight_ptr, cols, width, written, dy * normed)
+            if DBIAS:
+                _add(dbias_ptr, cols, width, written, dy)
+            if DX:
+                dx = dy * gain * rstd - normed * through_mean
+                if CENTRED:
+                    dx -= direct_mean
+                tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=mask)
+            start += C
+        if DWEIGHT or DBIAS:
+            # the sums that one thread has written another may add to
+            tl.debug_barrier()
+        first += tl.num_programs(0) * R
 
 
 def _fake_bwd(
@@ -101,12 +197,16 @@ def norm_bwd(
         return [x.zero_() for x in out]
     rows = kept.numel() // width
     dy, kept = dy.contiguous(), kept.contiguous()
-    R, C, warps = row_tile(width)
+    kernel, (R, C, warps) = _norm_bwd_kernel, row_tile(width)
+    # LayerNorm has a second sum over the rows to hold
+    widest = WIDEST_SUMS // 2 if centred else WIDEST_SUMS
+    if widest < C:
+        kernel, R, C, warps = _wide_norm_bwd_kernel, *WIDE_TILE
     count = programs(kept, triton.cdiv(rows, R), warps)
     partial = [kept.new_empty((count, width) if wanted else 0, dtype=torch.float32) for wanted in want[1:]]
     affine = [kept if x is None else x.contiguous() for x in (weight, bias)]
     with on(kept):
-        _norm_bwd_kernel[(count,)](
+        kernel[(count,)](
             dy, kept, *affine, rstd if mean is None else mean.contiguous(), rstd.contiguous(), out[0], *partial,
             rows, width, width**0.5, FROM_OUTPUT=from_output, CENTRED=centred,
             HAS_WEIGHT=weight is not None, HAS_BIAS=from_output and bias is not None, ONE_PLUS=one_plus,

@@ -1,13 +1,16 @@
 """RMSNorm: forward, rebuild and backward.
 
-Forward and rebuild are bit-equal to the reference on the same device: the mean of squares is torch's own (its order of
-summation is not ours to copy), and every step of the kernels has one correctly rounded result. The backward computes in
-fp32 and rounds once per result, where the reference rounds as stock's graph does.
+Forward and rebuild are bit-equal to the reference on the same device: every step of the kernels has one correctly
+rounded result but the mean of squares. One kernel sums it in the order that torch's reduction has on a GPU
+(ATen/native/cuda/Reduce.cuh) where the device has shown that the bits at that width are torch's; elsewhere torch sums.
+The backward computes in fp32 and rounds once per result, where the reference rounds as stock's graph does.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from ctypes import c_float
 from typing import Any
 
 import torch
@@ -16,10 +19,27 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import rms_norm as reference
-from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, STRICT, WIDEST_ROW, cast, on, row_tile, traced
+from .common import (
+    DTYPES,
+    POINTWISE_TILE,
+    POINTWISE_WARPS,
+    STRICT,
+    WARPS_PER_PROCESSOR,
+    WIDEST_ROW,
+    cast,
+    on,
+    programs,
+    row_tile,
+    traced,
+)
 from .layer_norm import norm_bwd, present
 
 _HALF = (torch.float16, torch.bfloat16)
+_log = logging.getLogger(__name__)
+# by device, dtype, width and threads of a row: whether the bits were torch's
+_repeats: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
+# of the rows that a multiprocessor walks at a time: what its caches hold until they are read again
+_CACHED_BYTES = 96 * 1024
 
 
 @triton.jit
@@ -27,6 +47,66 @@ def _square_kernel(x_ptr, square_ptr, count, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + at, mask=at < count).to(tl.float32)
     tl.store(square_ptr + at, x * x, mask=at < count)
+
+
+@triton.jit
+def _scaled(
+    x, rstd, weight_ptr, cols, inside, dtype: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """y in its dtype, of x [R, C] in fp32 and rstd [R, 1]."""
+    y = x * rstd
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=inside).to(tl.float32)
+        if ONE_PLUS:
+            weight = 1.0 + weight
+        y = cast(y, NORMED).to(tl.float32) * weight[None, :]
+    return cast(y, dtype)
+
+
+@triton.jit
+def _fwd_kernel(
+    x_ptr, weight_ptr, y_ptr, rstd_ptr, rows, width, factor, eps,
+    HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr,
+    R: tl.constexpr, THREADS: tl.constexpr, LOG_THREADS: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """y [rows, width] and rstd [rows]; x is read a second time, from its end, out of a cache.
+
+    The order of the sum: THREADS of torch's share a row. Each takes four elements of every 4 * THREADS and has a sum
+    for each of the four; it adds these in turn; the upper half of the threads is added to the lower until one is left.
+    """
+    C: tl.constexpr = 4 * THREADS
+    first = tl.program_id(0) * R
+    while first < rows:
+        row = (first + tl.arange(0, R)).to(tl.int64)
+        held = (row < rows)[:, None]
+        sums = tl.zeros([R, C], tl.float32)
+        start = 0
+        while start < width:
+            for i in tl.static_range(UNROLLED):
+                cols = start + i * C + tl.arange(0, C)
+                mask = held & (cols < width)[None, :]
+                x = tl.load(x_ptr + row[:, None] * width + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+                sums += x * x
+            start += UNROLLED * C
+        even, odd = tl.split(tl.reshape(sums, [R, THREADS, 2, 2]))
+        sum0, sum2 = tl.split(even)
+        sum1, sum3 = tl.split(odd)
+        total = sum0 + sum1 + sum2 + sum3
+        for i in tl.static_range(LOG_THREADS):
+            # a sum of two has no order
+            total = tl.sum(tl.reshape(total, [R, 2, THREADS >> (i + 1)]), axis=1)
+        rstd = tl.rsqrt(total * factor + eps)
+        tl.store(rstd_ptr + row[:, None], rstd, mask=held)
+        while start > 0:
+            start -= C
+            cols = start + tl.arange(0, C)
+            mask = held & (cols < width)[None, :]
+            at = row[:, None] * width + cols[None, :]
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            y = _scaled(x, rstd, weight_ptr, cols, cols < width, y_ptr.dtype.element_ty, HAS_WEIGHT, ONE_PLUS, NORMED)
+            tl.store(y_ptr + at, y, mask=mask)
+        first += tl.num_programs(0) * R
 
 
 @triton.jit
@@ -40,13 +120,10 @@ def _rebuild_kernel(
     mask = (row < rows)[:, None] & (cols < width)[None, :]
     at = row[:, None] * width + cols[None, :]
     rstd = tl.load(rstd_ptr + row, mask=row < rows)
-    y = tl.load(x_ptr + at, mask=mask).to(tl.float32) * rstd[:, None]
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < width).to(tl.float32)
-        if ONE_PLUS:
-            weight = 1.0 + weight
-        y = cast(y, NORMED).to(tl.float32) * weight[None, :]
-    tl.store(y_ptr + at, cast(y, y_ptr.dtype.element_ty), mask=mask)
+    x = tl.load(x_ptr + at, mask=mask).to(tl.float32)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    y = _scaled(x, rstd[:, None], weight_ptr, cols, cols < width, dtype, HAS_WEIGHT, ONE_PLUS, NORMED)
+    tl.store(y_ptr + at, y, mask=mask)
 
 
 def _normed_dtype(x: Tensor, weight: Tensor | None, variant: str) -> torch.dtype:
@@ -78,9 +155,80 @@ def _rms_norm_square(x: Tensor) -> Tensor:
     return square
 
 
+def _reduction_threads(rows: int, width: int) -> int:
+    """How many threads share a row when torch's GPU kernel sums [rows, width] in fp32 along the rows, in fours."""
+    # blocks of 512 threads, warps of 32
+    across, down = (min(1 << (n.bit_length() - 1), 512) for n in (width // 4, rows))
+    height = min(down, 512 // min(across, 32))
+    lanes = min(across, 512 // height)
+    # a long row is all warps'; else each of them has a row of its own
+    return lanes * height if triton.cdiv(width, lanes) >= min(16 * height, 256) else lanes
+
+
+def _repeats_torch(x: Tensor) -> bool:
+    """Whether the one kernel has the bits of torch's reduction for x, tried when such an x is met first."""
+    width = x.size(-1) if x.dim() else 0
+    # torch takes other rows one by one, or begins them where no four elements begin
+    fits = 128 <= width <= WIDEST_ROW and width % 4 == 0 and x.numel() > 0
+    if not x.is_cuda or not fits or not x.is_contiguous() or torch.compiler.is_compiling():
+        return False
+    rows = x.numel() // width
+    key = x.device, x.dtype, width, _reduction_threads(rows, width)
+    known = _repeats.get(key)
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        known = _repeats[key] = _probe_order(x.device, x.dtype, rows, width)
+    return known
+
+
+def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
+    """Compare with torch on rows of several magnitudes; above 16 rows their number decides nothing."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(min(rows, 128), width, device=device, generator=generator)
+    for magnitude in (1e-3, 1.0, 30.0):
+        scaled = (x * magnitude).to(dtype)
+        expected = torch.rsqrt(scaled.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+        try:
+            same = torch.equal(_rms_norm_fwd(scaled, None, 1e-6, "weight_in_fp32")[1], expected)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _log.warning("RMSNorm in one kernel does not run on %s: %s; it runs in passes", device, error)
+            return False
+        if not same:
+            _log.info("torch sums %d elements in another order on %s; RMSNorm runs in passes", width, device)
+            return False
+    return True
+
+
+def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) -> tuple[Tensor, Tensor]:
+    """In one kernel, for what `_repeats_torch` takes."""
+    y, rstd = _fake_rebuild(x, x, weight, variant), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    width = x.size(-1)
+    rows = x.numel() // width
+    threads = _reduction_threads(rows, width)
+    R = max(512 // (4 * threads), 1)
+    # as if each had more warps: no more of them at a time than rows fit into the caches
+    share = WARPS_PER_PROCESSOR * R * width * x.element_size() // _CACHED_BYTES
+    with on(x):
+        _fwd_kernel[(programs(x, triton.cdiv(rows, R), max(share, 1)),)](
+            x, x if weight is None else weight.contiguous(), y, rstd, rows, width,
+            # as torch computes it, in fp32
+            c_float(rows).value / c_float(rows * width).value, eps,
+            HAS_WEIGHT=weight is not None, ONE_PLUS=variant == "one_plus_weight",
+            NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R, THREADS=threads,
+            # a thread has eight elements at a time and 64 bytes of them on their way
+            LOG_THREADS=threads.bit_length() - 1, UNROLLED=8 // x.element_size(), num_warps=R * threads // 64, **STRICT,
+        )  # fmt: skip
+    return y, rstd
+
+
 def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, variant: str) -> tuple[Tensor, Tensor]:
     """y and rstd [..., 1] in fp32; eps None is torch's default."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
+    if _repeats_torch(x):
+        return _rms_norm_fwd(x, weight, eps, variant)
     # torch sums in an order that depends on the layout
     square = _rms_norm_square(x) if x.is_contiguous() else x.float().pow(2)
     rstd = torch.rsqrt(square.mean(-1, keepdim=True) + eps)
@@ -146,4 +294,6 @@ def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
         yield dy, x, weight, rstd, variant, (True, True)
 
 
+# what runs in a function's place where the device allows it, compiled ahead of time with its samples
+ON_TRIAL = {"rms_norm_fwd": _rms_norm_fwd}
 SAMPLES = {"rms_norm_fwd": _sample_fwd, "rms_norm_rebuild": _samples, "rms_norm_bwd": _sample_bwd}

