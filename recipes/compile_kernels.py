@@ -164,6 +164,9 @@ def compile_kernel(name: str, dtype: str, capability: int, samples: int | None) 
     """Every variant of a kernel that its first `samples` samples reach, all of them for None."""
     module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
     with _compiling(capability) as compiled:
+        if hasattr(module, "forget"):
+            # what was tried for another one
+            module.forget()
         # products of fp32 are made in tf32 where torch's may be
         for precision in ("highest", "high") if dtype == "float32" else ("highest",):
             torch.set_float32_matmul_precision(precision)
