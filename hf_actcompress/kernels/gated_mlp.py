@@ -45,14 +45,14 @@ def _bwd_kernel(
     up = tl.load(up_ptr + row * up_stride + at, mask=mask).to(tl.float32)
     activated = value(gate, KIND, A, B, FAST)
     dup = dh * activated
+    dgate = dh * up * derivative(gate, KIND, A, B, FAST, gate_ptr.dtype.element_ty)
+    tl.store(dup_ptr + row * width + at, cast(dup, dup_ptr.dtype.element_ty), mask=mask)
+    tl.store(dgate_ptr + row * width + at, cast(dgate, dgate_ptr.dtype.element_ty), mask=mask)
     if REBUILD:
         h = cast(activated, ACTIVATED).to(tl.float32) * up
         # a thread may write where another one has not read yet
         tl.debug_barrier()
         tl.store(h_ptr + row * width + at, cast(h, h_ptr.dtype.element_ty), mask=mask)
-    dgate = dh * up * derivative(gate, KIND, A, B, FAST, gate_ptr.dtype.element_ty)
-    tl.store(dup_ptr + row * width + at, cast(dup, dup_ptr.dtype.element_ty), mask=mask)
-    tl.store(dgate_ptr + row * width + at, cast(dgate, dgate_ptr.dtype.element_ty), mask=mask)
 
 
 def _activated_dtype(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Any:

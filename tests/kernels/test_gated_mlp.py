@@ -26,7 +26,7 @@ def test_halves_of_one_projection_are_read_where_they_are(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("owned", [False, True])
 def test_product_and_gradients_in_one_pass_have_the_bits_of_two(dtype: torch.dtype, owned: bool) -> None:
-    for rows, width in ((1, 1), (37, 129), (3, 2500)):
+    for rows, width in ((1, 1), (37, 129)):
         for dh, gate, up, stock, kind, options, out, _ in samples("gated_product_and_bwd", dtype, rows, width):
             expected = run("gated_product", (gate, up, stock, kind, options, out))
             expected += run("gated_product_bwd", (dh, gate, up, stock, kind, options))
