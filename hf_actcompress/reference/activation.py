@@ -12,11 +12,6 @@ from torch import Tensor
 aten: Any = torch.ops.aten
 
 
-def activation_fwd(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...] = ()) -> Tensor:
-    """y in a forward: stock's own."""
-    return stock(x)
-
-
 def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:

@@ -10,13 +10,6 @@ from torch import Tensor
 from .activation import activation_bwd
 
 
-def gated_product_fwd(
-    gate: Tensor, up: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...] = ()
-) -> Tensor:
-    """The product in a forward, all [..., F]: stock's own."""
-    return stock(gate) * up
-
-
 def gated_product(
     gate: Tensor,
     up: Tensor,
