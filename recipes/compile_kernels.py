@@ -172,6 +172,9 @@ def compile_kernel(
     module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
     widths = tuple(widths) if name in BY_WIDTH else ()
     with _compiling(capability) as compiled:
+        if hasattr(module, "forget"):
+            # what was tried for another one
+            module.forget()
         # products of fp32 are made in tf32 where torch's may be
         precisions = ("highest", "high") if dtype == "float32" else ("highest",)
         for precision, width in product(precisions, widths or (WIDTH,)):

@@ -4,7 +4,9 @@
 
 What may be a kernel. The forward value of a patched module equals stock's bit by bit, so a kernel stands in a forward
 only where every step has one correctly rounded result (products, sums of two, casts); where the order of a sum or the
-last bit of exp matters, the forward keeps torch's own op. What only backward sees, a gradient or a rebuilt tensor, may
+last bit of exp matters, the forward keeps torch's own op. Activations of 16-bit numbers are an exception, because they
+have 65,536 inputs: a kernel is in their forward where it was shown, on the user's device, to have stock's bits for all
+of them. What only backward sees, a gradient or a rebuilt tensor, may
 differ from stock's in the last bit: it is held to stock's own error against fp64, times 1.1. So is the loss head that
 never has whole logits: its sums go by chunks, in an order that is not stock's with or without a kernel. Codes are the
 reference's bits under rounding to nearest, and of the same distribution under stochastic rounding.
@@ -31,6 +33,7 @@ from __future__ import annotations
 KERNELS: dict[str, str] = {
     "activation_bwd": "activation",
     "activation_derivative": "activation",
+    "activation_fwd": "activation_forward",
     "activation_output_bits": "inverted",
     "activation_output_bwd": "inverted",
     "activation_value": "activation",
@@ -41,7 +44,9 @@ KERNELS: dict[str, str] = {
     "float8_pack": "float8",
     "float8_unpack": "float8",
     "gated_product": "gated_mlp",
+    "gated_product_and_bwd": "gated_mlp",
     "gated_product_bwd": "gated_mlp",
+    "gated_product_fwd": "activation_forward",
     "int_group_grad_weight": "linear",
     "int_group_pack": "int_group",
     "int_group_unpack": "int_group",
@@ -80,13 +85,21 @@ _TORCH_ACTIVATIONS = frozenset(
         "tanh",
     }  # fmt: skip
 )
+# the compositions of which no kernel has stock's bits, because nobody wrote one
+_COMPOSED = frozenset({"gelu_clipped", "gelu_erf", "laplace", "relu_squared", "softsign", "sqrt_softplus"})
 TORCH_HAS: dict[str, frozenset[str]] = {
     "activation_bwd": _TORCH_ACTIVATIONS,
+    "activation_fwd": _TORCH_ACTIVATIONS | _COMPOSED,
     "activation_value": _TORCH_ACTIVATIONS,
+    # here torch has two, of which the product's reads again what the activation's wrote
+    "gated_product_fwd": (_TORCH_ACTIVATIONS | _COMPOSED) - {"gelu", "gelu_tanh", "silu"},
 }
 
 # those that stand in a forward, and a backward that has the same steps
-BITWISE = frozenset({"rms_norm_fwd", "rms_norm_rebuild", "rope_bwd", "rope_fwd"})
+BITWISE = frozenset({"activation_fwd", "gated_product_fwd", "rms_norm_fwd", "rms_norm_rebuild", "rope_bwd", "rope_fwd"})
+
+# those that are no operators in a traced graph, where a compiler fuses stock's ops
+EAGER = frozenset({"activation_fwd", "gated_product_fwd"})
 
 # name -> what `auto` times it against
 _PRODUCT = "a pass over the codes and torch's product"

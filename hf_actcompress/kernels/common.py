@@ -116,9 +116,19 @@ def cast(x, dtype: tl.constexpr):
     """fp32 x to dtype, to nearest even. A kernel ends with this; the interpreter's own cast to bf16 truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        x = tl.where(x == x, nearest, bits).to(tl.float32, bitcast=True)
-    return x.to(dtype)
+        nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
+        return (nearest >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def widened(x):
+    """x in fp32. The interpreter's own cast of bf16 loses subnormals."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 # FAST is for results of 16 bits: PTX's approximations are off by a few roundings of fp32, which are none of theirs.

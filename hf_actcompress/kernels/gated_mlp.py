@@ -1,4 +1,4 @@
-"""h = act(gate) * up as it is rebuilt for backward, and dgate and dup from dh, each in one pass."""
+"""h = act(gate) * up as it is rebuilt for backward, and dgate and dup from dh: each in one pass, or all in one."""
 
 from __future__ import annotations
 
@@ -32,20 +32,33 @@ def _product_kernel(
 
 @triton.jit
 def _bwd_kernel(
-    dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dh_stride, gate_stride, up_stride, width, tiles,
-    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr, TILE: tl.constexpr,
+    dh_ptr, gate_ptr, up_ptr, h_ptr, dgate_ptr, dup_ptr, dh_stride, gate_stride, up_stride, width, tiles,
+    KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, REBUILD: tl.constexpr, ACTIVATED: tl.constexpr,
+    FAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dgate and dup [rows, width] dense."""
+    """dgate and dup [rows, width] dense, and h if it is rebuilt; h may lie where dh does."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     at = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = at < width
     dh = tl.load(dh_ptr + row * dh_stride + at, mask=mask).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + at, mask=mask).to(tl.float32)
-    dup = dh * value(gate, KIND, A, B, FAST)
+    activated = value(gate, KIND, A, B, FAST)
+    dup = dh * activated
     dgate = dh * up * derivative(gate, KIND, A, B, FAST, gate_ptr.dtype.element_ty)
     tl.store(dup_ptr + row * width + at, cast(dup, dup_ptr.dtype.element_ty), mask=mask)
     tl.store(dgate_ptr + row * width + at, cast(dgate, dgate_ptr.dtype.element_ty), mask=mask)
+    if REBUILD:
+        h = cast(activated, ACTIVATED).to(tl.float32) * up
+        # a thread may write where another one has not read yet
+        tl.debug_barrier()
+        tl.store(h_ptr + row * width + at, cast(h, h_ptr.dtype.element_ty), mask=mask)
+
+
+def _activated_dtype(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Any:
+    """Of act(gate) in stock: where the product is wider than both factors, the activation was."""
+    widened = torch.promote_types(gate.dtype, up.dtype) != dtype
+    return DTYPES[dtype if widened else gate.dtype]
 
 
 def _fake_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
@@ -57,9 +70,7 @@ def _gated_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dt
     h = gate.new_empty(gate.shape, dtype=dtype)
     if h.numel() == 0:
         return h
-    # where the product is wider than both factors, the activation was
-    widened = torch.promote_types(gate.dtype, up.dtype) != dtype
-    activated = DTYPES[dtype if widened else gate.dtype]
+    activated = _activated_dtype(gate, up, dtype)
     (gate, up), rows, width = pointwise_layout(gate, up)
     low, high = constants(kind, options)
     tiles = triton.cdiv(width, POINTWISE_TILE)
@@ -94,16 +105,25 @@ def _gated_product_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options:
     dgate, dup = _fake_bwd(dh, gate, up, kind, options)
     if dh.numel() == 0:
         return dgate, dup
+    _launch_bwd(dh, gate, up, None, dgate, dup, kind, options)
+    return dgate, dup
+
+
+def _launch_bwd(
+    dh: Tensor, gate: Tensor, up: Tensor, h: Tensor | None, dgate: Tensor, dup: Tensor, kind: str, options: list[float]
+) -> None:
+    activated = None if h is None else _activated_dtype(gate, up, h.dtype)
+    fast = is_fast(dgate, dup) if h is None else is_fast(h, dgate, dup)
     (dh, gate, up), rows, width = pointwise_layout(dh, gate, up)
     low, high = constants(kind, options)
     tiles = triton.cdiv(width, POINTWISE_TILE)
     with on(gate):
         _bwd_kernel[(rows * tiles,)](
-            dh, gate, up, dgate, dup, dh.stride(0), gate.stride(0), up.stride(0), width, tiles,
-            KIND=kind, A=low, B=high, FAST=is_fast(dgate, dup),
+            dh, gate, up, gate if h is None else h, dgate, dup,
+            dh.stride(0), gate.stride(0), up.stride(0), width, tiles,
+            KIND=kind, A=low, B=high, REBUILD=h is not None, ACTIVATED=activated, FAST=fast,
             TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
         )  # fmt: skip
-    return dgate, dup
 
 
 def gated_product_bwd(
@@ -119,6 +139,41 @@ def gated_product_bwd(
     return dgate, dup
 
 
+def _fake_all(
+    dh: Tensor, h: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]
+) -> tuple[Tensor, Tensor]:
+    return _fake_bwd(dh, gate, up, kind, options)
+
+
+@traced(_fake_all, mutates=("h",))
+def _gated_product_and_bwd(
+    dh: Tensor, h: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Writes h, which may be dh, both dense."""
+    dgate, dup = _fake_bwd(dh, gate, up, kind, options)
+    if dh.numel():
+        _launch_bwd(dh, gate, up, h, dgate, dup, kind, options)
+    return dgate, dup
+
+
+def gated_product_and_bwd(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    kind: str,
+    options: tuple[float, ...],
+    dtype: torch.dtype,
+    owned: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """act(gate) * up in `dtype`, dgate and dup from dh; if dh is `owned` by the caller, h lies where it lay."""
+    reused = owned and dh.dtype == dtype and dh.is_contiguous()
+    # another tensor object: dh is read, h is written
+    h = dh.view_as(dh) if reused else gate.new_empty(gate.shape, dtype=dtype)
+    dgate, dup = _gated_product_and_bwd(dh, h, gate, up, kind, list(options))
+    return h, dgate, dup
+
+
 def _sample_product(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     for kind, stock in STOCKS.items():
         yield inputs(*sizes), inputs(*sizes), stock, kind, OPTIONS.get(kind, ()), sizes[1]
@@ -129,4 +184,12 @@ def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
         yield torch.randn(gate.shape, device=gate.device).to(dtype), gate, up, stock, kind, options
 
 
-SAMPLES = {"gated_product": _sample_product, "gated_product_bwd": _sample_bwd}
+def _sample_all(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    yield from ((*args, sizes[1], False) for args in _sample_bwd(*sizes))
+
+
+SAMPLES = {
+    "gated_product": _sample_product,
+    "gated_product_and_bwd": _sample_all,
+    "gated_product_bwd": _sample_bwd,
+}

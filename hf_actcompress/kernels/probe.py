@@ -1,15 +1,19 @@
-"""A kernel against the reference on small tensors, before `auto` trusts it on a device that nobody has tested."""
+"""A kernel against the reference on small tensors, before `auto` trusts it on a device that nobody has tested.
+
+A function of one 16-bit number has 65,536 inputs: what is held to stock's bits in a forward is tried on all of them.
+"""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..reference.rng import codecs_undisturbed
 
@@ -18,8 +22,12 @@ ROWS, WIDTH = 19, 200
 # relative to a result's largest element: four roundings of bf16, in which the probe runs; a wrong kernel is off by more
 DTYPE, TOLERANCE = torch.bfloat16, 4 * torch.finfo(torch.bfloat16).eps
 
+# of 16 bits
+NARROW = (torch.bfloat16, torch.float16)
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 # what a kernel that cannot be compiled or launched raises
-_BROKEN = (
+BROKEN = (
     triton.errors.TritonError, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError,
     OSError, NotImplementedError, AssertionError, subprocess.SubprocessError,
 )  # fmt: skip
@@ -35,8 +43,10 @@ def disagreement(
 ) -> str | None:
     """What is wrong with `module`'s kernel `name` on a device; None if it agrees with `specification`.
 
-    For the samples that have `row` among their arguments; for all, if it is None or none has it.
+    For the samples that have `row` among their arguments; for all, if it is None or none has it. A module may have a
+    proof of its own instead: `PROOFS[name](row, device)` returns the same.
     """
+    proof = getattr(module, "PROOFS", {}).get(name)
     devices = [device] if device.type == "cuda" else []
     with (
         torch.no_grad(),
@@ -44,11 +54,14 @@ def disagreement(
         codecs_undisturbed(),
         torch.autocast(device.type, enabled=False),
     ):
+        if proof is not None:
+            reason: str | None = proof(row, device)
+            return reason
         samples = list(module.SAMPLES[name](device, DTYPE, ROWS, WIDTH))
         for args in [args for args in samples if _is_of(row, args)] or samples:
             try:
                 ours = list(tensors(getattr(module, name)(*args)))
-            except _BROKEN as error:
+            except BROKEN as error:
                 return f"it does not run: {type(error).__name__}: {error}"
             expected = list(tensors(specification(*args)))
             if len(ours) != len(expected) or any(not agree(a, b, bitwise) for a, b in zip(ours, expected, strict=True)):
@@ -77,3 +90,55 @@ def agree(a: Tensor, b: Tensor, bitwise: bool) -> bool:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if b.dim() else torch.equal(a, b)
     wide_a, wide_b = a.double(), b.double()
     return bool(((wide_a - wide_b).abs() <= TOLERANCE * wide_b.abs().max()).all())
+
+
+def every(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """All 65,536 values of a 16-bit dtype: subnormals, infinities and every NaN among them."""
+    return torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
+
+
+def paired(dtype: torch.dtype, device: torch.device, times: int) -> tuple[Tensor, Tensor]:
+    """All values, `times` times, and beside each another one: all of them again, in another order each time.
+
+    No generator is asked: a probe must not disturb what others draw.
+    """
+    first = torch.arange(1 << 16, dtype=torch.int32, device=device)
+    # odd factors: each is a permutation of the 65,536
+    others = [first * (40503 + 2 * 7919 * turn) + 12345 * (turn + 1) for turn in range(times)]
+    second = torch.cat(others).to(torch.int16).view(dtype)
+    return every(dtype, device).repeat(times), second
+
+
+def differing(a: Tensor, b: Tensor) -> int:
+    """How many elements differ in a bit; one NaN is as good as another. All of them if shapes or dtypes differ."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return max(a.numel(), b.numel())
+    integer = _INTEGERS[a.itemsize]
+    same = (a.contiguous().view(integer) == b.contiguous().view(integer)) | (a.isnan() & b.isnan())
+    return int((~same).sum())
+
+
+def identity(stock: Any) -> Hashable | None:
+    """What two stock functions have in common that compute the same; None for one that cannot be told from others.
+
+    A module's forward (``partial(type.forward, module)``) is known by its type: a row of the tables of activations
+    holds for all instances. A wrapper's `function`, and the autocast `dtype` under which it runs it, are both of them.
+    """
+    if hasattr(stock, "function"):
+        inner = identity(stock.function)
+        return None if inner is None else (inner, getattr(stock, "dtype", None))
+    if isinstance(stock, partial):
+        inner, owner = identity(stock.func), [type(x) for x in stock.args if isinstance(x, nn.Module)]
+        if inner is None or len(owner) != len(stock.args) or not all(map(_hashable, stock.keywords.values())):
+            return None
+        return inner, *owner, *sorted(stock.keywords.items())
+    code = getattr(stock, "__code__", None)
+    if code is None:
+        # a function of torch's own
+        return stock if isinstance(stock, type(torch.relu)) else None
+    # what a closure holds is not known
+    return None if stock.__closure__ or not _hashable(stock.__defaults__) else (code, stock.__defaults__)
+
+
+def _hashable(x: Any) -> bool:
+    return isinstance(x, (type(None), bool, int, float, str)) or (isinstance(x, tuple) and all(map(_hashable, x)))

@@ -42,7 +42,7 @@ class ActivationFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], codec: Codec
     ) -> Tensor:
-        y = stock(x)
+        y: Tensor = implementation("activation_fwd", x, kind)(x, stock, kind, options)
         record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
         rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):

@@ -28,7 +28,7 @@ class ActivationFewbitFunction(torch.autograd.Function):
         bits: int,
         method: str,
     ) -> Tensor:
-        y = stock(x)
+        y: Tensor = implementation("activation_fwd", x, kind)(x, stock, kind, options)
         codes, scale = implementation("fewbit_codes", x)(x, kind, options, bits, method)
         save(ctx, raw(codes), raw(scale) if scale is not None else None)
         ctx.table, ctx.x_dtype = (kind, options, bits, method), x.dtype

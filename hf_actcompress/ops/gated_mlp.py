@@ -39,7 +39,7 @@ class GatedProductFunction(torch.autograd.Function):
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, stock: _Stock, kind: str, options: tuple[float, ...], codec: Codec
     ) -> Tensor:  # gate, up [..., F]
-        h = stock(gate) * up
+        h: Tensor = implementation("gated_product_fwd", gate, kind)(gate, up, stock, kind, options)
         of_gate = codec.keeping_sign() if kind in SIGN_DECIDES else codec
         gate_record, up_record = record_of(gate, of_gate), record_of(up, codec)
         save(ctx, gate_record, up_record)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ..codecs import Codec
+from ..dispatch import runs_kernel
 from ..ops.activation import SIGN_DECIDES
 from ..reference import dropout_fwd
-from .emit import Bound, Emitter, Setting
+from .emit import ESTIMATED, Bound, Emitter, Setting
 from .step import Backward, Operation, Step
 from .tape import plain
 
@@ -43,11 +44,22 @@ class Activation(Operation):
         """The same under the autocast of the forward: a backward runs without."""
         return Under(self.stock, b.setting) if b.setting.autocast else Called(self.stock)
 
+    def has_kernel(self, e: Emitter, name: str, x: Node) -> bool:
+        """Whether the function `name` is a kernel for the node."""
+        if e.setting.choice == ESTIMATED:
+            return False
+        return runs_kernel(name, torch.empty(1, dtype=e.dtype(x), device=e.setting.device), self.kind)
+
     def forward(self, e: Emitter, x: Node) -> Node:
-        return e.call(Called(self.stock), x)
+        return self._of(e, Called(self.stock), x)
 
     def repeat(self, e: Emitter, x: Node) -> Node:  # type: ignore[override]
-        return e.call(self.again_under(e), x)
+        return self._of(e, self.again_under(e), x)
+
+    def _of(self, e: Emitter, stock: Any, x: Node) -> Node:
+        if self.has_kernel(e, "activation_fwd", x):
+            return e.dispatched("activation_fwd", self.kind, x, tail=(stock, self.kind, self.options))
+        return e.call(stock, x)
 
     def rebuild(self, b: Backward, step: Step) -> None:
         (x,) = step.ins
@@ -68,23 +80,45 @@ class GatedProduct(Activation):
     keeps: ClassVar[int] = 2
 
     def forward(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
-        return e.call(operator.mul, e.call(Called(self.stock), gate), up)
+        return self._product(e, Called(self.stock), gate, up)
 
     def repeat(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
-        return e.call(operator.mul, e.call(self.again_under(e), gate), up)
+        return self._product(e, self.again_under(e), gate, up)
+
+    def _product(self, e: Emitter, stock: Any, gate: Node, up: Node) -> Node:
+        if self.has_kernel(e, "gated_product_fwd", gate):
+            return e.dispatched("gated_product_fwd", self.kind, gate, up, tail=(stock, self.kind, self.options))
+        return e.call(operator.mul, e.call(stock, gate), up)
 
     def rebuild(self, b: Backward, step: Step) -> None:
         tail = (self.again_under(b), self.kind, self.options, b.dtype_of(step.outs[0]))
         gate, up = (b.want(x) for x in step.ins if x is not None)
-        b.values[step.outs[0]] = b.dispatched("gated_product", self.kind, gate, up, tail=tail)
+        dh, name = _own_dy(b, step), "gated_product_and_bwd"
+        if dh is not None and all(map(b.wants, step.ins)) and self.has_kernel(b, name, dh):
+            # with both gradients, in one pass; it may take the memory of its own gradient
+            b.values[step.outs[0]] = b.item(b.dispatched(name, self.kind, dh, gate, up, tail=(*tail, True)), 0)
+        else:
+            b.values[step.outs[0]] = b.dispatched("gated_product", self.kind, gate, up, tail=tail)
 
     def backward(self, b: Backward, step: Step) -> None:
         gate, up = step.ins
         assert gate is not None and up is not None
-        tail = (self.again_under(b), self.kind, self.options)
-        both = b.dispatched("gated_product_bwd", self.kind, b.dy(step), b.want(gate), b.want(up), tail=tail)
-        b.give(up, b.item(both, 1))
-        b.give(gate, b.item(both, 0))
+        again, first = b.values.get(step.outs[0]), 1
+        if again is not None and again.target is operator.getitem:
+            found: Any = again.args[0]
+        else:
+            tail, first = (self.again_under(b), self.kind, self.options), 0
+            found = b.dispatched("gated_product_bwd", self.kind, b.dy(step), b.want(gate), b.want(up), tail=tail)
+        b.give(up, b.item(found, first + 1))
+        b.give(gate, b.item(found, first))
+
+
+def _own_dy(b: Backward, step: Step) -> Node | None:
+    """The gradient of the step's output if it is complete, and a product made in this backward for nobody else."""
+    dy = b.gradients.get(step.outs[0])
+    if dy is None or b.rows.get(dy, dy).target is not torch.mm:
+        return None
+    return dy if len(b.read_by(step.outs[0])) == 1 else None
 
 
 class Called(Bound):

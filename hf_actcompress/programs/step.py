@@ -210,10 +210,10 @@ class Backward(Emitter):
             kept = not (step.operation.rebuilds(step.outs.index(value)) and self._pays(step, value))
         if not kept:
             return False
-        readers = [reader for reader in self._readers(value) if not reader.operation.sums]
+        readers = [reader for reader in self.read_by(value) if not reader.operation.sums]
         return all(reader.operation.multiplies and reader.ins[0] == value for reader in readers)
 
-    def _readers(self, value: int) -> list[Step]:
+    def read_by(self, value: int) -> list[Step]:
         return [step for step in self._steps if value in step.ins]
 
     def _have(self, value: int) -> None:
@@ -248,7 +248,7 @@ class Backward(Emitter):
         assert source is not None
         maker = self._maker.get(source)
         kept = maker is not None and not maker.operation.rebuilds(maker.outs.index(source))
-        alone = source not in self.values and self._readers(source) == [step]
+        alone = source not in self.values and self.read_by(source) == [step]
         return kept and alone and self._bytes(value) < self._bytes(source)
 
     def _is_packed_alone(self, step: Step, value: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .activation import ACTIVATIONS, activation_bwd, activation_value
+from .activation_forward import activation_fwd, gated_product_fwd
 from .attention import attention_bwd, attention_fwd
 from .attention_tempo import attention_tempo_bwd, attention_tempo_fwd
 from .block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
@@ -11,7 +12,7 @@ from .derivative import activation_derivative, forward_derivative
 from .dropout import draws_like_any, dropout_fwd, dropout_replay, replayed_rng, rng_state
 from .fewbit import FEWBIT_METHODS, TABLE_OPTIONS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .float8 import float8_grad_weight, float8_pack, float8_unpack
-from .gated_mlp import gated_product, gated_product_bwd
+from .gated_mlp import gated_product, gated_product_and_bwd, gated_product_bwd
 from .int_group import int_group_grad_weight, int_group_pack, int_group_unpack
 from .int_running import int_running_pack, int_running_unpack
 from .inverted import INVERTED, activation_output_bits, activation_output_bwd
@@ -51,6 +52,7 @@ __all__ = [
     "ConvGeometry",
     "activation_bwd",
     "activation_derivative",
+    "activation_fwd",
     "activation_output_bits",
     "activation_output_bwd",
     "activation_value",
@@ -75,7 +77,9 @@ __all__ = [
     "float8_unpack",
     "forward_derivative",
     "gated_product",
+    "gated_product_and_bwd",
     "gated_product_bwd",
+    "gated_product_fwd",
     "int_group_grad_weight",
     "int_group_pack",
     "int_group_unpack",

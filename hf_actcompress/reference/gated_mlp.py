@@ -36,3 +36,17 @@ def gated_product_bwd(
     dup = (dh * activated.to(dtype)).to(up.dtype)
     dactivated = (dh * up.to(dtype)).to(activated.dtype)
     return activation_bwd(dactivated, gate, kind, options), dup
+
+
+def gated_product_and_bwd(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    stock: Callable[[Tensor], Tensor],
+    kind: str,
+    options: tuple[float, ...],
+    dtype: torch.dtype,
+    owned: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The product again in `dtype`, dgate and dup; if dh is `owned` by the caller, a kernel may write on it."""
+    return gated_product(gate, up, stock, kind, options, dtype), *gated_product_bwd(dh, gate, up, stock, kind, options)

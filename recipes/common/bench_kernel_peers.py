@@ -21,6 +21,7 @@ def liger(case: Case, args: Args) -> Callable[[], Any] | None:
         "rms_norm_bwd": _liger_rms_norm_bwd,
         "layer_norm_bwd": _liger_layer_norm_bwd,
         "gated_product": _liger_gated_product,
+        "gated_product_fwd": _liger_gated_product,
         "gated_product_bwd": _liger_gated_product_bwd,
         "activation_bwd": _liger_activation_bwd,
         "rope_fwd": _liger_rope_fwd,

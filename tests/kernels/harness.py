@@ -22,6 +22,9 @@ from tests.oracle import EXACT, assert_equal_bits
 
 pytest.importorskip("triton")
 
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # dtype, rows and width: one element, odd, in several tiles, a row wider than a tile
@@ -47,6 +50,35 @@ def run(name: str, args: Args) -> list[Tensor | None]:
     tensor = next(x for x in args if isinstance(x, Tensor))
     with use("triton"), poisoned():
         return flat(implementation(name, tensor)(*args))
+
+
+@contextmanager
+def launched() -> Iterator[list[tuple[str, int]]]:
+    """What the kernels that are launched inside move: (the kernel's name, bytes of the tensors that it was handed).
+
+    A tensor handed twice, in place of one that the kernel does not need, counts once.
+    """
+    found: list[tuple[str, int]] = []
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        handed = {id(x): x.numel() * x.element_size() for x in (*args, *options.values()) if isinstance(x, Tensor)}
+        found.append((kernel.__name__, sum(handed.values())))
+        return runs[type(kernel)](kernel, *args, grid=grid, warmup=warmup, **options)
+
+    runs = {kind: kind.run for kind in (JITFunction, InterpretedFunction)}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in runs:
+            patch.setattr(kind, "run", note)
+        yield found
+
+
+def moved(name: str, *args: Any) -> int:
+    """The bytes that the kernel `name` reads and writes for these arguments, counted from its launches."""
+    # what it does once for all, such as a probe of its own, is not of this call
+    run(name, args)
+    with launched() as launches:
+        run(name, args)
+    return sum(size for _, size in launches)
 
 
 def specified(name: str, args: Args) -> list[Tensor | None]:

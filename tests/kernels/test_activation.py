@@ -10,7 +10,14 @@ from tests.kernels.harness import DTYPES, check, samples
 
 pytestmark = pytest.mark.daily(3)
 
-NAMES = ("activation_bwd", "activation_derivative", "activation_value", "gated_product", "gated_product_bwd")
+NAMES = (
+    "activation_bwd",
+    "activation_derivative",
+    "activation_value",
+    "gated_product",
+    "gated_product_and_bwd",
+    "gated_product_bwd",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

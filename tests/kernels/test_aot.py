@@ -23,7 +23,9 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 CAPABILITIES = set(SHARED)
 # what moves whole tensors and little else: an access of 16 bytes per thread for all but statistics and partial sums
 STREAMING = [
-    name for name, module in KERNELS.items() if module in {"activation", "gated_mlp", "rms_norm", "layer_norm", "rope"}
+    name
+    for name, module in KERNELS.items()
+    if module in {"activation", "activation_forward", "gated_mlp", "rms_norm", "layer_norm", "rope"}
 ]
 # compiled for the widths that models have
 NORMS = {"rms_norm", "layer_norm", "norm_output"}

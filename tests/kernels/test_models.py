@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hf_actcompress import patch_model
 from hf_actcompress.dispatch import use
 from tests.families import BODY, BY_NAME, Batch, Family, build, oracle_step, relative_error, step
-from tests.kernels.harness import DEVICE
+from tests.kernels.harness import DEVICE, launched
 from tests.oracle import EXACT
 
 pytestmark = pytest.mark.daily(3)
@@ -40,6 +41,36 @@ def test_loss_and_gradients(name: str, mode: str) -> None:
         own += relative_error(stock, oracle) ** 2
         error += relative_error(ours, oracle) ** 2
     assert error**0.5 <= EXACT * own**0.5
+
+
+# of each layer: what is launched for its MLP's activation, and how often
+PASSES = {
+    "llama": {"_fwd_kernel": 1, "_bwd_kernel": 1, "_product_kernel": 0},
+    # the rebuilt result, and dx
+    "gpt2-gelu-new": {"_fwd_kernel": 1, "_activation_kernel": 2},
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_over_an_mlp(name: str, checkpointed: bool) -> None:
+    """Programs: one for the forward; the product that is made again in backward comes with its gradients."""
+    model, batch = on_device(BY_NAME[name], "bf16", 0)
+    batch = {key: x[:1, :6] for key, x in batch.items()}
+    layers = model.config.num_hidden_layers
+    patch_model(model, BODY)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with use("triton"):
+        # code is written, and forms are shown
+        expected = step(model, batch, "bf16")
+        with launched() as launches:
+            loss, gradients = step(model, batch, "bf16")
+    counts = Counter(name for name, _ in launches)
+    # a checkpointed layer's second forward leaves out what its backward makes again
+    assert {kernel: counts[kernel] for kernel in PASSES[name]} == {k: n * layers for k, n in PASSES[name].items()}
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(gradients[name], expected[1][name]) for name in gradients)
 
 
 def test_twice_the_same() -> None:

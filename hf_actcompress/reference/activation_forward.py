@@ -1,0 +1,19 @@
+"""act(x), and act(gate) * up, in a forward: stock's own ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+def activation_fwd(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...] = ()) -> Tensor:
+    """stock(x); the row `kind` with `options` is for who knows the formula."""
+    return stock(x)
+
+
+def gated_product_fwd(
+    gate: Tensor, up: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...] = ()
+) -> Tensor:
+    """stock(gate) * up, all [..., F]; the row `kind` with `options` is for who knows the formula."""
+    return stock(gate) * up
