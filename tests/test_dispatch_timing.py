@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,9 +30,11 @@ class _Clock:
 
 
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Clock]:
+def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Clock]]:
     """`auto` as on a GPU whose clock shows these times."""
     pytest.importorskip("triton")
+    # launchers hold the kernels that a test exchanges
+    dispatch._launcher.cache_clear()
     monkeypatch.setenv("HF_ACTCOMPRESS_TIMING", "1")
     monkeypatch.setattr(dispatch, "_takes", lambda *key: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -42,7 +44,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., _Clock]:
         monkeypatch.setattr(dispatch, "_decisions", Decisions(clock, lambda device: free))
         return clock
 
-    return start
+    yield start
+    dispatch._launcher.cache_clear()
 
 
 def _rows(count: int = 12, outputs: int = 5) -> tuple[Tensor, ...]:
