@@ -111,6 +111,7 @@ def linear_cross_entropy(
     logits: Tensor | None = None,
     pointwise: Pointwise = (),
     dtype: torch.dtype | None = None,
+    most: int | None = None,
 ) -> Tensor:
     """``cross_entropy(pointwise(linear(h, weight, bias))[rows], target)``, a chunk of the logits at a time.
 
@@ -127,6 +128,7 @@ def linear_cross_entropy(
         pointwise: What happens to the logits before the loss: differentiable elementwise functions without tensors
             of their own, each applied to every chunk, in forward and in backward.
         dtype: Of the logits; by default the autocast dtype or h's.
+        most: How many targets count at most; more of them are an error on a GPU. None: all may.
 
     Returns:
         The loss, or ``[N]`` losses, in the dtype of torch's: bit-equal to it if `logits` is given.
@@ -142,19 +144,18 @@ def linear_cross_entropy(
     Raises:
         IndexError: A target outside the vocabulary, as stock does. On a GPU the kernel stops, as stock's does.
 
-    On a CPU the rows without a target are left out. On a GPU the host would have to wait for the device to know which
-    they are, so all rows are computed.
+    On a CPU the rows without a target are left out. On a GPU the host would have to wait for the device to know how
+    many they are, so all rows are computed, or `most`.
     """
     loss_dtype = _loss_dtype(h, pointwise, dtype or autocast_dtype(h) or h.dtype)
     counts = target != ignore_index
     outside = ((target < 0) | (target >= weight.size(0))) & counts
     if on_cpu(target):
         _check(target, outside, weight.size(0))
-    kept = _counting(counts)
+    kept, wanted = _computed(counts, most), torch.where(counts, target, NO_TARGET)
     if kept is not None:
-        rows, wanted = kept if rows is None else rows[kept], target[kept]
-    else:
-        wanted = torch.where(counts, target, NO_TARGET)
+        rows, wanted = kept if rows is None else rows[kept], wanted[kept]
+        outside = outside | (counts.sum() > kept.numel())
     losses = applied(
         LinearCrossEntropyFunction,
         _selected(h.reshape(-1, h.size(-1)), rows),
@@ -178,11 +179,13 @@ def _check(target: Tensor, outside: Tensor, classes: int) -> None:
         raise IndexError(f"Target {int(target[outside][0])} is out of bounds: the head has {classes} classes")
 
 
-def _counting(counts: Tensor) -> Tensor | None:
-    """The numbers [K] of the rows that count [N]; None: all are computed."""
-    if not on_cpu(counts):
-        return None
-    kept = counts.nonzero()[:, 0]
+def _computed(counts: Tensor, most: int | None) -> Tensor | None:
+    """The numbers [K] of the rows that are computed, among them all that count [N], bool; None: all rows."""
+    if on_cpu(counts):
+        kept = counts.nonzero()[:, 0]
+    else:
+        # those that count come first
+        kept = counts.logical_not().to(torch.uint8).argsort(stable=True)[:most]
     return kept if kept.numel() < counts.numel() else None
 
 

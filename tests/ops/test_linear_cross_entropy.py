@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import ops
 from hf_actcompress.memory import trace
@@ -81,6 +82,37 @@ def test_few_targets_of_a_large_vocabulary(kept):
         finally:
             torch.set_num_threads(1)
         assert_within_law(found, expected, truth)
+
+
+@pytest.mark.parametrize("logits", (True, False))
+def test_as_many_rows_as_there_are_targets_at_most(logits, rows_computed):
+    *tensors, target = problem(n=64)
+    count = int((target != -100).sum())
+    with torch.no_grad():
+        whole = F.linear(*tensors) if logits else None
+    expected, truth = gradients(stock, tensors, target), gradients(stock, wide(tensors), target)
+    for most in (count, count + 3, 64, 100):
+        with Products() as products:
+            found = gradients(ours, tensors, target, logits=whole, most=most)
+        assert_within_law(found, expected, truth)
+        assert max(products.rows) == (count if rows_computed == "rows with a target" else min(most, 64))
+    if rows_computed == "all rows":
+        with pytest.raises(IndexError):
+            ours(*tensors, target, logits=whole, most=count - 1)
+
+
+class Products(TorchDispatchMode):
+    """The rows of the hidden states, or of their gradient, in each product."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default):
+            # one side has 16 features, or adds over the rows
+            self.rows += [x.size(0) for x in args[-2:] if x.dim() == 2 and x.size(1) == 16]
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("needs", [n for n in itertools.product((True, False), repeat=3) if any(n)])
@@ -237,9 +269,9 @@ def test_a_product_is_added_by_its_own_kernel(dtype):
     """In fp32, into the sum itself: no product beside it, and not rounded to 16 bits."""
     dx, weight = torch.randn(64, 48, device="cuda").to(dtype), torch.randn(48, 80, device="cuda").to(dtype)
     before = torch.randn(64, 80, device="cuda")
-    for given in (dx, dx.t().contiguous().t()):
+    for way in (dx, dx.t().contiguous().t()):
         total = before.clone()
-        reference._accumulate(total, given, weight)
+        reference._accumulate(total, way, weight)
         truth = before.double() + dx.double() @ weight.double()
         # 48 products in fp32
         torch.testing.assert_close(total.double(), truth, rtol=0, atol=48 * 2**-23 * truth.abs().max().item())
