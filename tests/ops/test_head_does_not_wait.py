@@ -60,7 +60,7 @@ class Waits(TorchDispatchMode):
 
 
 def masked(labels: Tensor) -> Tensor:
-    return torch.where(torch.arange(labels.numel()).view(labels.shape) % 7 == 0, labels, -100)
+    return torch.where(torch.arange(labels.numel(), device=labels.device).view(labels.shape) % 7 == 0, labels, -100)
 
 
 def several(logits: Any, labels: Tensor) -> Tensor:
@@ -131,3 +131,24 @@ def test_on_a_cpu_the_host_looks() -> None:
     with Waits([h, weight, bias, labels]) as waits:
         ops.linear_cross_entropy(h, weight, labels, bias)
     assert "aten.nonzero.default" in waits.found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LOSSES)
+def test_torch_sees_no_synchronisation(name: str) -> None:
+    h, weight, bias, labels = (x.detach().cuda() for x in problem(n=ROWS * LENGTH, dtype=torch.bfloat16))
+    leaves = [x.requires_grad_() for x in (h, weight, bias)]
+
+    def step() -> None:
+        for keep in (True, False):
+            logits = ops.deferred_linear(h.view(ROWS, LENGTH, -1), weight, bias, keep_logits=keep, targets=0.9)
+            torch.autograd.grad(LOSSES[name](logits, labels.view(ROWS, LENGTH)), leaves)
+
+    # kernels are compiled and probed
+    step()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

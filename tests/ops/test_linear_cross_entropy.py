@@ -230,6 +230,21 @@ def test_hidden_states_that_are_derived_are_not_kept():
     assert all(torch.equal(a, b) for a, b in zip(plain, derived, strict=True))
 
 
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+@pytest.mark.parametrize("whole", (True, False), ids=("logits", "no logits"))
+def test_no_number_in_a_row_without_a_target(value, whole, rows_computed):
+    *tensors, target = problem()
+    target[5] = -100
+    with torch.no_grad():
+        tensors[0][5, 3] = value
+        logits = F.linear(*tensors) if whole else None
+    found, expected = gradients(ours, tensors, target, logits=logits), gradients(stock, tensors, target)
+    assert found[0].isfinite() and expected[0].isfinite()
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        # rows that nobody computes stay finite
+        assert torch.equal(a.isnan(), b.isnan()) if rows_computed == "all rows" else a.isfinite().all()
+
+
 def test_padding_that_comes_back_as_zeros():
     """Its logits in backward do not fit its statistics, and its softmax may not overflow for that."""
     h, weight = torch.randn(2, 6, 16), torch.randn(301, 16)
