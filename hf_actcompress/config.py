@@ -41,6 +41,10 @@ class CompressionConfig(ConfigFile):
         logits: Return ``outputs.logits`` in training as stock does. False: the head never makes them whole in
             training; ``outputs.logits`` computes its values when they are asked for, which is possible until the
             weights change. ``eval()`` and ``no_grad`` are not affected.
+        targets: The share of a batch's positions whose label counts (is not -100), at most: 0.25 suits a masked
+            language model that masks 15%. The head computes no gradient for the others. On a GPU it cannot tell how
+            many they are without waiting for the device, so that it computes all positions, or this share. A batch of
+            which more count stops there with torch's error for a label outside the vocabulary.
         drop_padding: Keep nothing of the rows where the model's ``attention_mask`` [B, S] is 0, wherever they are: of
             hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (pools are of real tokens).
             Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where
@@ -125,6 +129,7 @@ class CompressionConfig(ConfigFile):
     attention_variant: str = "statistics"
     loss_head: bool = True
     logits: bool = True
+    targets: float = 1.0
     overrides: tuple[tuple[str, str, str], ...] = ()
     drop_padding: bool = False
     share_prompts: bool = False

@@ -72,8 +72,10 @@ def _check_checkpoints(config: Any) -> None:
 
 
 def _check_tokens(config: Any) -> None:
-    if not (isinstance(config.tokens, (int, float)) and 0 < config.tokens <= 1):
-        raise UnknownOptionError("tokens", config.tokens, ["a share above 0 and up to 1"])
+    for name in ("tokens", "targets"):
+        share = getattr(config, name)
+        if not (isinstance(share, (int, float)) and 0 < share <= 1):
+            raise UnknownOptionError(name, share, ["a share above 0 and up to 1"])
     if config.token_choice not in TOKEN_CHOICES and not callable(config.token_choice):
         raise UnknownOptionError("token_choice", config.token_choice, [*TOKEN_CHOICES, "a function"])
     if config.tokens < 1 and config.drop_padding:

@@ -45,7 +45,7 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return Declined("loss_head", f"the head is a {stock_type(module).__name__}, not a plain nn.Linear")
     if "forward" in module.__dict__:
         return Declined("loss_head", "forward is already bound on the instance")
-    return Site(HeadMixin, Settings("loss_head", "logits" if config.logits else "no_logits"))
+    return Site(HeadMixin, Settings("loss_head", "logits" if config.logits else "no_logits", (config.targets,)))
 
 
 @contextmanager

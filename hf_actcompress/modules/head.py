@@ -38,7 +38,10 @@ def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
 
 
 class HeadMixin(LinearMixin):
-    """nn.Linear whose output are the logits; variant "logits" or "no_logits". Elsewhere a patched linear layer."""
+    """nn.Linear whose output are the logits; variant "logits" or "no_logits", and the share of targets that count.
+
+    Elsewhere a patched linear layer.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -51,7 +54,8 @@ class HeadMixin(LinearMixin):
         weight, bias = self.weight, self.bias
         if not _fits(x, weight, bias):
             return super().forward(x)
-        return ops.deferred_linear(x, weight, bias, keep_logits=settings.variant == "logits")
+        (targets,) = settings.options
+        return ops.deferred_linear(x, weight, bias, keep_logits=settings.variant == "logits", targets=targets)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

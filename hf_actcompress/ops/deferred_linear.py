@@ -5,6 +5,7 @@ A cross entropy on it goes to `linear_cross_entropy`, in the forward of the mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,12 @@ from .loss_arguments import LossArguments, loss_over_classes
 class LinearSource(LogitsSource):
     """One call of the linear layer."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, targets: float = 1.0
+    ) -> None:
         super().__init__(hidden.device)
         self.hidden, self.weight, self.bias, self.keep_logits = hidden, weight, bias, keep_logits
+        self.targets = targets
         self.dtype = autocast_dtype(hidden) or hidden.dtype
 
     def logits(self) -> Tensor:
@@ -60,6 +64,7 @@ def _cross_entropy(asked: LossArguments) -> Any:
         logits=input.chain.root().get().flatten(0, -2) if head.keep_logits else None,
         pointwise=input.pointwise,
         dtype=head.dtype,
+        most=math.ceil(head.targets * asked.target.numel()),
     )
 
 
@@ -68,9 +73,9 @@ class DeferredLinearFunction(LinearFunction):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, *_: None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, targets: float
     ) -> Tensor:  # x [..., D], weight [V, D], bias [V]
-        head = LinearSource(x, weight, bias, keep_logits)
+        head = LinearSource(x, weight, bias, keep_logits, targets)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         record = None
         if needs_weight:
@@ -82,7 +87,9 @@ class DeferredLinearFunction(LinearFunction):
         return DeferredLogits(Values(head), torch.empty(shape, dtype=head.dtype, device="meta"))
 
 
-def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, keep_logits: bool = True) -> Tensor:
+def deferred_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, keep_logits: bool = True, targets: float = 1.0
+) -> Tensor:
     """Linear layer whose output is computed when something needs its values.
 
     Args:
@@ -91,6 +98,7 @@ def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ke
         bias: ``[V]`` or None.
         keep_logits: Whether the values will be asked for in the end (`plain`): then a loss is computed from them,
             bit-equal to stock's. False: a loss makes them in chunks.
+        targets: The share of a loss's targets that count, at most: so many rows a GPU computes for it.
 
     Returns:
         DeferredLogits ``[..., V]``. Row selections and scalar functions of it stay deferred; `cross_entropy` of it is
@@ -103,5 +111,5 @@ def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ke
     Gradient:
         Exact.
     """
-    y: Tensor = applied(DeferredLinearFunction, x, weight, bias, keep_logits, None, None)
+    y: Tensor = applied(DeferredLinearFunction, x, weight, bias, keep_logits, targets)
     return y

@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dispatch import implementation
-from ..records import Record, applied, declare, is_lossless, load, parameter, raw, record_of, save
-from ..reference.linear_cross_entropy import Pointwise
+from ..records import Record, applied, declare, is_dropped, is_lossless, load, parameter, raw, record_of, save
+from ..reference.device_rules import on_cpu
+from ..reference.linear_cross_entropy import NO_TARGET, Pointwise
 from .autocast import autocast_dtype
 from .cast import cast_record
 from .first_order import once_differentiable
+from .loss_arguments import reduced
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None, None]
 
@@ -49,9 +51,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 losses, maximum, log_sum = chunked(h.to(dtype), weight, bias, target, pointwise, loss_dtype)
         bias_record = parameter(bias) if bias is not None else None
         rows_record = raw(rows) if rows is not None else None
+        record = exact_record(h, dtype)
+        if is_dropped(record):
+            # zeros come back for padding rows, whose statistics do not fit those: their softmax is to be zero as well
+            maximum = maximum.masked_fill(target == NO_TARGET, torch.inf)
         save(
             ctx,
-            exact_record(h, dtype),
+            record,
             parameter(weight),
             bias_record,
             raw(target),
@@ -105,6 +111,7 @@ def linear_cross_entropy(
     logits: Tensor | None = None,
     pointwise: Pointwise = (),
     dtype: torch.dtype | None = None,
+    most: int | None = None,
 ) -> Tensor:
     """``cross_entropy(pointwise(linear(h, weight, bias))[rows], target)``, a chunk of the logits at a time.
 
@@ -121,6 +128,7 @@ def linear_cross_entropy(
         pointwise: What happens to the logits before the loss: differentiable elementwise functions without tensors
             of their own, each applied to every chunk, in forward and in backward.
         dtype: Of the logits; by default the autocast dtype or h's.
+        most: How many targets count at most; more of them are an error on a GPU. None: all may.
 
     Returns:
         The loss, or ``[N]`` losses, in the dtype of torch's: bit-equal to it if `logits` is given.
@@ -134,32 +142,51 @@ def linear_cross_entropy(
         fp32. Softmax and its gradient in fp32 (fp64 for fp64) whatever the dtype of the logits.
 
     Raises:
-        IndexError: A target outside the vocabulary, as stock does.
+        IndexError: A target outside the vocabulary, as stock does. On a GPU the kernel stops, as stock's does.
+
+    On a CPU the rows without a target are left out. On a GPU the host would have to wait for the device to know how
+    many they are, so all rows are computed, or `most`.
     """
     loss_dtype = _loss_dtype(h, pointwise, dtype or autocast_dtype(h) or h.dtype)
-    _check(target, weight.size(0), ignore_index)
     counts = target != ignore_index
-    kept = counts.nonzero()[:, 0]
-    if kept.numel() < target.numel():
-        rows = kept if rows is None else rows[kept]
-    flat = h.reshape(-1, h.size(-1))
+    outside = ((target < 0) | (target >= weight.size(0))) & counts
+    if on_cpu(target):
+        _check(target, outside, weight.size(0))
+    kept, wanted = _computed(counts, most), torch.where(counts, target, NO_TARGET)
+    if kept is not None:
+        rows, wanted = kept if rows is None else rows[kept], wanted[kept]
+        outside = outside | (counts.sum() > kept.numel())
     losses = applied(
         LinearCrossEntropyFunction,
-        _selected(flat, rows),
+        _selected(h.reshape(-1, h.size(-1)), rows),
         weight,
         bias,
-        target[kept],
+        wanted,
         logits,
         rows,
         tuple(pointwise),
         dtype or autocast_dtype(h) or h.dtype,
         loss_dtype,
     )
-    losses = losses.new_zeros(target.shape).index_copy(0, kept, losses)
-    # torch's own reduction: it adds in the order of the whole [N, V]
-    zero = torch.where(counts, 0, ignore_index)
+    if kept is not None:
+        losses = losses.new_zeros(target.shape).index_copy(0, kept, losses)
     with torch.autocast(h.device.type, enabled=False):
-        return F.nll_loss(-losses[:, None], zero, ignore_index=ignore_index, reduction=reduction)
+        return reduced(losses, counts, outside, reduction)
+
+
+def _check(target: Tensor, outside: Tensor, classes: int) -> None:
+    if outside.any():
+        raise IndexError(f"Target {int(target[outside][0])} is out of bounds: the head has {classes} classes")
+
+
+def _computed(counts: Tensor, most: int | None) -> Tensor | None:
+    """The numbers [K] of the rows that are computed, among them all that count [N], bool; None: all rows."""
+    if on_cpu(counts):
+        kept = counts.nonzero()[:, 0]
+    else:
+        # those that count come first
+        kept = counts.logical_not().to(torch.uint8).argsort(stable=True)[:most]
+    return kept if kept.numel() < counts.numel() else None
 
 
 def _loss_dtype(h: Tensor, pointwise: Pointwise, dtype: torch.dtype) -> torch.dtype:
@@ -169,9 +196,3 @@ def _loss_dtype(h: Tensor, pointwise: Pointwise, dtype: torch.dtype) -> torch.dt
         for function in pointwise:
             x = function(x)
         return F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=h.device)).dtype
-
-
-def _check(target: Tensor, classes: int, ignore_index: int) -> None:
-    outside = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if outside.any():
-        raise IndexError(f"Target {int(target[outside][0])} is out of bounds: the head has {classes} classes")

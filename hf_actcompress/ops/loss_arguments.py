@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .deferred_logits import DeferredLogits
+
+# a row that does not count in `reduced`, whatever the caller's own mark is: that may be 0
+_IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,13 @@ def _class_indices(input: Any, target: Any) -> bool:
         return False
     known = target.dtype == torch.int64 and target.device == input.device
     return known and input.dim() == 2 and target.shape == input.shape[:1] and target.numel() > 0
+
+
+def reduced(losses: Tensor, counts: Tensor, outside: Tensor | None, reduction: str) -> Tensor:
+    """The losses [N] of the rows that count [N], bool, as torch reduces them: in the order of the whole [N, V].
+
+    A target `outside` [N], bool, of the vocabulary is handed on as one of these losses, for which torch raises: on a
+    GPU in its kernel, without the host waiting for that.
+    """
+    place = torch.where(counts, 0 if outside is None else outside.long(), _IGNORED)
+    return F.nll_loss(-losses[:, None], place, ignore_index=_IGNORED, reduction=reduction)

@@ -68,7 +68,7 @@ def shifted(where: Where, by: int) -> Where:
 
 def taken(x: Tensor, where: Where) -> Tensor:
     """x[where] along the first dimension; a view for a slice."""
-    return x[where] if isinstance(where, slice) else x.index_select(0, where.to(x.device))
+    return x[where] if isinstance(where, slice) else x.index_select(0, _on(where, x))
 
 
 def add_at(out: Tensor, where: Where, x: Tensor) -> None:
@@ -76,4 +76,9 @@ def add_at(out: Tensor, where: Where, x: Tensor) -> None:
     if isinstance(where, slice):
         out[where].add_(x)
     else:
-        out.index_add_(0, where.to(out.device), x.to(out.dtype))
+        out.index_add_(0, _on(where, out), x.to(out.dtype))
+
+
+def _on(rows: Tensor, x: Tensor) -> Tensor:
+    """The row numbers on x's device; the host does not wait until they are there."""
+    return rows.to(x.device, non_blocking=True)

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..private_apis import transforms_active, without_torch_function
+from ..reference.device_rules import on_cpu
 from .deferred_logits import DeferredLogits, plain
 from .logits_gradient import LogitsGradient
-from .loss_arguments import LossArguments, loss_over_classes
+from .loss_arguments import LossArguments, loss_over_classes, reduced
 from .row_functions import map_rows, multiply_rows, reduce_rows
 
 
@@ -85,12 +86,10 @@ def _nll_loss(asked: LossArguments) -> Any:
     if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
     counts = target != ignore_index
-    if not target.is_cuda:  # on a GPU the kernel itself stops at such an index
+    if on_cpu(target):  # on a GPU the kernel itself stops at such an index
         _check_target(target[counts], input.size(-1))
     picked = _gather(input, -1, torch.where(counts, target, 0)[:, None])
-    # torch's own sum, in the order of the whole [N, V]
-    zero = torch.where(counts, 0, ignore_index)
-    return F.nll_loss(picked, zero, ignore_index=ignore_index, reduction=asked.reduction)
+    return reduced(-picked[:, 0], counts, None, asked.reduction)
 
 
 def _check_target(target: Tensor, classes: int) -> None:

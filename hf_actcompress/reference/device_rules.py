@@ -72,3 +72,9 @@ def under_rules(rules: DeviceRules | None) -> Iterator[None]:
         yield
     finally:
         _rules.reset(token)
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether x is a CPU's, estimated ones included: the host may look at its values without waiting for a device."""
+    rules = device_rules()
+    return x.device.type == "cpu" if rules is None else rules.on_cpu

@@ -11,23 +11,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .device_rules import device_rules
+from .device_rules import device_rules, on_cpu
 
 Pointwise = Sequence[Callable[[Tensor], Tensor]]
 Losses = tuple[Tensor, Tensor, Tensor]
 
-# elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32)
-MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 25
+# elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32). A
+# sum over chunks is read and written once for each, so a GPU's, where that takes as long as the products of a small
+# chunk, may be larger (512 MiB in 16 bits). By shapes and not by what memory is free: the same step gives the same bits
+MIN_CHUNK, MAX_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 28
 # chunks are whole tiles of a matrix product
 ALIGNMENT = 16
+# in place of the target of a row that has none
+NO_TARGET = -1
 # from so many rows on, a CPU's product sums in blocks
 FEW_ROWS = 16
 
 
-def _chunks(total: int, others: int, budget: int) -> Iterable[slice]:
+def most_elements(h: Tensor) -> int:
+    """What a chunk of the logits of h [K, D] may have at most."""
+    return MAX_CHUNK if on_cpu(h) else max(MAX_CHUNK, min(h.numel(), MAX_DEVICE_CHUNK))
+
+
+def _step(others: int, budget: int, most: int) -> int:
+    return max(min(max(budget, MIN_CHUNK), most) // max(others, 1) // ALIGNMENT, 1) * ALIGNMENT
+
+
+def _chunks(total: int, others: int, budget: int, most: int | None = None) -> Iterable[slice]:
     """Slices of `total` rows or columns with about `budget` elements in each, `others` the size of the other side."""
-    budget = min(max(budget, MIN_CHUNK), MAX_CHUNK)
-    step = max(budget // max(others, 1) // ALIGNMENT, 1) * ALIGNMENT
+    step = _step(others, budget, MAX_CHUNK if most is None else most)
     every = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     rules = device_rules()
     return every if rules is None else rules.parts(every)
@@ -63,7 +75,7 @@ def cross_entropy_fwd(
     Args:
         logits: ``[M, V]``, as the head made them.
         rows: ``[K]`` int64, the rows of the logits that count; None for all.
-        target: ``[K]`` int64.
+        target: ``[K]`` int64, `NO_TARGET` for a row without a target.
         pointwise: Applied to each chunk.
         dtype: In which the losses are computed, with torch's own log_softmax.
     """
@@ -71,7 +83,7 @@ def cross_entropy_fwd(
     for part in _chunks(target.numel(), logits.size(1), logits.numel() // 32):
         x = _applied(pointwise, logits[part] if rows is None else logits.index_select(0, rows[part])).to(dtype)
         log_probabilities = torch.log_softmax(x, 1)
-        losses = F.nll_loss(log_probabilities, target[part], ignore_index=-1, reduction="none")
+        losses = F.nll_loss(log_probabilities, target[part], ignore_index=NO_TARGET, reduction="none")
         maximum = _wide(x.amax(1))
         if x.dtype == maximum.dtype:
             # where x is the maximum the log-probability is 0 - log_sum: torch's own, without another pass of exp
@@ -112,7 +124,7 @@ def chunked_fwd(
     picked = torch.zeros_like(maximum)
     # one number per row, so fp64 costs nothing and the many chunks do not add up their roundings
     total = torch.zeros_like(maximum, dtype=_sum_dtype(h))
-    for part in _chunks(weight.size(0), h.size(0), h.numel()):
+    for part in _chunks(weight.size(0), h.size(0), h.numel(), most_elements(h)):
         x = _applied(pointwise, _logits(h, weight, bias, part)[0])
         statistics(x, target, part.start, maximum, picked, total)
     log_sum = total.log_().to(wide)
@@ -164,7 +176,7 @@ def chunked_bwd(
     dweight = torch.empty_like(weight) if needs[1] else None
     dbias = torch.empty_like(bias) if needs[2] and bias is not None else None
     scale = dlosses.to(maximum.dtype)
-    for part in _chunks(weight.size(0), h.size(0), h.numel()):
+    for part in _chunks(weight.size(0), h.size(0), h.numel(), most_elements(h)):
         x, weight_part = _logits(h, weight, bias, part)
         if pointwise:
             with torch.enable_grad():
@@ -221,13 +233,40 @@ def _adds_one_by_one(dx: Tensor) -> bool:
     return dx.device.type == "cpu" and dx.dtype == torch.float32 and dx.size(0) < FEW_ROWS
 
 
-def _accumulate(dh: Tensor, dx: Tensor, weight: Tensor) -> None:
-    """dh [K, D] += dx [K, C] @ weight [C, D] without rounding the product to a narrower dtype first."""
-    if dx.is_cuda and dx.dtype != dh.dtype:
-        dh.add_(torch.mm(dx, weight, out_dtype=dh.dtype))
+def _multiplies_into_fp32(dx: Tensor) -> bool:
+    """Whether torch has a product of two matrices in 16 bits whose result is in fp32."""
+    return dx.is_cuda
+
+
+def _accumulate(total: Tensor, dx: Tensor, weight: Tensor) -> None:
+    """total [K, D] += dx [K, C] @ weight [C, D] without rounding the product to a narrower dtype first.
+
+    The product's own kernel adds: total is read and written once, and there is no product beside it.
+    """
+    if dx.dtype != total.dtype and _multiplies_into_fp32(dx):
+        torch.addmm(total, dx, weight, out_dtype=total.dtype, out=total)
         return
-    wide = dx.to(dh.dtype)
+    wide = dx.to(total.dtype)
     if _adds_one_by_one(wide):
-        dh.add_(_product(wide, weight.to(dh.dtype)))
+        total.add_(_product(wide, weight.to(total.dtype)))
     else:
-        dh.addmm_(wide, weight.to(dh.dtype))
+        total.addmm_(wide, weight.to(total.dtype))
+
+
+def chunk_bytes(h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool] | None = None) -> int:
+    """What a kernel of these passes takes beside its results: a chunk of logits, and what is made of it.
+
+    Args:
+        h: ``[K, D]``.
+        weight: ``[V, D]``.
+        pointwise: Applied to each chunk.
+        needs: Which gradients are computed; None for the forward.
+    """
+    columns = min(_step(h.size(0), h.numel(), most_elements(h)), weight.size(0))
+    x = h.new_empty((h.size(0), columns), device="meta")
+    y = _applied(pointwise, x)
+    size = x.nbytes if y is x else x.nbytes + y.nbytes
+    if needs is not None and y is not x:
+        size *= 2  # their gradients; without functions the gradient is written over the logits
+    part = columns * h.size(1) * h.itemsize
+    return size + part * ((weight.dtype != h.dtype) + bool(needs and needs[1]))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .linear import linear_bwd
-from .linear_cross_entropy import Pointwise, _accumulate, _applied, _chunks, _product, _sum_dtype
+from .linear_cross_entropy import Pointwise, _accumulate, _applied, _chunks, _product, _sum_dtype, most_elements
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 # the gradient [K, V] of some rows, from the way to have their logits [K, V]; None if it is zero
@@ -47,7 +47,9 @@ def linear_rows_bwd(
         needs: Which of the three are wanted.
         whole: Whether the gradient is there already: then all rows at once, as stock does it.
     """
-    parts = [slice(0, h.size(0))] if whole else list(row_chunks(h.size(0), weight.size(0)))
+    rows, width = h.size(0), weight.size(0)
+    # the sum that is the weight's gradient is read and written once for each chunk
+    parts = [slice(0, rows)] if whole else list(_chunks(rows, width, rows * width // 16, most_elements(h)))
     if len(parts) == 1:
         dx = _product_gradient(gradient, parts[0], h, weight, bias, pointwise)
         dx = h.new_zeros((h.size(0), weight.size(0))) if dx is None else dx

@@ -14,6 +14,10 @@ from torch.nn import functional
 
 from hf_actcompress.memory import estimate
 from hf_actcompress.memory.estimation.fake_step.cuda_rules import CudaRules
+from hf_actcompress.memory.estimation.fake_step.fake_allocator import FakeAllocator
+from hf_actcompress.memory.estimation.fake_step.stand_ins import StepRules
+from hf_actcompress.private_apis import FakeTensorMode
+from hf_actcompress.reference.device_rules import device_rules, under_rules
 
 BATCH, LENGTH = 2, 512
 BERT = hf.BertConfig(num_hidden_layers=6, architectures=["BertForMaskedLM"])
@@ -50,6 +54,24 @@ def test_stock_keeps_what_a_device_keeps(config, options, figure):
 def test_patched_models_keep_the_floor_on_a_device(config, figure):
     found = estimate(config, batch_size=BATCH, seq_len=LENGTH, dtype="bfloat16")
     assert found.kept_per_layer / (BATCH * LENGTH * config.hidden_size) == pytest.approx(figure, abs=0.1)
+
+
+def test_a_chunk_of_logits_is_counted_beside_the_gradients_of_the_head():
+    tokens, hidden, vocab = 1024, 512, 32_000
+    allocator = FakeAllocator()
+    with FakeTensorMode(), under_rules(StepRules(allocator, {})), allocator:
+        h, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16) for rows in (tokens, vocab))
+        target, row = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens)
+        backward = device_rules().function("linear_cross_entropy_bwd")
+        # computed, and then known
+        for _ in range(2):
+            allocator.forget()
+            grads = backward(row, h, weight, None, target, row, row, (), (True, True, False))
+            # h's in fp32, the weight's; as many logits as the hidden states have elements, and the chunk's own product
+            kept = 4 * tokens * hidden + 2 * vocab * hidden
+            assert allocator.live_bytes == kept
+            assert allocator.peak_bytes == kept + 2 * tokens * hidden + 2 * hidden * hidden
+            del grads
 
 
 def test_what_is_offloaded_is_not_on_the_device():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
 from hf_actcompress import CompressionConfig, ops, patch_model
+from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.memory import kept_bytes, trace
 from hf_actcompress.records import live_entries
 from tests.models.loss_head_models import MODELS, batch, bert, error, gemma2, gpt2, llama, pair, step
@@ -47,6 +49,23 @@ def test_num_items_in_batch_and_shift_labels(name):
     for options in ({"num_items_in_batch": torch.tensor(57)}, {"num_items_in_batch": 57}, {"shift_labels": shifted}):
         (expected, _), (found, _) = step(stock, inputs, **options), step(ours, inputs, **options)
         assert torch.equal(found.loss, expected.loss)
+
+
+def test_a_share_of_targets_reaches_the_head():
+    stock, ours = pair(bert, targets=0.8)
+    inputs = batch()
+    seen = []
+    # the package has a function of that name
+    deferred_linear = sys.modules["hf_actcompress.ops.deferred_linear"]
+    compute = ops.linear_cross_entropy
+    with pytest.MonkeyPatch.context() as patch:
+        noted = lambda *args, most, **options: (seen.append(most), compute(*args, **options))[1]  # noqa: E731
+        patch.setattr(deferred_linear, "linear_cross_entropy", noted)
+        (expected, _), (found, _) = step(stock, inputs), step(ours, inputs)
+    assert seen == [106] and torch.equal(found.loss, expected.loss)  # of 4 x 33
+    for share in (0, 1.5, "most"):
+        with pytest.raises(UnknownOptionError, match="targets"):
+            CompressionConfig(targets=share)
 
 
 @pytest.mark.parametrize("name", ("llama", "gpt2", "bert"))

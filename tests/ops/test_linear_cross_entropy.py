@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import ops
 from hf_actcompress.memory import trace
-from hf_actcompress.records import declare, frame, raw
+from hf_actcompress.records import declare, dropping, frame, padding_of, raw, record_of
 from hf_actcompress.reference import linear_cross_entropy as reference
 from tests.ops.contract_case import DTYPES
 from tests.ops.loss_head_problem import problem, wide
 from tests.oracle import EXACT, assert_within_law, held_bytes, nbytes
 
-pytestmark = pytest.mark.usefixtures("many_chunks")
+pytestmark = pytest.mark.usefixtures("many_chunks", "rows_computed")
 
 
 def up(x: Tensor) -> Tensor:
@@ -83,6 +84,37 @@ def test_few_targets_of_a_large_vocabulary(kept):
         assert_within_law(found, expected, truth)
 
 
+@pytest.mark.parametrize("logits", (True, False))
+def test_as_many_rows_as_there_are_targets_at_most(logits, rows_computed):
+    *tensors, target = problem(n=64)
+    count = int((target != -100).sum())
+    with torch.no_grad():
+        whole = F.linear(*tensors) if logits else None
+    expected, truth = gradients(stock, tensors, target), gradients(stock, wide(tensors), target)
+    for most in (count, count + 3, 64, 100):
+        with Products() as products:
+            found = gradients(ours, tensors, target, logits=whole, most=most)
+        assert_within_law(found, expected, truth)
+        assert max(products.rows) == (count if rows_computed == "rows with a target" else min(most, 64))
+    if rows_computed == "all rows":
+        with pytest.raises(IndexError):
+            ours(*tensors, target, logits=whole, most=count - 1)
+
+
+class Products(TorchDispatchMode):
+    """The rows of the hidden states, or of their gradient, in each product."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default):
+            # one side has 16 features, or adds over the rows
+            self.rows += [x.size(0) for x in args[-2:] if x.dim() == 2 and x.size(1) == 16]
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("needs", [n for n in itertools.product((True, False), repeat=3) if any(n)])
 def test_only_the_gradients_that_are_needed(needs):
     *tensors, target = problem()
@@ -115,15 +147,16 @@ def test_every_target_ignored(reduction):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def test_another_ignore_index_and_rows():
+@pytest.mark.parametrize("ignored", (7, 0))
+def test_another_ignore_index_and_rows(ignored):
     h, weight, bias, _ = problem()
     target = torch.randint(0, 301, (20,))
-    target[3] = 7
+    target[3] = ignored
     rows = torch.randperm(37)[:20]
-    loss = ops.linear_cross_entropy(h, weight, target, bias, rows=rows, ignore_index=7, reduction="sum")
-    expected = F.cross_entropy(F.linear(h, weight, bias)[rows], target, ignore_index=7, reduction="sum")
+    loss = ops.linear_cross_entropy(h, weight, target, bias, rows=rows, ignore_index=ignored, reduction="sum")
+    expected = F.cross_entropy(F.linear(h, weight, bias)[rows], target, ignore_index=ignored, reduction="sum")
     grads = [torch.autograd.grad(x, (h, weight, bias)) for x in (loss, expected)]
-    truth = F.cross_entropy(F.linear(*wide((h, weight, bias)))[rows], target, ignore_index=7, reduction="sum")
+    truth = F.cross_entropy(F.linear(*wide((h, weight, bias)))[rows], target, ignore_index=ignored, reduction="sum")
     assert abs(loss - truth) <= EXACT * max(abs(expected - truth), 2**-24 * truth)
     for a, b in zip(*grads, strict=True):
         # two fp32 sums of at most 301 terms
@@ -131,9 +164,11 @@ def test_another_ignore_index_and_rows():
 
 
 @pytest.mark.parametrize("target", (301, -3))
-def test_a_target_outside_the_vocabulary_is_an_error(target):
+def test_a_target_outside_the_vocabulary_is_an_error(target, rows_computed):
     h, weight, bias, _ = problem()
-    with pytest.raises(IndexError, match=f"{target} is out of bounds"):
+    # torch's own kernel raises where the host does not look
+    number = "" if rows_computed == "all rows" else f"{target} "
+    with pytest.raises(IndexError, match=f"{number}is out of bounds"):
         ours(h, weight, bias, torch.full((37,), target))
 
 
@@ -195,6 +230,41 @@ def test_hidden_states_that_are_derived_are_not_kept():
     assert all(torch.equal(a, b) for a, b in zip(plain, derived, strict=True))
 
 
+@pytest.mark.parametrize("value", (torch.nan, torch.inf))
+@pytest.mark.parametrize("whole", (True, False), ids=("logits", "no logits"))
+def test_no_number_in_a_row_without_a_target(value, whole, rows_computed):
+    *tensors, target = problem()
+    target[5] = -100
+    with torch.no_grad():
+        tensors[0][5, 3] = value
+        logits = F.linear(*tensors) if whole else None
+    found, expected = gradients(ours, tensors, target, logits=logits), gradients(stock, tensors, target)
+    assert found[0].isfinite() and expected[0].isfinite()
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        # rows that nobody computes stay finite
+        assert torch.equal(a.isnan(), b.isnan()) if rows_computed == "all rows" else a.isfinite().all()
+
+
+def test_padding_that_comes_back_as_zeros():
+    """Its logits in backward do not fit its statistics, and its softmax may not overflow for that."""
+    h, weight = torch.randn(2, 6, 16), torch.randn(301, 16)
+    mask = torch.ones(2, 6)
+    mask[:, 4:] = 0
+    weight[:, 0] = 1.0
+    h[:, 4:] = torch.nn.functional.one_hot(torch.zeros(2, 2, dtype=torch.int64), 16) * -200.0
+    target = torch.randint(0, 301, (2, 6)).where(mask > 0, -100).view(-1)
+    results = []
+    for padding in (padding_of(mask), None):
+        leaves = [h.clone().requires_grad_(), weight.clone().requires_grad_()]
+        with frame(), dropping(padding):
+            # as a layer below the head keeps it
+            record_of(leaves[0])
+            loss = ours(leaves[0].view(12, 16), leaves[1], None, target)
+        results.append(torch.autograd.grad(loss, leaves))
+    for dropped, whole in zip(*results, strict=True):
+        assert dropped.isfinite().all() and torch.equal(dropped, whole)
+
+
 def test_peak_is_far_below_the_logits():
     *tensors, target = problem(n=256, v=8000)
     step = trace(lambda: ours(*tensors, target).backward())
@@ -206,3 +276,17 @@ def test_sums_are_as_wide_as_the_device_has_it():
     """MPS knows no fp64."""
     dtypes = {name: reference._sum_dtype(SimpleNamespace(device=torch.device(name))) for name in ("cpu", "cuda", "mps")}
     assert dtypes == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_a_product_is_added_by_its_own_kernel(dtype):
+    """In fp32, into the sum itself: no product beside it, and not rounded to 16 bits."""
+    dx, weight = torch.randn(64, 48, device="cuda").to(dtype), torch.randn(48, 80, device="cuda").to(dtype)
+    before = torch.randn(64, 80, device="cuda")
+    for way in (dx, dx.t().contiguous().t()):
+        total = before.clone()
+        reference._accumulate(total, way, weight)
+        truth = before.double() + dx.double() @ weight.double()
+        # 48 products in fp32
+        torch.testing.assert_close(total.double(), truth, rtol=0, atol=48 * 2**-23 * truth.abs().max().item())

@@ -128,8 +128,12 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.count(x)
         workspace = self.workspaces.get(func)
         if workspace is not None and not self._elsewhere:
-            self._note_peak(self.live_bytes + self.rounded(workspace(args, kwargs)))
+            self.works_in(workspace(args, kwargs))
         return result
+
+    def works_in(self, nbytes: int) -> None:
+        """Note what is there for a moment beside what is alive now."""
+        self._note_peak(self.live_bytes + self.rounded(nbytes))
 
     def rounded(self, nbytes: int) -> int:
         """A size as the allocator sees it."""

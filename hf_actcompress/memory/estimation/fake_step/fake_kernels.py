@@ -18,7 +18,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from .... import reference
 from ....kernels import KERNELS, TIMED
 from ....private_apis import FakeTensor
+from ....reference.linear_cross_entropy import chunk_bytes
 from .fake_allocator import FakeAllocator
+
+# what kernels take while they run, beside their results, from their arguments
+_WORKING: dict[str, Callable[..., int]] = {
+    "linear_cross_entropy_fwd": lambda h, weight, bias, target, pointwise, dtype: chunk_bytes(h, weight, pointwise),
+    "linear_cross_entropy_bwd": lambda dlosses, h, weight, bias, target, maximum, log_sum, pointwise, needs: (
+        chunk_bytes(h, weight, pointwise, needs)
+    ),
+}
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -83,10 +92,10 @@ class Kernels:
         key = _key(name, args, kwargs)
         result = self._known.get(key) if key is not None else None
         with self._allocator.results_only():
-            if result is not None:
-                return result.made()
-            made = function(*args, **kwargs)
-        if key is not None and key not in self._known:
+            made = function(*args, **kwargs) if result is None else result.made()
+        if name in _WORKING:
+            self._allocator.works_in(_WORKING[name](*args, **kwargs))
+        if result is None and key is not None and key not in self._known:
             self._known[key] = self._described(made, (args, kwargs))
         return made
 

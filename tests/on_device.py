@@ -1,0 +1,34 @@
+"""Rules of a device whose values the host must not look at, for tests on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hf_actcompress import reference
+
+
+class OnDevice:
+    """Our own code takes the ways of a GPU, with the reference's functions on the CPU's real tensors."""
+
+    on_cpu, draws = False, 0
+
+    def function(self, name: str) -> Callable[..., Any]:
+        return getattr(reference, name)
+
+    def turns(self, starts: range) -> Sequence[int]:
+        return starts
+
+    def parts(self, every: list[slice]) -> Iterator[slice]:
+        return iter(every)
+
+    def rng_state(self) -> Tensor:
+        raise NotImplementedError
+
+    def to_host(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def to_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        raise NotImplementedError
