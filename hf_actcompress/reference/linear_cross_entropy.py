@@ -253,8 +253,10 @@ def _accumulate(total: Tensor, dx: Tensor, weight: Tensor) -> None:
         total.addmm_(wide, weight.to(total.dtype))
 
 
-def chunk_bytes(h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool] | None = None) -> int:
-    """What a kernel of these passes takes beside its results: a chunk of logits, and what is made of it.
+def chunk_sizes(
+    h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool] | None = None
+) -> list[int]:
+    """Bytes of what a kernel of these passes takes beside its results: a chunk of logits, and what is made of it.
 
     Args:
         h: ``[K, D]``.
@@ -265,8 +267,7 @@ def chunk_bytes(h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bo
     columns = min(_step(h.size(0), h.numel(), most_elements(h)), weight.size(0))
     x = h.new_empty((h.size(0), columns), device="meta")
     y = _applied(pointwise, x)
-    size = x.nbytes if y is x else x.nbytes + y.nbytes
-    if needs is not None and y is not x:
-        size *= 2  # their gradients; without functions the gradient is written over the logits
+    # the gradients are as large; without functions the gradient is written over the logits
+    logits = [x.nbytes] if y is x else [x.nbytes, y.nbytes] * (1 if needs is None else 2)
     part = columns * h.size(1) * h.itemsize
-    return size + part * ((weight.dtype != h.dtype) + bool(needs and needs[1]))
+    return [*logits, *[part] * ((weight.dtype != h.dtype) + bool(needs and needs[1]))]

@@ -131,9 +131,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.works_in(workspace(args, kwargs))
         return result
 
-    def works_in(self, nbytes: int) -> None:
-        """Note what is there for a moment beside what is alive now."""
-        self._note_peak(self.live_bytes + self.rounded(nbytes))
+    def works_in(self, *sizes: int) -> None:
+        """Note what is there for a moment beside what is alive now: bytes of each piece."""
+        self.changes.extend(sizes)
+        self._note_peak(self.live_bytes + sum(map(self.rounded, sizes)))
+        self.changes.extend(-size for size in sizes)
 
     def rounded(self, nbytes: int) -> int:
         """A size as the allocator sees it."""

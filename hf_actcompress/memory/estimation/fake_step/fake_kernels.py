@@ -6,7 +6,7 @@ of ops, so it runs once for each set of shapes; after that its results are made 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -18,14 +18,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from .... import reference
 from ....kernels import KERNELS, TIMED
 from ....private_apis import FakeTensor
-from ....reference.linear_cross_entropy import chunk_bytes
+from ....reference.linear_cross_entropy import chunk_sizes
 from .fake_allocator import FakeAllocator
 
 # what kernels take while they run, beside their results, from their arguments
-_WORKING: dict[str, Callable[..., int]] = {
-    "linear_cross_entropy_fwd": lambda h, weight, bias, target, pointwise, dtype: chunk_bytes(h, weight, pointwise),
+_WORKING: dict[str, Callable[..., Sequence[int]]] = {
+    "linear_cross_entropy_fwd": lambda h, weight, bias, target, pointwise, dtype: chunk_sizes(h, weight, pointwise),
     "linear_cross_entropy_bwd": lambda dlosses, h, weight, bias, target, maximum, log_sum, pointwise, needs: (
-        chunk_bytes(h, weight, pointwise, needs)
+        chunk_sizes(h, weight, pointwise, needs)
     ),
 }
 
@@ -94,7 +94,7 @@ class Kernels:
         with self._allocator.results_only():
             made = function(*args, **kwargs) if result is None else result.made()
         if name in _WORKING:
-            self._allocator.works_in(_WORKING[name](*args, **kwargs))
+            self._allocator.works_in(*_WORKING[name](*args, **kwargs))
         if result is None and key is not None and key not in self._known:
             self._known[key] = self._described(made, (args, kwargs))
         return made
