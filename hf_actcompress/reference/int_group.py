@@ -8,26 +8,26 @@ from torch.nn.functional import pad
 
 from .bits import pack_rows, row_bytes, unpack_rows
 from .groups import (
-    bf16_above,
     bf16_below,
     chunk_rows,
     group_count,
+    group_scale,
     in_groups,
+    is_cpu,
     is_one_chunk,
+    operands,
     row_chunks,
     row_slices,
     rows_features,
     spans,
+    widened,
     within_range,
-    work_dtype,
 )
 from .rng import uniform
 
-_TINY = torch.finfo(torch.bfloat16).tiny
-
 
 def int_group_pack(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None, keep_sign: bool = False
+    x: Tensor, bits: int, group_size: int, stochastic: bool, channels: Tensor | None = None, keep_sign: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise x [..., D], R rows, in groups of `group_size` neighbouring features (the last may be shorter).
 
@@ -36,7 +36,7 @@ def int_group_pack(
         bits: 8, 4, 3 or 2.
         group_size: Features that share a scale and a zero point.
         stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
-        skip: bool [D], features that do not count for the ranges, or None.
+        channels: int64 [k], features that do not count for the ranges and whose codes nobody reads, or None.
         keep_sign: Whether what is decoded has to be above zero where x is; a code is then up to one step further off.
 
     Returns:
@@ -46,10 +46,8 @@ def int_group_pack(
     size = min(features, group_size)
     if size and not features % size and is_one_chunk(x):
         # the whole of it at once, without a place to collect chunks in
-        skipped = skip.view(-1, size) if skip is not None else None
-        values = x.reshape(rows, features // size, size).to(work_dtype(x.dtype))
-        codes, scale, zero = _quantise(values, bits, stochastic, skipped, keep_sign)
-        codes = codes.to(torch.uint8)
+        made = _quantise(x.reshape(rows, features), (0, features, size), bits, stochastic, channels, keep_sign)
+        codes, scale, zero = made[0].byte(), *made[1:]
         # a row ends with its byte
         missing = row_bytes(features, bits) * 8 // bits - features
         return pack_rows(pad(codes, (0, missing)) if missing else codes, bits), scale, zero
@@ -59,46 +57,83 @@ def int_group_pack(
     for part, chunk in row_chunks(x):
         # a row ends with its byte
         codes = chunk.new_zeros(chunk.size(0), packed.size(1) * 8 // bits, dtype=torch.uint8)
-        for start, stop, size in spans(features, group_size):
+        for span in spans(features, group_size):
+            start, stop, _ = span
             at = slice(start // group_size, group_count(stop, group_size))
-            skipped = skip[start:stop].view(-1, size) if skip is not None else None
-            values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype)), size)
-            made = _quantise(values, bits, stochastic, skipped, keep_sign)
+            made = _quantise(chunk, span, bits, stochastic, channels, keep_sign)
             codes[:, start:stop], scale[part, at], zero[part, at] = made
         packed[part] = pack_rows(codes, bits)
     return packed, scale, zero
 
 
 def _quantise(
-    values: Tensor, bits: int, stochastic: bool, skipped: Tensor | None, keep_sign: bool
+    rows: Tensor, span: tuple[int, int, int], bits: int, stochastic: bool, channels: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [r, n size] in the dtype of values [r, n, size]; scale and zero bf16 [r, n].
+    """Codes [r, m], with a fraction that is to be cut off, of the features of a span; scale and zero bf16 [r, n].
 
     The range is rounded outwards to bf16 and the codes are made for the rounded one, so that no value is clipped and
     the rounding costs nothing but a step wider by less than 2^-7. A NaN or inf makes the group's scale NaN or inf.
+    Codes are products with the reciprocal of the scale, which is off by a rounding: halfway between two codes, either
+    may be taken.
     """
     levels = 2**bits - 1
-    if skipped is None:
-        # not aminmax: nine times slower on a CPU
-        low, high = values.amin(-1), values.amax(-1)
+    values = _grouped(rows, span)
+    low, high = _ends(rows, span, channels) if channels is not None else _least_and_largest(values)
+    base = widened(low, rows.dtype)
+    numbers = operands(levels, base)
+    if rows.dtype == torch.bfloat16:
+        zero = low
     else:
-        low = values.masked_fill(skipped, torch.inf).amin(-1)
-        high = values.masked_fill(skipped, -torch.inf).amax(-1)
-    zero = bf16_below(low)
-    # a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is another
-    divisor = levels if high.device.type == "cpu" else torch.full_like(high, levels)
-    scale = bf16_above((high - zero) / divisor).clamp_min(_TINY)
-    positive = values > 0 if keep_sign else None
-    values = (values - zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
-    values = values.add_(uniform(values.shape, values.dtype, values.device)).floor_() if stochastic else values.round_()
-    if stochastic or skipped is not None:
+        zero = bf16_below(base, numbers)
+        base = widened(zero, rows.dtype)
+    scale = group_scale(high - base, numbers)
+    codes = (values - base).mul_(widened(scale, rows.dtype).reciprocal_().unsqueeze(-1))
+    if stochastic:
+        codes.add_(uniform(codes.shape, codes.dtype, codes.device))
+    else:
+        codes.round_()
+    if stochastic or channels is not None:
         # to nearest, all that counted for the range is inside of it
-        values.clamp_(0, levels)
-    if positive is not None:
+        codes.clamp_(0, levels)
+    if keep_sign:
         # the range is rounded outwards, so there is a code on the right side of zero; of skipped values nobody reads it
-        decoded = values * scale.unsqueeze(-1) + zero.unsqueeze(-1)
-        values.add_(positive.to(values.dtype) - (decoded > 0).to(values.dtype)).clamp_(0, levels)
-    return values.flatten(1), scale, zero
+        decoded = codes.floor_() * scale.unsqueeze(-1) + zero
+        codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
+    return codes.flatten(1), scale, zero.squeeze(-1)
+
+
+def _grouped(rows: Tensor, span: tuple[int, int, int]) -> Tensor:
+    start, stop, size = span
+    return in_groups(rows if stop - start == rows.size(1) else rows[:, start:stop], size)
+
+
+def _least_and_largest(values: Tensor) -> tuple[Tensor, Tensor]:
+    # not aminmax: nine times slower on a CPU
+    return values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+
+
+def _ends(rows: Tensor, span: tuple[int, int, int], channels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of the groups of a span without those features."""
+    if torch.compiler.is_compiling():
+        # which it writes into what reads it
+        skipped = rows.new_zeros(rows.size(1), dtype=torch.bool).index_fill_(0, channels, True)
+        low, high = (rows.masked_fill(skipped, end) for end in (torch.inf, -torch.inf))
+        return _grouped(low, span).amin(-1, keepdim=True), _grouped(high, span).amax(-1, keepdim=True)
+    without = rows.index_fill(1, channels, torch.inf)
+    least = _grouped(without, span).amin(-1, keepdim=True)
+    return least, _grouped(without.index_fill_(1, channels, -torch.inf), span).amax(-1, keepdim=True)
+
+
+def outlier_channels(rows: Tensor, count: int) -> Tensor:
+    """Which `count` features of rows [R, D] have the largest magnitudes, int64; one with a NaN counts as the largest."""
+    if not is_cpu(rows.device):
+        largest: Tensor = torch.linalg.vector_norm(rows, torch.inf, 0)
+    # a CPU takes ten times as long for that
+    elif is_one_chunk(rows):
+        largest = rows.abs().amax(0)
+    else:
+        largest = torch.maximum(rows.amax(0), rows.amin(0).neg_())
+    return largest.topk(count, sorted=False).indices
 
 
 def int_group_unpack(
@@ -107,22 +142,34 @@ def int_group_unpack(
     """The rows [R, D] in `dtype` of what `int_group_pack` returned."""
     size = min(features, group_size)
     if size and not features % size and packed.size(0) <= chunk_rows(features, packed.device):
-        step = scale.unsqueeze(-1)
-        block = unpack_rows(packed, bits)
-        block = block if block.size(1) == features else block[:, :features]
-        values = block.view(-1, features // size, size).to(work_dtype(dtype))
-        values.mul_(step).add_(zero.unsqueeze(-1))
-        return within_range(values, step, dtype).flatten(1).to(dtype)
+        block = _block(packed, bits, features, dtype)
+        rows = _decoded(block, scale, zero, (0, features, size), dtype).flatten(1)
+        return rows if rows.dtype == dtype else rows.to(dtype)
     out = packed.new_empty(packed.size(0), features, dtype=dtype)
     for part in row_slices(out.size(0), features, out.device) if features else ():
-        block = unpack_rows(packed[part], bits)
-        for start, stop, size in spans(features, group_size):
+        block = _block(packed[part], bits, features, dtype)
+        for span in spans(features, group_size):
+            start, stop, _ = span
             at = slice(start // group_size, group_count(stop, group_size))
-            step = scale[part, at].unsqueeze(-1)
-            values = in_groups(block[:, start:stop].to(work_dtype(dtype)), size)
-            values.mul_(step).add_(zero[part, at].unsqueeze(-1))
-            out[part, start:stop] = within_range(values, step, dtype).flatten(1)
+            out[part, start:stop] = _decoded(block, scale[part, at], zero[part, at], span, dtype).flatten(1)
     return out
+
+
+def _block(packed: Tensor, bits: int, features: int, dtype: torch.dtype) -> Tensor:
+    """Codes [r, D] in the work dtype, in memory of their own."""
+    block = widened(unpack_rows(packed, bits), dtype)
+    return block if block.size(1) == features else block[:, :features].contiguous()
+
+
+def _decoded(block: Tensor, scale: Tensor, zero: Tensor, span: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """The features [r, n, size] of a span, written over their codes; scale and zero [r, n]."""
+    values, step = _grouped(block, span), scale.unsqueeze(-1)
+    if torch.compiler.is_compiling():
+        values = values * step + zero.unsqueeze(-1)
+    else:
+        # the product is exact: fused or not, the sum is the same
+        torch.addcmul(zero.unsqueeze(-1), values, step, out=values)
+    return within_range(values, step, dtype)
 
 
 def int_group_grad_weight(
@@ -138,7 +185,7 @@ def int_group_grad_weight(
 ) -> Tensor:
     """dW [O, D] = dy^T x of dy [R, O] and what `int_group_pack` returned.
 
-    `values` [R, k] in dy's dtype stand in place of the features `channels` int32 [k].
+    `values` [R, k] in dy's dtype stand in place of the features `channels` [k].
     """
     x = int_group_unpack(packed, scale, zero, features, dy.dtype, bits, group_size)
     if values is not None and channels is not None:
