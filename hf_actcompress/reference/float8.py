@@ -14,6 +14,7 @@ from .groups import (
     row_slices,
     rows_features,
     spans,
+    widened,
     within_range,
     work_dtype,
 )
@@ -34,7 +35,8 @@ def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor,
             values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype), copy=True), size)
             largest = values.abs().amax(-1, keepdim=True)
             step = group_scale(largest, operands(torch.finfo(dtype).max, largest))
-            codes[part, start:stop] = values.mul_(step.to(values.dtype).reciprocal_().unsqueeze(-1)).flatten(1).to(dtype)
+            values.mul_(widened(step, x.dtype).reciprocal_().unsqueeze(-1))
+            codes[part, start:stop] = values.flatten(1).to(dtype)
             scale[part, start // group_size : group_count(stop, group_size)] = step
     return codes, scale
 

@@ -53,7 +53,11 @@ def chunk_rows(features: int, device: torch.device) -> int:
     if torch.compiler.is_compiling():
         # the compiler fuses; a loop would only be unrolled
         return torch.iinfo(torch.int64).max
-    return max(1, (_CHUNK["cpu"] if is_cpu(device) else CHUNK_ELSEWHERE) // max(features, 1))
+    return max(1, _chunk(device) // max(features, 1))
+
+
+def _chunk(device: torch.device) -> int:
+    return _CHUNK["cpu"] if is_cpu(device) else CHUNK_ELSEWHERE
 
 
 def is_cpu(device: torch.device) -> bool:
@@ -68,11 +72,11 @@ def chunk_starts(count: int, step: int) -> Sequence[int]:
     return starts if rules is None else rules.turns(starts)
 
 
-def is_one_chunk(x: Tensor) -> bool:
-    """Whether `row_chunks` would hand out all of x at once."""
-    if x.dim() < 2 or not x.numel() or torch.compiler.is_compiling():
+def is_one_chunk(rows: int, features: int, device: torch.device) -> bool:
+    """Whether `row_chunks` would hand out all of a tensor [..., features] of that many rows at once."""
+    if torch.compiler.is_compiling() or not rows * features:
         return False
-    return x.numel() // x.size(-1) <= chunk_rows(x.size(-1), x.device)
+    return rows == 1 or rows * features <= _chunk(device)
 
 
 def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:

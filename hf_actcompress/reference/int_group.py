@@ -9,7 +9,6 @@ from torch.nn.functional import pad
 from .bits import pack_rows, row_bytes, unpack_rows
 from .groups import (
     bf16_below,
-    chunk_rows,
     group_count,
     group_scale,
     in_groups,
@@ -44,10 +43,12 @@ def int_group_pack(
     """
     rows, features = rows_features(x)
     size = min(features, group_size)
-    if size and not features % size and is_one_chunk(x):
+    if size and not features % size and is_one_chunk(rows, features, x.device):
         # the whole of it at once, without a place to collect chunks in
-        made = _quantise(x.reshape(rows, features), (0, features, size), bits, stochastic, channels, keep_sign)
-        codes, scale, zero = made[0].byte(), *made[1:]
+        values = x.reshape(rows, features // size, size)
+        without = None if channels is None else (x.reshape(rows, features), 0, channels)
+        made, scale, zero = _quantise(values, bits, stochastic, keep_sign, without)
+        codes = made.byte().view(rows, features)
         # a row ends with its byte
         missing = row_bytes(features, bits) * 8 // bits - features
         return pack_rows(pad(codes, (0, missing)) if missing else codes, bits), scale, zero
@@ -58,78 +59,82 @@ def int_group_pack(
         # a row ends with its byte
         codes = chunk.new_zeros(chunk.size(0), packed.size(1) * 8 // bits, dtype=torch.uint8)
         for span in spans(features, group_size):
-            start, stop, _ = span
-            at = slice(start // group_size, group_count(stop, group_size))
-            made = _quantise(chunk, span, bits, stochastic, channels, keep_sign)
-            codes[:, start:stop], scale[part, at], zero[part, at] = made
+            at = slice(span[0] // group_size, group_count(span[1], group_size))
+            without = None if channels is None else (chunk, span[0], channels)
+            made, scale[part, at], zero[part, at] = _quantise(_of(chunk, span), bits, stochastic, keep_sign, without)
+            codes[:, span[0] : span[1]] = made.flatten(1)
         packed[part] = pack_rows(codes, bits)
     return packed, scale, zero
 
 
 def _quantise(
-    rows: Tensor, span: tuple[int, int, int], bits: int, stochastic: bool, channels: Tensor | None, keep_sign: bool
+    values: Tensor, bits: int, stochastic: bool, keep_sign: bool, without: tuple[Tensor, int, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [r, m], with a fraction that is to be cut off, of the features of a span; scale and zero bf16 [r, n].
+    """Codes [r, n, size], with a fraction that is to be cut off, of values [r, n, size]; scale and zero bf16 [r, n].
 
     The range is rounded outwards to bf16 and the codes are made for the rounded one, so that no value is clipped and
     the rounding costs nothing but a step wider by less than 2^-7. A NaN or inf makes the group's scale NaN or inf.
     Codes are products with the reciprocal of the scale, which is off by a rounding: halfway between two codes, either
-    may be taken.
+    may be taken. `without`, where some channels do not count: what `_ends_without` takes besides.
     """
-    levels = 2**bits - 1
-    values = _grouped(rows, span)
-    low, high = _ends(rows, span, channels) if channels is not None else _least_and_largest(values)
-    base = widened(low, rows.dtype)
+    levels, dtype = 2**bits - 1, values.dtype
+    if without is None:
+        # not aminmax: nine times slower on a CPU
+        low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    else:
+        low, high = _ends_without(values, *without)
+    base = widened(low, dtype)
     numbers = operands(levels, base)
-    if rows.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         zero = low
     else:
         zero = bf16_below(base, numbers)
-        base = widened(zero, rows.dtype)
+        base = widened(zero, dtype)
     scale = group_scale(high - base, numbers)
-    codes = (values - base).mul_(widened(scale, rows.dtype).reciprocal_().unsqueeze(-1))
+    codes = (values - base).mul_(widened(scale, dtype).reciprocal_().unsqueeze(-1))
     if stochastic:
         codes.add_(uniform(codes.shape, codes.dtype, codes.device))
     else:
         codes.round_()
-    if stochastic or channels is not None:
+    if stochastic or without is not None:
         # to nearest, all that counted for the range is inside of it
         codes.clamp_(0, levels)
     if keep_sign:
         # the range is rounded outwards, so there is a code on the right side of zero; of skipped values nobody reads it
         decoded = codes.floor_() * scale.unsqueeze(-1) + zero
         codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
-    return codes.flatten(1), scale, zero.squeeze(-1)
+    return codes, scale, zero.squeeze(-1)
 
 
-def _grouped(rows: Tensor, span: tuple[int, int, int]) -> Tensor:
+def _of(rows: Tensor, span: tuple[int, int, int]) -> Tensor:
+    """The features [r, n, size] of a span of rows [r, D], a view."""
     start, stop, size = span
-    return in_groups(rows if stop - start == rows.size(1) else rows[:, start:stop], size)
+    return in_groups(rows[:, start:stop], size)
 
 
-def _least_and_largest(values: Tensor) -> tuple[Tensor, Tensor]:
-    # not aminmax: nine times slower on a CPU
-    return values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+def _ends_without(values: Tensor, rows: Tensor, start: int, channels: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest [r, n, 1] of values [r, n, size] without some of the features of rows [r, D]."""
 
+    def grouped(x: Tensor) -> Tensor:
+        count = values.size(1) * values.size(2)
+        return (x if x.size(1) == count else x[:, start : start + count]).view(values.shape)
 
-def _ends(rows: Tensor, span: tuple[int, int, int], channels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of the groups of a span without those features."""
     if torch.compiler.is_compiling():
         # which it writes into what reads it
         skipped = rows.new_zeros(rows.size(1), dtype=torch.bool).index_fill_(0, channels, True)
         low, high = (rows.masked_fill(skipped, end) for end in (torch.inf, -torch.inf))
-        return _grouped(low, span).amin(-1, keepdim=True), _grouped(high, span).amax(-1, keepdim=True)
-    without = rows.index_fill(1, channels, torch.inf)
-    least = _grouped(without, span).amin(-1, keepdim=True)
-    return least, _grouped(without.index_fill_(1, channels, -torch.inf), span).amax(-1, keepdim=True)
+        return grouped(low).amin(-1, keepdim=True), grouped(high).amax(-1, keepdim=True)
+    rest = rows.index_fill(1, channels, torch.inf)
+    low = grouped(rest).amin(-1, keepdim=True)
+    return low, grouped(rest.index_fill_(1, channels, -torch.inf)).amax(-1, keepdim=True)
 
 
 def outlier_channels(rows: Tensor, count: int) -> Tensor:
-    """Which `count` features of rows [R, D] have the largest magnitudes, int64; one with a NaN counts as the largest."""
+    """Which `count` features of rows [R, D] have the largest magnitudes, int64; a NaN counts as the largest."""
     if not is_cpu(rows.device):
         largest: Tensor = torch.linalg.vector_norm(rows, torch.inf, 0)
     # a CPU takes ten times as long for that
-    elif is_one_chunk(rows):
+    elif is_one_chunk(*rows.shape, rows.device):
         largest = rows.abs().amax(0)
     else:
         largest = torch.maximum(rows.amax(0), rows.amin(0).neg_())
@@ -140,18 +145,18 @@ def int_group_unpack(
     packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
 ) -> Tensor:
     """The rows [R, D] in `dtype` of what `int_group_pack` returned."""
-    size = min(features, group_size)
-    if size and not features % size and packed.size(0) <= chunk_rows(features, packed.device):
-        block = _block(packed, bits, features, dtype)
-        rows = _decoded(block, scale, zero, (0, features, size), dtype).flatten(1)
-        return rows if rows.dtype == dtype else rows.to(dtype)
-    out = packed.new_empty(packed.size(0), features, dtype=dtype)
-    for part in row_slices(out.size(0), features, out.device) if features else ():
+    size, rows = min(features, group_size), packed.size(0)
+    if size and not features % size and is_one_chunk(rows, features, packed.device):
+        values = _block(packed, bits, features, dtype).view(rows, features // size, size)
+        made = _decode(values, scale.unsqueeze(-1), zero.unsqueeze(-1), dtype).view(rows, features)
+        return made if made.dtype == dtype else made.to(dtype)
+    out = packed.new_empty(rows, features, dtype=dtype)
+    for part in row_slices(rows, features, out.device) if features else ():
         block = _block(packed[part], bits, features, dtype)
         for span in spans(features, group_size):
-            start, stop, _ = span
-            at = slice(start // group_size, group_count(stop, group_size))
-            out[part, start:stop] = _decoded(block, scale[part, at], zero[part, at], span, dtype).flatten(1)
+            at = slice(span[0] // group_size, group_count(span[1], group_size))
+            step, zeros = scale[part, at].unsqueeze(-1), zero[part, at].unsqueeze(-1)
+            out[part, span[0] : span[1]] = _decode(_of(block, span), step, zeros, dtype).flatten(1)
     return out
 
 
@@ -161,15 +166,12 @@ def _block(packed: Tensor, bits: int, features: int, dtype: torch.dtype) -> Tens
     return block if block.size(1) == features else block[:, :features].contiguous()
 
 
-def _decoded(block: Tensor, scale: Tensor, zero: Tensor, span: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """The features [r, n, size] of a span, written over their codes; scale and zero [r, n]."""
-    values, step = _grouped(block, span), scale.unsqueeze(-1)
-    if torch.compiler.is_compiling():
-        values = values * step + zero.unsqueeze(-1)
-    else:
-        # the product is exact: fused or not, the sum is the same
-        torch.addcmul(zero.unsqueeze(-1), values, step, out=values)
-    return within_range(values, step, dtype)
+def _decode(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """What codes [r, n, size] stand for, written over them; scale and zero [r, n, 1]."""
+    # the product is exact: fused or not, the sum is the same
+    compiling = torch.compiler.is_compiling()
+    values = codes * scale + zero if compiling else torch.addcmul(zero, codes, scale, out=codes)
+    return within_range(values, scale, dtype)
 
 
 def int_group_grad_weight(
