@@ -24,6 +24,10 @@ keeps to torch's; `use("triton")` runs them; recipes/benchmark_kernels.py times 
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
+
 KERNELS: dict[str, str] = {
     "activation_bwd": "activation",
     "activation_derivative": "activation",
@@ -84,6 +88,27 @@ TORCH_HAS: dict[str, frozenset[str]] = {
 # those that stand in a forward, and a backward that has the same steps
 BITWISE = frozenset({"rms_norm_fwd", "rms_norm_rebuild", "rope_bwd", "rope_fwd"})
 
+# each result is made of its own element, row of q and k, or group: these may run on what nobody has tuned a kernel for
+POINTWISE = frozenset(
+    {
+        "activation_bwd",
+        "activation_derivative",
+        "activation_output_bits",
+        "activation_output_bwd",
+        "activation_value",
+        "fewbit_bwd",
+        "fewbit_codes",
+        "float8_pack",
+        "float8_unpack",
+        "gated_product",
+        "gated_product_bwd",
+        "int_group_pack",
+        "int_group_unpack",
+        "rope_bwd",
+        "rope_fwd",
+    }
+)
+
 # name -> why `auto` keeps to the reference, until that is answered
 _PRODUCT = "not measured on a GPU against a pass over the codes and torch's product"
 ON_REQUEST: dict[str, str] = {
@@ -93,3 +118,10 @@ ON_REQUEST: dict[str, str] = {
     "pooled_grad_weight": "not measured on a GPU against a pass over dy and torch's product",
     "row_sample_grad_weight": "not measured on a GPU against a copy of dy's rows and torch's product",
 }
+
+
+@cache
+def lacks_bf16(device: torch.device) -> bool:
+    """Whether it is an NVIDIA GPU without instructions for bf16: there kernels take fp16 and fp32."""
+    nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
+    return nvidia and torch.cuda.get_device_capability(device) < (8, 0)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.groups import group_count, rows_features
-from .common import INTERPRETED, STRICT, cast, on, traced
+from .common import STRICT, cast, on, traced
 from .groups import (
     DTYPES,
     SMALLEST_SCALE,
@@ -24,6 +24,7 @@ from .groups import (
     group_bounds,
     group_tile,
     index_dtype,
+    nvidia_generation,
     rows_of,
     within_range,
 )
@@ -91,14 +92,14 @@ def _pack_kernel(
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
         broken = broken | (tl.max(tl.where(x != x, 1, 0), axis=1) > 0)
     scale = bf16_above(tl.math.div_rn(tl.where(broken, float("nan"), largest), LARGEST) + SMALLEST_SCALE)
-    inverse = tl.math.div_rn(1.0, scale)[:, None]
     tl.store(scale_ptr + at, cast(scale, tl.bfloat16), mask=known)
+    inverse = tl.math.div_rn(1.0, scale)
     for piece in range(0, 1 if WHOLE else tl.cdiv(group, C)):
         col = piece * C + cols
         inside = known[:, None] & (col[None, :] < length[:, None])
         if not WHOLE:
             x = tl.load(x_ptr + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes_ptr + target[:, None] + col[None, :], encode(x * inverse, E4M3, HARDWARE), mask=inside)
+        tl.store(codes_ptr + target[:, None] + col[None, :], encode(x * inverse[:, None], E4M3, HARDWARE), mask=inside)
 
 
 @triton.jit
@@ -116,14 +117,6 @@ def _unpack_kernel(
     code = tl.load(codes_ptr + start[:, None] + col[None, :], mask=inside, other=0)
     value = within_range(decode(code, E4M3, HARDWARE).to(WORK) * scale, scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + start[:, None] + col[None, :], cast(value, out_ptr.dtype.element_ty), mask=inside)
-
-
-def _has_instructions() -> bool:
-    """Whether the GPU that a launch would go to converts float8 itself."""
-    if INTERPRETED.value:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 89  # type: ignore[no-any-return]
 
 
 def _fake_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +137,7 @@ def _float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
             rows.x, codes.view(torch.uint8), scale, scale.numel(), scale.size(1), features, group,
             *rows.sizes, *rows.strides,
-            LARGEST=torch.finfo(dtype).max, E4M3=dtype == torch.float8_e4m3fn, HARDWARE=_has_instructions(),
+            LARGEST=torch.finfo(dtype).max, E4M3=dtype == torch.float8_e4m3fn, HARDWARE=nvidia_generation() >= 89,
             DENSE=rows.dense and features % group == 0, WHOLE=tile.whole, INDEX=index_dtype(scale.numel()),
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
@@ -173,7 +166,7 @@ def _float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size:
         _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
             codes.contiguous().view(torch.uint8), scale.contiguous(), out,
             scale.numel(), scale.size(1), features, group,
-            E4M3=codes.dtype == torch.float8_e4m3fn, HARDWARE=_has_instructions(), DENSE=features % group == 0,
+            E4M3=codes.dtype == torch.float8_e4m3fn, HARDWARE=nvidia_generation() >= 89, DENSE=features % group == 0,
             INDEX=index_dtype(scale.numel()), WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip

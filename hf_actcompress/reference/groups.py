@@ -153,7 +153,9 @@ def operands(steps: float, like: Tensor) -> Operands:
     """For tensors of like's dtype, fp32 or fp64, and device."""
     # a tensor without data goes together with its like alone
     if type(like) is Tensor and like.is_cpu and device_rules() is None and not torch.compiler.is_compiling():
-        return _ON_CPU[steps, like.dtype]
+        known = _ON_CPU.get((steps, like.dtype))
+        if known is not None:
+            return known
     return _operands(steps, lambda value, dtype: like.new_full((1,), value, dtype=dtype), like.dtype, 0x10000, 1)
 
 
@@ -178,12 +180,13 @@ def bf16_above(x: Tensor, numbers: Operands) -> Tensor:
 
 
 def bf16_below(x: Tensor, numbers: Operands) -> Tensor:
-    """The largest bf16 that is not above x. What is too large becomes -inf, a NaN any number (of fp64 NaN)."""
+    """The largest number of bf16 not above x, in x's dtype. What is too large becomes -inf, a NaN any number."""
     if x.dtype == torch.float32:
-        # an integer with a sign is cut towards zero: down where x is positive, to a larger magnitude where it is not
-        return torch.div(x.view(torch.int32), numbers.half, rounding_mode="trunc").short().view(torch.bfloat16)
+        # the remainder has the sign of the integer: what is positive is cut, and of what is not the magnitude grows
+        bits = x.view(torch.int32)
+        return (bits - torch.fmod(bits, numbers.half)).view(torch.float32)
     near = x.to(torch.bfloat16)
-    return torch.where(near > x, torch.nextafter(near, -numbers.inf), near)
+    return torch.where(near > x, torch.nextafter(near, -numbers.inf), near).to(x.dtype)
 
 
 def within_range(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

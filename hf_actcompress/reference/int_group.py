@@ -88,8 +88,8 @@ def _quantise(
     if dtype == torch.bfloat16:
         zero = low
     else:
-        zero = bf16_below(base, numbers)
-        base = widened(zero, dtype)
+        base = bf16_below(base, numbers)
+        zero = base.bfloat16()
     scale = group_scale(high - base, numbers)
     codes = (values - base).mul_(widened(scale, dtype).reciprocal_().unsqueeze(-1))
     if stochastic:
