@@ -134,7 +134,7 @@ def outlier_channels(rows: Tensor, count: int) -> Tensor:
     if not is_cpu(rows.device):
         largest: Tensor = torch.linalg.vector_norm(rows, torch.inf, 0)
     # a CPU takes ten times as long for that
-    elif is_one_chunk(*rows.shape, rows.device):
+    elif is_one_chunk(rows.size(0), rows.size(1), rows.device):
         largest = rows.abs().amax(0)
     else:
         largest = torch.maximum(rows.amax(0), rows.amin(0).neg_())
