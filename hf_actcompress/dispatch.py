@@ -27,13 +27,14 @@ from torch import Tensor
 
 from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
-from .kernels import BITWISE, KERNELS, TIMED, TORCH_HAS
+from .kernels import BITWISE, KERNELS, POINTWISE, TIMED, TORCH_HAS, lacks_bf16
 from .kernels.fallback import with_fallback
 from .kernels.timing import Decisions, shape_class
 from .reference.device_rules import device_rules
 
 CHOICES = ("auto", "reference", "triton")
-OLDEST = (8, 0)
+# NVIDIA's compute capability: of any kernel, and of those that are not pointwise
+OLDEST, OLDEST_OF_ALL = (7, 5), (8, 0)
 
 _log = logging.getLogger(__name__)
 _kernels: dict[str, Callable[..., Any]] = {}
@@ -109,9 +110,10 @@ def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[st
             takes a minute the first time on a machine. Without, only the device and the installation count.
     """
     device = _indexed(torch.device(device))
-    reason = _unusable(device)
+    found = {name: _without(name, device) or (probe and _probed(name, None, device)) for name in KERNELS}
     timed = {name: _timing_status(name) for name in TIMED}
-    return {name: reason or (probe and _probed(name, None, device)) or timed.get(name, "usable") for name in KERNELS}
+    good = "usable for fp16 and fp32: there is no bf16" if lacks_bf16(device) else "usable"
+    return {name: reason or timed.get(name, good) for name, reason in found.items()}
 
 
 def kernel_wins(name: str, other: Callable[..., Any], *args: Any) -> bool:
@@ -159,13 +161,13 @@ def _timing_status(name: str) -> str:
 
 def _takes(name: str, x: Tensor, row: str | None) -> bool:
     """Whether `auto` runs the kernel on x."""
-    if not x.is_cuda or _unfit(x):
+    if not (x.is_cuda or x.is_xpu) or _unfit(x):
         return False
     known = _trusted.get((name, row, x.device))
     if known is None:
-        if torch.cuda.is_current_stream_capturing():
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        known = _unusable(x.device) is None and _probed(name, row, x.device) is None
+        known = _without(name, x.device) is None and _probed(name, row, x.device) is None
         _trusted[name, row, x.device] = known
     return known
 
@@ -174,6 +176,8 @@ def _unfit(x: Tensor) -> str | None:
     """Why no kernel can run on such a tensor."""
     if x.dtype == torch.float64:
         return "no kernel computes in fp64"
+    if x.dtype == torch.bfloat16 and lacks_bf16(x.device):
+        return "the GPU has no bf16"
     # sharded, fake and wrapped tensors have no memory of their own to point at
     return None if type(x) in (Tensor, torch.nn.Parameter) else f"the tensor is a {type(x).__name__}"
 
@@ -182,7 +186,7 @@ def _require(name: str, x: Tensor) -> None:
     """Raise unless the kernel can run on x."""
     if torch.compiler.is_compiling():
         return
-    reason = _unfit(x) or _unusable(x.device)
+    reason = _unfit(x) or _without(name, x.device)
     if reason:
         raise KernelUnavailableError(f'asked for the Triton kernel of {name!r}: {reason}; use "auto" or "reference"')
 
@@ -199,14 +203,35 @@ def _unusable(device: torch.device) -> str | None:
         return "triton is not installed"
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         return None
+    if device.type not in ("cuda", "xpu"):
+        return f"kernels are for GPUs, not for {device.type}"
+    if not torch.get_device_module(device).is_available():
+        return f"torch finds no {device.type.upper()} device"
+    return _older_than(OLDEST, device)
+
+
+def _without(name: str, device: torch.device) -> str | None:
+    """Why that kernel does not run on that device."""
+    return _unusable(device) or (None if name in POINTWISE else _pointwise_only(device))
+
+
+@cache
+def _pointwise_only(device: torch.device) -> str | None:
+    """Why none but pointwise kernels run on that device."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1" or not torch.get_device_module(device).is_available():
+        return None
+    if device.type == "xpu" or torch.version.hip is not None:
+        return f"only pointwise kernels run on {'XPU' if device.type == 'xpu' else 'ROCm'}, where none has been tried"
+    return _older_than(OLDEST_OF_ALL, device)
+
+
+def _older_than(oldest: tuple[int, int], device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
-        return f"kernels are for NVIDIA GPUs, not for {'ROCm' if device.type == 'cuda' else device.type}"
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
-        return f"the GPU is of compute capability {capability[0]}.{capability[1]}, and 8.0 is the oldest supported"
-    return None
+        return None
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    if torch.cuda.get_device_capability(device) >= oldest:
+        return None
+    return f"the GPU is of compute capability {capability}, and {oldest[0]}.{oldest[1]} is the oldest supported"
 
 
 def _probed(name: str, row: str | None, device: torch.device) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from hf_actcompress import dispatch, reference
 from hf_actcompress.dispatch import implementation, kernel_status, use
 from hf_actcompress.errors import KernelUnavailableError, UnknownOptionError
-from hf_actcompress.kernels import BITWISE, KERNELS, TIMED, TORCH_HAS
+from hf_actcompress.kernels import BITWISE, KERNELS, POINTWISE, TIMED, TORCH_HAS, lacks_bf16
 
 CPU = torch.device("cpu")
 
@@ -21,15 +22,16 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     """What was found out about a device is kept for the process."""
-    dispatch._unusable.cache_clear()
-    dispatch._probe.cache_clear()
-    dispatch._launcher.cache_clear()
-    dispatch._trusted.clear()
+
+    def forget() -> None:
+        launchers = dispatch._launcher
+        for known in (dispatch._unusable, dispatch._pointwise_only, dispatch._probe, launchers, lacks_bf16):
+            known.cache_clear()
+        dispatch._trusted.clear()
+
+    forget()
     yield
-    dispatch._unusable.cache_clear()
-    dispatch._probe.cache_clear()
-    dispatch._launcher.cache_clear()
-    dispatch._trusted.clear()
+    forget()
 
 
 def test_unknown_choice_lists_the_known():
@@ -53,7 +55,7 @@ def test_choices_nest_and_end_with_an_error():
 def test_triton_on_a_cpu_raises(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with use("triton"):
-        with pytest.raises(KernelUnavailableError, match="NVIDIA GPUs, not for cpu"):
+        with pytest.raises(KernelUnavailableError, match="GPUs, not for cpu"):
             implementation("rms_norm_bwd", torch.ones(2))
         # torch's own op under every choice
         assert implementation("layer_norm_fwd", torch.ones(2)) is reference.layer_norm_fwd
@@ -66,7 +68,7 @@ def test_triton_in_fp64_raises():
 
 def test_status_says_why(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert set(kernel_status("cpu").values()) == {"kernels are for NVIDIA GPUs, not for cpu"}
+    assert set(kernel_status("cpu").values()) == {"kernels are for GPUs, not for cpu"}
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
     dispatch._unusable.cache_clear()
     assert set(kernel_status("cpu").values()) == {"triton is not installed"}
@@ -76,10 +78,28 @@ def test_old_gpus_are_told(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     assert set(kernel_status("cuda:0").values()) == {
-        "the GPU is of compute capability 7.5, and 8.0 is the oldest supported"
+        "the GPU is of compute capability 7.0, and 7.5 is the oldest supported"
     }
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_pointwise_kernels_run_where_no_other_was_tried(hip, monkeypatch):
+    """Turing, without bf16, and ROCm."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if hip is None else (9, 4))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    status = kernel_status("cuda:0")
+    assert {name for name, said in status.items() if said.startswith("usable")} == POINTWISE
+    others = "8.0 is the oldest supported" if hip is None else "only pointwise kernels run on ROCm"
+    assert all(others in said for name, said in status.items() if name not in POINTWISE)
+    assert ("no bf16" in status["int_group_pack"]) == (hip is None)
+    for dtype, fits in {torch.bfloat16: hip is not None, torch.float16: True, torch.float64: False}.items():
+        x = SimpleNamespace(dtype=dtype, device=torch.device("cuda:0"))
+        assert (dispatch._unfit(x) in (None, "the tensor is a SimpleNamespace")) is fits
 
 
 class _Wrapped(Tensor):
@@ -94,7 +114,7 @@ def test_triton_on_a_wrapped_tensor_raises():
 class _OnCuda:
     """What `auto` looks at in a tensor."""
 
-    is_cuda, device, dtype = True, torch.device("cuda:0"), torch.bfloat16
+    is_cuda, is_xpu, device, dtype = True, False, torch.device("cuda:0"), torch.bfloat16
 
 
 @pytest.mark.parametrize("trusted", [True, False])

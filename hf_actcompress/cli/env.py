@@ -64,7 +64,7 @@ def _environment() -> dict[str, Any]:
         "cuda of torch": torch.version.cuda or "none",
         "packages": {name: _version(name) for name in _PACKAGES},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        "kernels": kernel_status("cuda" if cuda else "cpu"),
+        "kernels": kernel_status("cuda" if cuda else "xpu" if torch.xpu.is_available() else "cpu"),
         "conflicts": [*_too_old_or_new(), *_known()],
     }
 

@@ -30,6 +30,10 @@ then on. `recipes/benchmark_kernels.py --roofline` says where the kernels can wi
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
+
 KERNELS: dict[str, str] = {
     "activation_bwd": "activation",
     "activation_derivative": "activation",
@@ -98,6 +102,27 @@ TORCH_HAS: dict[str, frozenset[str]] = {
 # those that stand in a forward, and a backward that has the same steps
 BITWISE = frozenset({"activation_fwd", "gated_product_fwd", "rms_norm_fwd", "rms_norm_rebuild", "rope_bwd", "rope_fwd"})
 
+# each result is made of its own element, row of q and k, or group: these may run on what nobody has tuned a kernel for
+POINTWISE = frozenset(
+    {
+        "activation_bwd",
+        "activation_derivative",
+        "activation_output_bits",
+        "activation_output_bwd",
+        "activation_value",
+        "fewbit_bwd",
+        "fewbit_codes",
+        "float8_pack",
+        "float8_unpack",
+        "gated_product",
+        "gated_product_bwd",
+        "int_group_pack",
+        "int_group_unpack",
+        "rope_bwd",
+        "rope_fwd",
+    }
+)
+
 # those that are no operators in a traced graph, where a compiler fuses stock's ops
 EAGER = frozenset({"activation_fwd", "gated_product_fwd"})
 
@@ -110,3 +135,10 @@ TIMED: dict[str, str] = {
     "pooled_grad_weight": "a pass over dy and torch's product",
     "row_sample_grad_weight": "a copy of dy's rows and torch's product",
 }
+
+
+@cache
+def lacks_bf16(device: torch.device) -> bool:
+    """Whether it is an NVIDIA GPU without instructions for bf16: there kernels take fp16 and fp32."""
+    nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
+    return nvidia and torch.cuda.get_device_capability(device) < (8, 0)

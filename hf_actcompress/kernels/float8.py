@@ -1,7 +1,8 @@
 """8-bit floats with a scale per group, in one pass over x, and back; the reference's bits on any GPU.
 
-The conversions are integer arithmetic, the same on every generation: before compute capability 8.9 there is no
-instruction for e4m3. Nothing here is a sum of a product, so no compiler can fuse one.
+From compute capability 8.9 on the conversions are instructions; before there is none for e4m3, and they are integer
+arithmetic. Both make the same bytes of all that a group's scale leaves. Nothing here is a sum of a product, so no
+compiler can fuse one.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ from .groups import (
     group_bounds,
     group_tile,
     index_dtype,
+    nvidia_generation,
     rows_of,
     within_range,
 )
 
 
 @triton.jit
-def _encode(x, E4M3: tl.constexpr):
-    """fp32 to the nearest float8, ties to even, as bits in uint32; what is too large becomes NaN (e4m3) or inf."""
+def encode(x, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
+    """fp32 to the nearest float8, ties to even, as bits in uint8; what is too large becomes NaN (e4m3) or inf.
+
+    HARDWARE: by the instruction, which takes the largest number for what is too large (nothing is that has been
+    divided by its group's scale).
+    """
+    if HARDWARE:
+        return x.to(tl.float8e4nv if E4M3 else tl.float8e5).to(tl.uint8, bitcast=True)
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
@@ -46,12 +54,14 @@ def _encode(x, E4M3: tl.constexpr):
         normal = (size + 0xFFFFF + ((size >> 21) & 1) - 0x38000000) >> 21
         code = tl.where(size < 0x38800000, small, normal)
         code = tl.where(size >= 0x47800000, tl.where(size > 0x7F800000, 0x7F, 0x7C), code)
-    return code | sign
+    return (code | sign).to(tl.uint8)
 
 
 @triton.jit
-def decode(code, E4M3: tl.constexpr):
+def decode(code, E4M3: tl.constexpr, HARDWARE: tl.constexpr = False):
     """Bits in uint8 to fp32, exactly, by way of fp16: e5m2 is its upper half, e4m3 its exponent and mantissa moved."""
+    if HARDWARE:
+        return code.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
     code = code.to(tl.int32)
     if E4M3:
         half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
@@ -64,8 +74,8 @@ def decode(code, E4M3: tl.constexpr):
 @triton.jit
 def _pack_kernel(
     x_ptr, codes_ptr, scale_ptr, total, per_row, features, group, size1, size2, stride0, stride1, stride2,
-    LARGEST: tl.constexpr, E4M3: tl.constexpr, DENSE: tl.constexpr, WHOLE: tl.constexpr, INDEX: tl.constexpr,
-    G: tl.constexpr, C: tl.constexpr,
+    LARGEST: tl.constexpr, E4M3: tl.constexpr, HARDWARE: tl.constexpr, DENSE: tl.constexpr,
+    WHOLE: tl.constexpr, INDEX: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(INDEX) * G + tl.arange(0, G)
     known = at < total
@@ -81,22 +91,22 @@ def _pack_kernel(
         x = tl.load(x_ptr + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))
         broken = broken | (tl.max(tl.where(x != x, 1, 0), axis=1) > 0)
-    scale = bf16_above(tl.math.div_rn(tl.where(broken, float("nan"), largest), LARGEST))
-    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+    scale = bf16_above(tl.math.div_rn(tl.where(broken, float("nan"), largest), LARGEST) + SMALLEST_SCALE)
     tl.store(scale_ptr + at, cast(scale, tl.bfloat16), mask=known)
+    inverse = tl.math.div_rn(1.0, scale)
     for piece in range(0, 1 if WHOLE else tl.cdiv(group, C)):
         col = piece * C + cols
         inside = known[:, None] & (col[None, :] < length[:, None])
         if not WHOLE:
             x = tl.load(x_ptr + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
-        codes = _encode(tl.math.div_rn(x, scale[:, None]), E4M3)
-        tl.store(codes_ptr + target[:, None] + col[None, :], codes.to(tl.uint8), mask=inside)
+        tl.store(codes_ptr + target[:, None] + col[None, :], encode(x * inverse[:, None], E4M3, HARDWARE), mask=inside)
 
 
 @triton.jit
 def _unpack_kernel(
     codes_ptr, scale_ptr, out_ptr, total, per_row, features, group,
-    E4M3: tl.constexpr, DENSE: tl.constexpr, INDEX: tl.constexpr, WORK: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+    E4M3: tl.constexpr, HARDWARE: tl.constexpr, DENSE: tl.constexpr, INDEX: tl.constexpr, WORK: tl.constexpr,
+    G: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(INDEX) * G + tl.arange(0, G)
     known = at < total
@@ -105,7 +115,7 @@ def _unpack_kernel(
     col = tl.program_id(1) * C + tl.arange(0, C)
     inside = known[:, None] & (col[None, :] < length[:, None])
     code = tl.load(codes_ptr + start[:, None] + col[None, :], mask=inside, other=0)
-    value = within_range(decode(code, E4M3).to(WORK) * scale, scale, out_ptr.dtype.element_ty)
+    value = within_range(decode(code, E4M3, HARDWARE).to(WORK) * scale, scale, out_ptr.dtype.element_ty)
     tl.store(out_ptr + start[:, None] + col[None, :], cast(value, out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -127,7 +137,7 @@ def _float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
             rows.x, codes.view(torch.uint8), scale, scale.numel(), scale.size(1), features, group,
             *rows.sizes, *rows.strides,
-            LARGEST=torch.finfo(dtype).max, E4M3=dtype == torch.float8_e4m3fn,
+            LARGEST=torch.finfo(dtype).max, E4M3=dtype == torch.float8_e4m3fn, HARDWARE=nvidia_generation() >= 89,
             DENSE=rows.dense and features % group == 0, WHOLE=tile.whole, INDEX=index_dtype(scale.numel()),
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
@@ -156,8 +166,8 @@ def _float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size:
         _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
             codes.contiguous().view(torch.uint8), scale.contiguous(), out,
             scale.numel(), scale.size(1), features, group,
-            E4M3=codes.dtype == torch.float8_e4m3fn, DENSE=features % group == 0, INDEX=index_dtype(scale.numel()),
-            WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
+            E4M3=codes.dtype == torch.float8_e4m3fn, HARDWARE=nvidia_generation() >= 89, DENSE=features % group == 0,
+            INDEX=index_dtype(scale.numel()), WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     return out

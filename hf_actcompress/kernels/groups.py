@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import INTERPRETED
+
 # a wider group is walked in pieces
 _WIDEST_TILE = 16384
 _PIECE = 4096
@@ -47,6 +49,14 @@ def group_tile(group_size: int, features: int) -> GroupTile:
 def index_dtype(groups: int) -> tl.dtype:
     """Divisions in 32 bits where the count of groups allows it."""
     return tl.int32 if groups < 2**31 - 2**16 else tl.int64
+
+
+def nvidia_generation() -> int:
+    """Of the GPU that a launch would go to, 10 * major + minor; 0 for another maker's and in the interpreter."""
+    if INTERPRETED.value:
+        return 0
+    target = triton.runtime.driver.active.get_current_target()
+    return int(target.arch) if target.backend == "cuda" else 0
 
 
 class Rows(NamedTuple):

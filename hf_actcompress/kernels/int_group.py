@@ -1,9 +1,10 @@
 """Group quantisation in one pass over x, and back.
 
 Rounding to nearest makes the reference's codes, scales and zero points bit by bit on any GPU: the same formula in the
-same order, the division correctly rounded, and the only sum of a product (code times scale plus zero point) is of an
-exact product, so that it does not matter whether a compiler fuses it. Stochastic rounding draws from Philox under a
-seed of the codecs' generator, one number per element wherever it lies: 16 bits, which biases a code by 2^-17 at most.
+same order (codes are products with the reciprocal of the scale, which is correctly rounded), and the only sum of a
+product (code times scale plus zero point) is of an exact one, so that it does not matter whether a compiler fuses it.
+Stochastic rounding draws from Philox under a seed of the codecs' generator, one number per element wherever it lies: 16
+bits, which biases a code by 2^-17 at most.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _range(x, counts):
 @triton.jit
 def _codes(x, zero, scale, seed_ptr, counter, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr, SIGN: tl.constexpr,
            G: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    value = tl.math.div_rn(x - zero[:, None], scale[:, None])
+    value = (x - zero[:, None]) * tl.math.div_rn(1.0, scale)[:, None]
     if STOCHASTIC:
         value = tl.floor(value + _noise(tl.load(seed_ptr), counter, G, C))
         value = tl.minimum(tl.maximum(value, 0.0), LEVELS)
@@ -83,12 +84,15 @@ def _group_bytes(at, row, nth, row_size, group_bytes, DENSE: tl.constexpr):
 
 @triton.jit
 def _pack_kernel(
-    x_ptr, skip_ptr, seed_ptr, codes_ptr, scale_ptr, zero_ptr,
+    x_ptr, channels_ptr, seed_ptr, codes_ptr, scale_ptr, zero_ptr,
     total, per_row, features, group, row_size, group_bytes, size1, size2, stride0, stride1, stride2,
-    BITS: tl.constexpr, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr, SKIP: tl.constexpr, DENSE: tl.constexpr,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr, SKIPPED: tl.constexpr, DENSE: tl.constexpr,
     WHOLE: tl.constexpr, SIGN: tl.constexpr, INDEX: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """G of `total` groups. DENSE: rows of whole groups follow one another. WHOLE: a tile holds whole groups."""
+    """G of `total` groups. DENSE: rows of whole groups follow one another. WHOLE: a tile holds whole groups.
+
+    SKIPPED: how many channels do not count for the ranges.
+    """
     per_byte: tl.constexpr = 8 // BITS
     at = tl.program_id(0).to(INDEX) * G + tl.arange(0, G)
     known = at < total
@@ -97,7 +101,8 @@ def _pack_kernel(
     cols = tl.arange(0, C)
     eighths, quarters = tl.arange(0, C // 8), tl.arange(0, C // per_byte)
     counter = at.to(tl.int64)[:, None] * ((group + 7) // 8) + eighths[None, :]
-    skipped_at = (at % per_row) * group if SKIP else at
+    # of the first of each group
+    feature = (at % per_row) * group if SKIPPED else at
 
     x = tl.zeros([G, C], tl.float32)
     low, high = tl.full([G], float("inf"), tl.float32), tl.full([G], float("-inf"), tl.float32)
@@ -107,15 +112,14 @@ def _pack_kernel(
         inside = known[:, None] & (col[None, :] < length[:, None])
         x = tl.load(x_ptr + start[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
         counts = inside
-        if SKIP:
-            counts = inside & (tl.load(skip_ptr + skipped_at[:, None] + col[None, :], mask=inside, other=1) == 0)
+        for i in tl.static_range(SKIPPED):
+            counts &= feature[:, None] + col[None, :] != tl.load(channels_ptr + i)
         least, largest, nan = _range(x, counts)
         low, high, broken = tl.minimum(low, least), tl.maximum(high, largest), broken | nan
     low, high = tl.where(broken, float("nan"), low), tl.where(broken, float("nan"), high)
 
     zero = bf16_below(low)
-    scale = bf16_above(tl.math.div_rn(high - zero, LEVELS))
-    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+    scale = bf16_above(tl.math.div_rn(high - zero, LEVELS) + SMALLEST_SCALE)
     tl.store(scale_ptr + at, cast(scale, tl.bfloat16), mask=known)
     tl.store(zero_ptr + at, cast(zero, tl.bfloat16), mask=known)
     for piece in range(0, 1 if WHOLE else tl.cdiv(group, C)):
@@ -163,7 +167,7 @@ def _is_dense(features: int, group: int, width: int, codes: Tensor) -> bool:
 
 
 def _fake_pack(
-    x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None, keep_sign: bool
+    x: Tensor, bits: int, group_size: int, seed: Tensor | None, channels: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, features = rows_features(x)
     scale = x.new_empty(rows, group_count(features, group_size), dtype=torch.bfloat16)
@@ -172,9 +176,9 @@ def _fake_pack(
 
 @traced(_fake_pack)
 def _int_group_pack(
-    x: Tensor, bits: int, group_size: int, seed: Tensor | None, skip: Tensor | None, keep_sign: bool
+    x: Tensor, bits: int, group_size: int, seed: Tensor | None, channels: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale, zero = _fake_pack(x, bits, group_size, seed, skip, keep_sign)
+    codes, scale, zero = _fake_pack(x, bits, group_size, seed, channels, keep_sign)
     if x.numel() == 0:
         return codes, scale, zero
     features = rows_features(x)[1]
@@ -184,10 +188,11 @@ def _int_group_pack(
     rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features)
     with on(x):
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
-            rows.x, x if skip is None else skip.view(torch.uint8), x if seed is None else seed, target, scale, zero,
+            rows.x, x if channels is None else channels, x if seed is None else seed, target, scale, zero,
             scale.numel(), scale.size(1), features, group, target.size(1), triton.cdiv(group * width, 8),
             *rows.sizes, *rows.strides,
-            BITS=width, LEVELS=2.0**bits - 1, STOCHASTIC=seed is not None, SKIP=skip is not None,
+            BITS=width, LEVELS=2.0**bits - 1, STOCHASTIC=seed is not None,
+            SKIPPED=0 if channels is None else channels.numel(),
             DENSE=rows.dense and _is_dense(features, group, width, target), WHOLE=tile.whole,
             SIGN=keep_sign, INDEX=index_dtype(scale.numel()),
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
@@ -198,11 +203,11 @@ def _int_group_pack(
 
 
 def int_group_pack(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None, keep_sign: bool = False
+    x: Tensor, bits: int, group_size: int, stochastic: bool, channels: Tensor | None = None, keep_sign: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """codes uint8 [R, ceil(D bits / 8)], scale and zero bf16 [R, n], from x [..., D]; `skip` is bool [D]."""
+    """codes uint8 [R, ceil(D bits / 8)], scale and zero bf16 [R, n], from x [..., D]; `channels` are int64 [k]."""
     packed: tuple[Tensor, Tensor, Tensor] = _int_group_pack(
-        x, bits, group_size, kernel_seed(x.device) if stochastic else None, skip, keep_sign
+        x, bits, group_size, kernel_seed(x.device) if stochastic else None, channels, keep_sign
     )
     return packed
 
@@ -247,9 +252,10 @@ def int_group_unpack(
 
 def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
     x = (torch.randn(rows, width, device=device) * 3 + 1).to(dtype)
-    skip = torch.rand(width, device=device) < 0.1
+    # of a group without others, the range is nobody's
+    channels = torch.randperm(width, device=device)[: min(3, width - 1)] if width > 1 else None
     for bits in (8, 4, 3, 2):
-        for group_size, skipped in ((64, None), (5, None), (max(width, 1), skip)):
+        for group_size, skipped in ((64, None), (5, None), (max(width, 1), channels)):
             yield x, bits, group_size, False, skipped
             yield x, bits, group_size, False, skipped, True
         # integers that are codes already: no draw changes them

@@ -16,11 +16,12 @@ import triton
 from torch import Tensor, nn
 
 from ..reference.rng import codecs_undisturbed
+from . import lacks_bf16
 
 # a tile and a bit, neither a power of two
 ROWS, WIDTH = 19, 200
 # relative to a result's largest element: four roundings of bf16, in which the probe runs; a wrong kernel is off by more
-DTYPE, TOLERANCE = torch.bfloat16, 4 * torch.finfo(torch.bfloat16).eps
+DTYPE, WITHOUT_BF16, TOLERANCE = torch.bfloat16, torch.float16, 4 * torch.finfo(torch.bfloat16).eps
 
 # of 16 bits
 NARROW = (torch.bfloat16, torch.float16)
@@ -57,7 +58,7 @@ def disagreement(
         if proof is not None:
             reason: str | None = proof(row, device)
             return reason
-        samples = list(module.SAMPLES[name](device, DTYPE, ROWS, WIDTH))
+        samples = list(module.SAMPLES[name](device, WITHOUT_BF16 if lacks_bf16(device) else DTYPE, ROWS, WIDTH))
         for args in [args for args in samples if _is_of(row, args)] or samples:
             try:
                 ours = list(tensors(getattr(module, name)(*args)))

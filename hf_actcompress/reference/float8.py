@@ -6,25 +6,26 @@ import torch
 from torch import Tensor
 
 from .groups import (
-    bf16_above,
     group_count,
+    group_scale,
     in_groups,
+    operands,
     row_chunks,
     row_slices,
     rows_features,
     spans,
+    widened,
     within_range,
     work_dtype,
 )
-
-_TINY = torch.finfo(torch.bfloat16).tiny
 
 
 def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
     """x [..., D], R rows, as float8 codes [R, D] of `dtype` and scales bf16 [R, n], so that x = codes * scale.
 
     The largest magnitude of a group is the largest finite float8 or just below it (the scale is rounded up), so that
-    nothing saturates. A NaN or inf makes the scale, and so the group, NaN or inf.
+    nothing saturates. Codes are products with the reciprocal of the scale, which is off by a rounding: halfway between
+    two codes, either may be taken. A NaN or inf makes the scale, and so the group, NaN or inf.
     """
     rows, features = rows_features(x)
     codes = x.new_empty(rows, features, dtype=dtype)
@@ -32,10 +33,10 @@ def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor,
     for part, chunk in row_chunks(x):
         for start, stop, size in spans(features, group_size):
             values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype), copy=True), size)
-            largest = values.abs().amax(-1)
-            # by a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is another
-            step = bf16_above(largest / torch.full_like(largest, torch.finfo(dtype).max)).clamp_min(_TINY)
-            codes[part, start:stop] = values.div_(step.unsqueeze(-1)).flatten(1).to(dtype)
+            largest = values.abs().amax(-1, keepdim=True)
+            step = group_scale(largest, operands(torch.finfo(dtype).max, largest))
+            values.mul_(widened(step, x.dtype).reciprocal_().unsqueeze(-1))
+            codes[part, start:stop] = values.flatten(1).to(dtype)
             scale[part, start // group_size : group_count(stop, group_size)] = step
     return codes, scale
 

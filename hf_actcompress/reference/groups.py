@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,11 @@ CHUNK_ELSEWHERE = 1 << 24
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in the work dtype of `dtype`; these calls take half of the time of `to`."""
+    return x.double() if dtype == torch.float64 else x.float()
 
 
 def rows_features(x: Tensor) -> tuple[int, int]:
@@ -38,7 +45,7 @@ def spans(features: int, group_size: int) -> list[tuple[int, int, int]]:
 
 def in_groups(rows: Tensor, size: int) -> Tensor:
     """[r, n size] as [r, n, size], a view."""
-    return torch.unflatten(rows, 1, (rows.size(1) // size, size))
+    return rows.view(rows.size(0), rows.size(1) // size, size)
 
 
 def chunk_rows(features: int, device: torch.device) -> int:
@@ -46,10 +53,17 @@ def chunk_rows(features: int, device: torch.device) -> int:
     if torch.compiler.is_compiling():
         # the compiler fuses; a loop would only be unrolled
         return torch.iinfo(torch.int64).max
+    return max(1, _chunk(device) // max(features, 1))
+
+
+def _chunk(device: torch.device) -> int:
+    return _CHUNK["cpu"] if is_cpu(device) else CHUNK_ELSEWHERE
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Whether what lies there, or is estimated there, is worked on by a CPU."""
     rules = device_rules()
-    elsewhere = rules is not None and not rules.on_cpu
-    chunk = CHUNK_ELSEWHERE if elsewhere else _CHUNK.get(device.type, CHUNK_ELSEWHERE)
-    return max(1, chunk // max(features, 1))
+    return device.type == "cpu" and (rules is None or rules.on_cpu)
 
 
 def chunk_starts(count: int, step: int) -> Sequence[int]:
@@ -58,11 +72,11 @@ def chunk_starts(count: int, step: int) -> Sequence[int]:
     return starts if rules is None else rules.turns(starts)
 
 
-def is_one_chunk(x: Tensor) -> bool:
-    """Whether `row_chunks` would hand out all of x at once."""
-    if x.dim() < 2 or not x.numel() or torch.compiler.is_compiling():
+def is_one_chunk(rows: int, features: int, device: torch.device) -> bool:
+    """Whether `row_chunks` would hand out all of a tensor [..., features] of that many rows at once."""
+    if torch.compiler.is_compiling() or not rows * features:
         return False
-    return x.numel() // x.size(-1) <= chunk_rows(x.size(-1), x.device)
+    return rows == 1 or rows * features <= _chunk(device)
 
 
 def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -95,38 +109,84 @@ def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice
         yield slice(start, min(start + step, rows))
 
 
-# numbers of a CPU, which any device takes as an operand
-_ENDS = {end: torch.tensor(end, dtype=torch.bfloat16) for end in (torch.inf, -torch.inf)}
+class Operands(NamedTuple):
+    """Numbers that are operands where a group's scale and zero point are made, for one work dtype.
 
+    What divides has to be a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is
+    another. Of the others a CPU takes tensors in half of the time; elsewhere a tensor would have to be filled first.
 
-def bf16_above(x: Tensor) -> Tensor:
-    """The smallest bf16 that is not below x. NaN stays NaN, what is too large becomes inf."""
-    return _bf16_towards(x, torch.inf)
-
-
-def bf16_below(x: Tensor) -> Tensor:
-    """The largest bf16 that is not above x."""
-    return _bf16_towards(x, -torch.inf)
-
-
-def _bf16_towards(x: Tensor, end: float) -> Tensor:
-    """x in bf16, rounded towards that end of the numbers.
-
-    Traced, by the bits of fp32: a compiler may leave out a cast to bf16 and back, and what is made for the rounded
-    number would be made for another one. Elsewhere in half as many calls.
+    Attributes:
+        steps: How many a scale divides the range into.
+        tiny: The smallest normal bf16, which is the smallest scale.
+        inf: In bf16.
+        half: 2^16: what lies above is the half of an fp32 that is a bf16.
+        last: 1, the last bit of an integer.
     """
-    if x.dtype != torch.float32 or not torch.compiler.is_compiling():
+
+    steps: Tensor
+    tiny: Tensor
+    inf: Tensor
+    half: Any
+    last: Any
+
+
+def _operands(steps: float, of: Callable[..., Tensor], dtype: torch.dtype, half: Any, last: Any) -> Operands:
+    tiny = torch.finfo(torch.bfloat16).tiny
+    return Operands(of(steps, dtype), of(tiny, dtype), of(torch.inf, torch.bfloat16), half, last)
+
+
+# numbers of steps that the formats have
+_STEPS = (3.0, 7.0, 15.0, 255.0, 448.0, 57344.0)
+_ON_CPU = {
+    (steps, dtype): _operands(
+        steps,
+        lambda value, dtype: torch.tensor([value], dtype=dtype, device="cpu"),
+        dtype,
+        *(torch.tensor([value], dtype=torch.int32, device="cpu") for value in (0x10000, 1)),
+    )
+    for steps in _STEPS
+    for dtype in (torch.float32, torch.float64)
+}
+
+
+def operands(steps: float, like: Tensor) -> Operands:
+    """For tensors of like's dtype, fp32 or fp64, and device."""
+    # a tensor without data goes together with its like alone
+    if type(like) is Tensor and like.is_cpu and device_rules() is None and not torch.compiler.is_compiling():
+        known = _ON_CPU.get((steps, like.dtype))
+        if known is not None:
+            return known
+    return _operands(steps, lambda value, dtype: like.new_full((1,), value, dtype=dtype), like.dtype, 0x10000, 1)
+
+
+def group_scale(extent: Tensor, numbers: Operands) -> Tensor:
+    """bf16 [...]: extent [..., 1], fp32 or fp64 and not negative, over the number of steps, rounded up, above 0."""
+    return bf16_above(torch.addcdiv(numbers.tiny, extent, numbers.steps), numbers)
+
+
+def bf16_above(x: Tensor, numbers: Operands) -> Tensor:
+    """The smallest bf16 [...] that is not below x [..., 1] > 0. NaN stays NaN, what is too large becomes inf."""
+    if x.dtype != torch.float32:
         near = x.to(torch.bfloat16)
-        wrong = near < x if end > 0 else near > x
-        # a tensor without data goes together with its like alone
-        ends = _ENDS[end] if type(near) is Tensor and device_rules() is None else near.new_full((), end)
-        return torch.where(wrong, torch.nextafter(near, ends), near)
+        return torch.where(near < x, torch.nextafter(near, numbers.inf), near).squeeze(-1)
     bits = x.view(torch.int32)
-    # bf16 is the upper half of fp32: without the lower half a number comes nearer to zero
-    upper = bits & -0x10000
-    away = (upper != bits) & ((x > 0) if end > 0 else (x < 0))
-    rounded = torch.where(away, upper + 0x10000, upper).view(torch.float32)
-    return torch.where(x == x, rounded, x).to(torch.bfloat16)
+    if torch.compiler.is_compiling():
+        # bf16 is the upper half of fp32. A compiler may leave out a cast to bf16 and back: here it changes nothing
+        above = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+        return torch.where(x == x, above, x).to(torch.bfloat16).squeeze(-1)
+    # the upper half of the fp32 before x is the bf16 before the one looked for
+    upper = (bits - numbers.last).view(torch.bfloat16).select(-1, 1 if sys.byteorder == "little" else 0)
+    return torch.nextafter(upper, numbers.inf)
+
+
+def bf16_below(x: Tensor, numbers: Operands) -> Tensor:
+    """The largest number of bf16 not above x, in x's dtype. What is too large becomes -inf, a NaN any number."""
+    if x.dtype == torch.float32:
+        # the remainder has the sign of the integer: what is positive is cut, and of what is not the magnitude grows
+        bits = x.view(torch.int32)
+        return (bits - torch.fmod(bits, numbers.half)).view(torch.float32)
+    near = x.to(torch.bfloat16)
+    return torch.where(near > x, torch.nextafter(near, -numbers.inf), near).to(x.dtype)
 
 
 def within_range(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,26 +8,25 @@ from torch.nn.functional import pad
 
 from .bits import pack_rows, row_bytes, unpack_rows
 from .groups import (
-    bf16_above,
     bf16_below,
-    chunk_rows,
     group_count,
+    group_scale,
     in_groups,
+    is_cpu,
     is_one_chunk,
+    operands,
     row_chunks,
     row_slices,
     rows_features,
     spans,
+    widened,
     within_range,
-    work_dtype,
 )
 from .rng import uniform
 
-_TINY = torch.finfo(torch.bfloat16).tiny
-
 
 def int_group_pack(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, skip: Tensor | None = None, keep_sign: bool = False
+    x: Tensor, bits: int, group_size: int, stochastic: bool, channels: Tensor | None = None, keep_sign: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise x [..., D], R rows, in groups of `group_size` neighbouring features (the last may be shorter).
 
@@ -36,7 +35,7 @@ def int_group_pack(
         bits: 8, 4, 3 or 2.
         group_size: Features that share a scale and a zero point.
         stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
-        skip: bool [D], features that do not count for the ranges, or None.
+        channels: int64 [k], features that do not count for the ranges and whose codes nobody reads, or None.
         keep_sign: Whether what is decoded has to be above zero where x is; a code is then up to one step further off.
 
     Returns:
@@ -44,12 +43,12 @@ def int_group_pack(
     """
     rows, features = rows_features(x)
     size = min(features, group_size)
-    if size and not features % size and is_one_chunk(x):
+    if size and not features % size and is_one_chunk(rows, features, x.device):
         # the whole of it at once, without a place to collect chunks in
-        skipped = skip.view(-1, size) if skip is not None else None
-        values = x.reshape(rows, features // size, size).to(work_dtype(x.dtype))
-        codes, scale, zero = _quantise(values, bits, stochastic, skipped, keep_sign)
-        codes = codes.to(torch.uint8)
+        values = x.reshape(rows, features // size, size)
+        without = None if channels is None else (x.reshape(rows, features), 0, channels)
+        made, scale, zero = _quantise(values, bits, stochastic, keep_sign, without)
+        codes = made.byte().view(rows, features)
         # a row ends with its byte
         missing = row_bytes(features, bits) * 8 // bits - features
         return pack_rows(pad(codes, (0, missing)) if missing else codes, bits), scale, zero
@@ -59,70 +58,120 @@ def int_group_pack(
     for part, chunk in row_chunks(x):
         # a row ends with its byte
         codes = chunk.new_zeros(chunk.size(0), packed.size(1) * 8 // bits, dtype=torch.uint8)
-        for start, stop, size in spans(features, group_size):
-            at = slice(start // group_size, group_count(stop, group_size))
-            skipped = skip[start:stop].view(-1, size) if skip is not None else None
-            values = in_groups(chunk[:, start:stop].to(work_dtype(x.dtype)), size)
-            made = _quantise(values, bits, stochastic, skipped, keep_sign)
-            codes[:, start:stop], scale[part, at], zero[part, at] = made
+        for span in spans(features, group_size):
+            at = slice(span[0] // group_size, group_count(span[1], group_size))
+            without = None if channels is None else (chunk, span[0], channels)
+            made, scale[part, at], zero[part, at] = _quantise(_of(chunk, span), bits, stochastic, keep_sign, without)
+            codes[:, span[0] : span[1]] = made.flatten(1)
         packed[part] = pack_rows(codes, bits)
     return packed, scale, zero
 
 
 def _quantise(
-    values: Tensor, bits: int, stochastic: bool, skipped: Tensor | None, keep_sign: bool
+    values: Tensor, bits: int, stochastic: bool, keep_sign: bool, without: tuple[Tensor, int, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [r, n size] in the dtype of values [r, n, size]; scale and zero bf16 [r, n].
+    """Codes [r, n, size], with a fraction that is to be cut off, of values [r, n, size]; scale and zero bf16 [r, n].
 
     The range is rounded outwards to bf16 and the codes are made for the rounded one, so that no value is clipped and
     the rounding costs nothing but a step wider by less than 2^-7. A NaN or inf makes the group's scale NaN or inf.
+    Codes are products with the reciprocal of the scale, which is off by a rounding: halfway between two codes, either
+    may be taken. `without`, where some channels do not count: what `_ends_without` takes besides.
     """
-    levels = 2**bits - 1
-    if skipped is None:
+    levels, dtype = 2**bits - 1, values.dtype
+    if without is None:
         # not aminmax: nine times slower on a CPU
-        low, high = values.amin(-1), values.amax(-1)
+        low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     else:
-        low = values.masked_fill(skipped, torch.inf).amin(-1)
-        high = values.masked_fill(skipped, -torch.inf).amax(-1)
-    zero = bf16_below(low)
-    # a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is another
-    divisor = levels if high.device.type == "cpu" else torch.full_like(high, levels)
-    scale = bf16_above((high - zero) / divisor).clamp_min(_TINY)
-    positive = values > 0 if keep_sign else None
-    values = (values - zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
-    values = values.add_(uniform(values.shape, values.dtype, values.device)).floor_() if stochastic else values.round_()
-    if stochastic or skipped is not None:
+        low, high = _ends_without(values, *without)
+    base = widened(low, dtype)
+    numbers = operands(levels, base)
+    if dtype == torch.bfloat16:
+        zero = low
+    else:
+        base = bf16_below(base, numbers)
+        zero = base.bfloat16()
+    scale = group_scale(high - base, numbers)
+    codes = (values - base).mul_(widened(scale, dtype).reciprocal_().unsqueeze(-1))
+    if stochastic:
+        codes.add_(uniform(codes.shape, codes.dtype, codes.device))
+    else:
+        codes.round_()
+    if stochastic or without is not None:
         # to nearest, all that counted for the range is inside of it
-        values.clamp_(0, levels)
-    if positive is not None:
+        codes.clamp_(0, levels)
+    if keep_sign:
         # the range is rounded outwards, so there is a code on the right side of zero; of skipped values nobody reads it
-        decoded = values * scale.unsqueeze(-1) + zero.unsqueeze(-1)
-        values.add_(positive.to(values.dtype) - (decoded > 0).to(values.dtype)).clamp_(0, levels)
-    return values.flatten(1), scale, zero
+        decoded = codes.floor_() * scale.unsqueeze(-1) + zero
+        codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
+    return codes, scale, zero.squeeze(-1)
+
+
+def _of(rows: Tensor, span: tuple[int, int, int]) -> Tensor:
+    """The features [r, n, size] of a span of rows [r, D], a view."""
+    start, stop, size = span
+    return in_groups(rows[:, start:stop], size)
+
+
+def _ends_without(values: Tensor, rows: Tensor, start: int, channels: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest [r, n, 1] of values [r, n, size] without some of the features of rows [r, D]."""
+
+    def grouped(x: Tensor) -> Tensor:
+        count = values.size(1) * values.size(2)
+        return (x if x.size(1) == count else x[:, start : start + count]).view(values.shape)
+
+    if torch.compiler.is_compiling():
+        # which it writes into what reads it
+        skipped = rows.new_zeros(rows.size(1), dtype=torch.bool).index_fill_(0, channels, True)
+        low, high = (rows.masked_fill(skipped, end) for end in (torch.inf, -torch.inf))
+        return grouped(low).amin(-1, keepdim=True), grouped(high).amax(-1, keepdim=True)
+    rest = rows.index_fill(1, channels, torch.inf)
+    low = grouped(rest).amin(-1, keepdim=True)
+    return low, grouped(rest.index_fill_(1, channels, -torch.inf)).amax(-1, keepdim=True)
+
+
+def outlier_channels(rows: Tensor, count: int) -> Tensor:
+    """Which `count` features of rows [R, D] have the largest magnitudes, int64; a NaN counts as the largest."""
+    if not is_cpu(rows.device):
+        largest: Tensor = torch.linalg.vector_norm(rows, torch.inf, 0)
+    # a CPU takes ten times as long for that
+    elif is_one_chunk(rows.size(0), rows.size(1), rows.device):
+        largest = rows.abs().amax(0)
+    else:
+        largest = torch.maximum(rows.amax(0), rows.amin(0).neg_())
+    return largest.topk(count, sorted=False).indices
 
 
 def int_group_unpack(
     packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
 ) -> Tensor:
     """The rows [R, D] in `dtype` of what `int_group_pack` returned."""
-    size = min(features, group_size)
-    if size and not features % size and packed.size(0) <= chunk_rows(features, packed.device):
-        step = scale.unsqueeze(-1)
-        block = unpack_rows(packed, bits)
-        block = block if block.size(1) == features else block[:, :features]
-        values = block.view(-1, features // size, size).to(work_dtype(dtype))
-        values.mul_(step).add_(zero.unsqueeze(-1))
-        return within_range(values, step, dtype).flatten(1).to(dtype)
-    out = packed.new_empty(packed.size(0), features, dtype=dtype)
-    for part in row_slices(out.size(0), features, out.device) if features else ():
-        block = unpack_rows(packed[part], bits)
-        for start, stop, size in spans(features, group_size):
-            at = slice(start // group_size, group_count(stop, group_size))
-            step = scale[part, at].unsqueeze(-1)
-            values = in_groups(block[:, start:stop].to(work_dtype(dtype)), size)
-            values.mul_(step).add_(zero[part, at].unsqueeze(-1))
-            out[part, start:stop] = within_range(values, step, dtype).flatten(1)
+    size, rows = min(features, group_size), packed.size(0)
+    if size and not features % size and is_one_chunk(rows, features, packed.device):
+        values = _block(packed, bits, features, dtype).view(rows, features // size, size)
+        made = _decode(values, scale.unsqueeze(-1), zero.unsqueeze(-1), dtype).view(rows, features)
+        return made if made.dtype == dtype else made.to(dtype)
+    out = packed.new_empty(rows, features, dtype=dtype)
+    for part in row_slices(rows, features, out.device) if features else ():
+        block = _block(packed[part], bits, features, dtype)
+        for span in spans(features, group_size):
+            at = slice(span[0] // group_size, group_count(span[1], group_size))
+            step, zeros = scale[part, at].unsqueeze(-1), zero[part, at].unsqueeze(-1)
+            out[part, span[0] : span[1]] = _decode(_of(block, span), step, zeros, dtype).flatten(1)
     return out
+
+
+def _block(packed: Tensor, bits: int, features: int, dtype: torch.dtype) -> Tensor:
+    """Codes [r, D] in the work dtype, in memory of their own."""
+    block = widened(unpack_rows(packed, bits), dtype)
+    return block if block.size(1) == features else block[:, :features].contiguous()
+
+
+def _decode(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+    """What codes [r, n, size] stand for, written over them; scale and zero [r, n, 1]."""
+    # the product is exact: fused or not, the sum is the same
+    compiling = torch.compiler.is_compiling()
+    values = codes * scale + zero if compiling else torch.addcmul(zero, codes, scale, out=codes)
+    return within_range(values, scale, dtype)
 
 
 def int_group_grad_weight(
@@ -138,7 +187,7 @@ def int_group_grad_weight(
 ) -> Tensor:
     """dW [O, D] = dy^T x of dy [R, O] and what `int_group_pack` returned.
 
-    `values` [R, k] in dy's dtype stand in place of the features `channels` int32 [k].
+    `values` [R, k] in dy's dtype stand in place of the features `channels` [k].
     """
     x = int_group_unpack(packed, scale, zero, features, dy.dtype, bits, group_size)
     if values is not None and channels is not None:

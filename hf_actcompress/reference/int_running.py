@@ -23,9 +23,10 @@ def group_ranges(x: Tensor, group_size: int) -> Tensor:
 def int_running_pack(x: Tensor, ranges: Tensor, group_size: int) -> Tensor:
     """Codes uint8 [R, D] of x [R, D] with stochastic rounding; what lies outside of its range [2, n] is clamped."""
     zero, scale = spread(ranges, x.size(1), group_size)
+    inverse = scale.reciprocal()
     codes = x.new_empty(x.shape, dtype=torch.uint8)
     for part in row_slices(x.size(0), x.size(1), x.device):
-        values = x[part].to(work_dtype(x.dtype), copy=True).sub_(zero).div_(scale)
+        values = x[part].to(work_dtype(x.dtype), copy=True).sub_(zero).mul_(inverse)
         codes[part] = values.add_(uniform(values.shape, values.dtype, values.device)).floor_().clamp_(0, LEVELS)
     return codes
 

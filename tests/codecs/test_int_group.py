@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress.codecs import Codec, IntGroup
 from hf_actcompress.errors import CodecError, UnknownOptionError
 from hf_actcompress.memory.measurement.allocator import trace
 from hf_actcompress.reference import seed_codecs
+from hf_actcompress.reference.groups import bf16_above, bf16_below, operands
 from tests.codecs.helpers import DTYPES, activations, hoeffding, relative, rounding, roundtrip
 
 codecs = st.builds(
@@ -221,3 +224,45 @@ def test_inductor_makes_the_same_bytes(codec: Codec) -> None:
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert torch.equal(torch.compile(lambda *kept: codec.unpack(kept, meta))(*found), codec.unpack(expected, meta))
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the ops that run a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and "empty" not in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("codec", "packing", "unpacking"),
+    [(IntGroup(8), 15, 2), (IntGroup(4), 16, 5), (IntGroup(8, outliers=4), 22, 3), (IntGroup(4, outliers=4), 23, 6)],
+    ids=str,
+)
+def test_how_many_calls_a_round_trip_takes(codec: Codec, packing: int, unpacking: int) -> None:
+    x = torch.randn(2, 5, 64)
+    with _Launches() as pack:
+        tensors, meta = codec.pack(x)
+    with _Launches() as unpack:
+        codec.unpack(tensors, meta)
+    assert (pack.count, unpack.count) == (packing, unpacking)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_ends_of_a_range_are_rounded_outwards(dtype: torch.dtype) -> None:
+    """To the next bf16, and not at all what bf16 has."""
+    known = torch.randint(-(2**15), 2**15, (4000,), dtype=torch.int16).view(torch.bfloat16)
+    known = known[known.isfinite() & (known.abs() >= torch.finfo(torch.bfloat16).tiny)].to(dtype)
+    ends = torch.tensor([torch.inf, -torch.inf], dtype=dtype).repeat_interleave(known.numel())
+    between = torch.nextafter(known.repeat(2), ends)
+    x = torch.cat((known, between, torch.randn(1000, dtype=dtype)))[:, None]
+    numbers = operands(255, x)
+    below = bf16_below(x, numbers).bfloat16()
+    above = bf16_above(x.abs(), numbers)[:, None]
+    after = torch.nextafter(below, torch.tensor(torch.inf, dtype=torch.bfloat16))
+    before = torch.nextafter(above, torch.tensor(-torch.inf, dtype=torch.bfloat16))
+    assert bool(((below.double() <= x) & (x < after.double())).all())
+    assert bool(((before.double() < x.abs()) & (x.abs() <= above.double())).all())
+    assert torch.equal(bf16_below(known, numbers), known)

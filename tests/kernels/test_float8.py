@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from hf_actcompress import reference
 from hf_actcompress.kernels import float8 as kernel
@@ -49,6 +51,37 @@ def test_every_code_and_every_tie(format: torch.dtype) -> None:
     codes, scale = kernel.float8_pack(x, format, x.numel())
     assert scale.item() == 1.0
     assert torch.equal(codes.view(torch.uint8), x.to(format).view(torch.uint8))
+
+
+@triton.jit
+def _converted(x_ptr, codes_ptr, back_ptr, E4M3: tl.constexpr, HARDWARE: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    code = kernel.encode(tl.load(x_ptr + at).to(tl.float32), E4M3, HARDWARE)
+    tl.store(codes_ptr + at, code)
+    tl.store(back_ptr + at, kernel.decode(code, E4M3, HARDWARE))
+
+
+@every_format
+@pytest.mark.parametrize("hardware", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_16_bits(dtype: torch.dtype, hardware: bool, format: torch.dtype) -> None:
+    """By the instructions and without: torch's own bytes of all that a scale leaves, and what they stand for."""
+    if hardware and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the GPU has no such instructions")
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE).view(dtype)
+    codes, back = torch.empty_like(x, dtype=torch.uint8), torch.empty_like(x, dtype=torch.float32)
+    tile = 1 << 12
+    _converted[(x.numel() // tile,)](x, codes, back, E4M3=format == torch.float8_e4m3fn, HARDWARE=hardware, TILE=tile)
+    expected = x.to(format)
+    finite = x.abs() <= torch.finfo(format).max
+    if hardware and DEVICE.type == "cpu":
+        # the interpreter's own conversion does not round: what it can show are the numbers that the format has
+        finite &= expected.to(dtype) == x
+        assert int(finite.sum()) > 240
+    assert torch.equal(codes[finite], expected.view(torch.uint8)[finite])
+    assert torch.equal(back[finite], expected.float()[finite])
+    if not hardware or DEVICE.type == "cuda":
+        assert bool(back[x.isnan()].isnan().all())
 
 
 @every_format

@@ -24,10 +24,13 @@ def test_bits_are_the_references(name: str, dtype: torch.dtype, shape: tuple[int
         check(name, args, bitwise=True)
 
 
-def assert_same_bits(x: Tensor, bits: int, group_size: int, skip: Tensor | None = None) -> None:
+def assert_same_bits(x: Tensor, bits: int, group_size: int, channels: Tensor | None = None) -> None:
     with poisoned():
-        ours = kernel.int_group_pack(x, bits, group_size, False, skip)
-    stock = reference.int_group_pack(x, bits, group_size, False, skip)
+        ours = kernel.int_group_pack(x, bits, group_size, False, channels)
+    stock = reference.int_group_pack(x, bits, group_size, False, channels)
+    # a group with a NaN has no scale, and then its zero point is any number
+    lost = stock[1].isnan()
+    ours, stock = ((codes, scale, zero.masked_fill(lost, 0)) for codes, scale, zero in (ours, stock))
     for a, b in zip(ours, stock, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -43,7 +46,7 @@ def test_every_layout(shape: tuple[int, ...], layout: str) -> None:
 @pytest.mark.parametrize("width", [16385, 20000])
 def test_a_group_wider_than_a_tile(bits: int, width: int) -> None:
     x = torch.randn(2, width, device=DEVICE)
-    assert_same_bits(x, bits, width, torch.rand(width, device=DEVICE) < 0.01)
+    assert_same_bits(x, bits, width, torch.randperm(width, device=DEVICE)[:5])
     packed = reference.int_group_pack(x, bits, width, False)
     unpacked = kernel.int_group_unpack(*packed, width, torch.float32, bits, width)
     assert torch.equal(unpacked, reference.int_group_unpack(*packed, width, torch.float32, bits, width))
