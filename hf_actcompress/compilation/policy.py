@@ -62,9 +62,10 @@ def apply_policy(graph: Graph, outputs: int) -> None:
         outputs: How many of the first outputs are the forward's. What only backward needs, such as codes that an op
             has made to keep, is not told anything: torch keeps whichever of it is smallest.
     """
+    held = _held_by_caller(graph, outputs)
     for node in list(graph.nodes):
         if node.target is _MARK:
-            _take_out(graph, node)
+            _take_out(graph, node, held)
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.native_dropout.default:
             _scale_by_mask(graph, node)
@@ -73,7 +74,17 @@ def apply_policy(graph: Graph, outputs: int) -> None:
             _tag(node)
 
 
-def _take_out(graph: Graph, mark: Node) -> None:
+def _held_by_caller(graph: Graph, outputs: int) -> set[Node]:
+    """The inputs that need no gradient, such as pixels. Others come from a graph before this one, which lets go of them
+    unless this one keeps them."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    gradients = output.args[0][outputs:]  # type: ignore[index]
+    inputs = (node for node in graph.nodes if node.op == "placeholder")
+    # behind the inputs that have a place for a gradient come the gradients of the outputs
+    return {node for node, gradient in zip(inputs, gradients, strict=False) if gradient is None}
+
+
+def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
     x, wish, codec = mark.args
     assert isinstance(x, Node)
     made = made_by(x)
@@ -85,7 +96,7 @@ def _take_out(graph: Graph, mark: Node) -> None:
     else:
         if wish == KEEP:
             made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-        if codec != PLAIN and not (wish != KEEP and CODEC in made.meta):
+        if codec != PLAIN and made not in held and not (wish != KEEP and CODEC in made.meta):
             made.meta[CODEC] = codec
     if any(user.op == "output" for user in mark.users) and not (wish == RECOMPUTE and _is_fresh(x)):
         # a graph does not return one tensor twice, or its own input, or what it also keeps for backward
