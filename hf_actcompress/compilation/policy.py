@@ -21,6 +21,8 @@ from .marks import KEEP, PLAIN, RECOMPUTE
 _MARK = torch.ops.hf_actcompress.mark.default
 # in `node.meta`: the name of the codec through which the value is kept
 CODEC = "actcompress_codec"
+# likewise: on the product that is computed again because of its size, not of what it is
+LOGITS = "actcompress_logits"
 # likewise: the id of the module that what has been packed belongs to
 _MODULE = "actcompress_module"
 # larger than those of checkpointed regions: what leaves such a region for one of our nodes stays, as in eager mode
@@ -93,6 +95,7 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
         made = made.all_input_nodes[0] if made.target is operator.getitem else made
         if "recompute" not in made.meta:
             _tag(made)
+            made.meta[LOGITS] = True
     else:
         if wish == KEEP:
             made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
