@@ -60,10 +60,11 @@ def _measured(name: str, mode: str, args: argparse.Namespace, stock: Result | No
         kept = [_kept(forward, batch, args)]
         if not args.dropout and not args.lora_dropout:
             result.fp64_error = _error(family, shape, args, model, step)
-        few = replace(shape, layers=shape.layers // 2)
-        kept.append(_kept(MODES[mode].prepare(build(family, few, args)), batch, args))
+        # one more layer: the first one of a checkpointed model is another case, its input being the embeddings
+        more = replace(shape, layers=shape.layers + 1)
+        kept.append(_kept(MODES[mode].prepare(build(family, more, args)), batch, args))
     tokens = batch["input_ids"].numel()
-    result.kept_h = (kept[0] - kept[1]) / (tokens * shape.hidden * (shape.layers - few.layers))
+    result.kept_h = (kept[1] - kept[0]) / (tokens * shape.hidden)
     if stock is not None and stock.first_step_s:
         result.first_step_ratio = result.first_step_s / stock.first_step_s
     return result
