@@ -34,8 +34,8 @@ def partition(
     forward, backward = divide(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if marked:
         if kwargs.get("compiler") == "inductor":
-            divide_logits(backward.graph)
             order_weights(backward.graph)
+            divide_logits(backward.graph)
             backward.recompile()
         pack_saved(forward, backward, num_fwd_outputs)
         if kwargs.get("compiler") == "inductor":
