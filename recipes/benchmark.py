@@ -2,13 +2,16 @@
 
     python recipes/benchmark.py --quick
     python recipes/benchmark.py --device cuda --models llama-1b --modes all --seq-len 2048 --out results/
+    python recipes/benchmark.py --suite bytes --modes compile exact+compile int8+compile --dtype bfloat16 --resume
     python recipes/benchmark.py --device cuda --suite largest --models gpt2-small llama-1b --caps 8GiB 16GiB 24GiB
 
 Suite "equal": each mode from the same weights, at one batch size. Every round runs each of them once, in turn, so that
 what else the machine does falls on all alike; the figures are medians over the rounds, after one warm-up step each.
 Gradient errors and kept bytes per layer are those of the same model with few layers. A mode that is to be exact and
 whose gradients are off gets no speed figure, and the command fails. Suite "largest": the largest batch that trains with
-AdamW on a card of each size, and tokens/s there; on a CPU the bytes are counted instead. Writes benchmark.jsonl (one
+AdamW on a card of each size, and tokens/s there; on a CPU the bytes are counted instead. Suite "bytes": of compiled
+modes kept bytes, peak, error against fp64 (without dropout) and the seconds of the first step, with caches that are
+empty; --resume goes on behind the results that are in --out. Writes benchmark.jsonl (one
 record per result) and benchmark.md after each mode and each round, and benchmark.png at the end. The kernels alone are
 measured by recipes/benchmark_kernels.py.
 """
@@ -19,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 
+from common.bench_bytes import compiled_bytes, earlier
 from common.bench_modes import DEFAULT_MODES, MODES
 from common.bench_options import add_model_options, check_model_options
 from common.bench_report import environment, markdown, plot, write
@@ -29,9 +33,10 @@ from tqdm.auto import tqdm
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
-    parser.add_argument("--suite", nargs="+", choices=("equal", "largest"), default=["equal"])
+    parser.add_argument("--suite", nargs="+", choices=("equal", "largest", "bytes"), default=["equal"])
     parser.add_argument("--modes", nargs="+", choices=("all", *MODES), default=list(DEFAULT_MODES))
     parser.add_argument("--caps", nargs="+", default=["8GiB", "12GiB", "16GiB", "24GiB"], help="card sizes, in GiB")
+    parser.add_argument("--resume", action="store_true", help="suite bytes: do not measure what --out has already")
     parser.add_argument("--trials", type=int, default=4, help="batch sizes to try under each cap")
     args = parser.parse_args(argv)
     check_model_options(parser, args)
@@ -45,13 +50,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> Iterator[list[Result]]:
     """All results so far, each time that something has been measured."""
-    done: list[Result] = []
+    done: list[Result] = earlier(args.out) if args.resume else []
     for name in tqdm(args.models, desc="models"):
         if "equal" in args.suite:
             results: list[Result] = []
             for results in equal_batch(name, args):
                 yield [*done, *results]
             done += results
+        if "bytes" in args.suite:
+            yield from compiled_bytes(name, args, done)
         if "largest" in args.suite:
             for cap, mode in product(args.caps, args.modes):
                 done.append(largest_batch(name, mode, cap, args))

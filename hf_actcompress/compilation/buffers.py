@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
-from .policy import is_fused, is_view, made_by, nbytes, overwrites
+from .policy import is_fused, is_pointwise, is_view, made_by, nbytes, overwrites
 
 
 class Buffers:
@@ -19,6 +20,7 @@ class Buffers:
     Attributes:
         no_memory: Nodes whose results take no memory of their own.
         dead: By node, those that can be freed behind it.
+        whole: By node, the concatenation that it is the first to write a part of: all of it is made by then.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -31,6 +33,12 @@ class Buffers:
         for node, position in last.items():
             if nodes[position].op != "output":
                 self.dead.setdefault(nodes[position], []).append(node)
+        self.whole: dict[Node, Node] = {}
+        for node in nodes:
+            parts = node.all_input_nodes if node.target is torch.ops.aten.cat.default else []
+            if parts and all(map(_is_written_in_place, parts)):
+                self.whole[min(parts, key=order.__getitem__)] = node
+                self.no_memory.update(parts)
 
     def _last_readers(self, nodes: list[Node], order: dict[Node, int]) -> dict[Node, int]:
         """By node, the position of the node whose kernel reads it last."""
@@ -57,3 +65,8 @@ class Buffers:
                     ending[order[node]].remove(free)
                     ending.setdefault(last[node], []).append(free)
                     break
+
+
+def _is_written_in_place(part: Node) -> bool:
+    """Whether a compiler lets the op write into the concatenation of its result and others."""
+    return part.op == "call_function" and not is_view(part) and not is_pointwise(part)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..private_apis import exporting
 
@@ -55,6 +55,9 @@ def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
     if exporting():
         # an exported program is for processes that do not know us
         return x
+    if isinstance(x, nn.Parameter):
+        # a model that reads a parameter as it would an activation; parameters are kept as they are
+        codec = PLAIN
     y: Tensor = torch.ops.hf_actcompress.mark(x, wish, codec)
     return y
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..private_apis import compile_for_inductor
 from .buffers import Buffers
-from .policy import module_reading
+from .policy import hint, module_reading
 
 _Boxed = Callable[[list[Any]], Any]
 
@@ -74,6 +75,12 @@ class _Watched:
             elif node.op == "get_attr":
                 values[node] = operator.attrgetter(node.target)(self._module)
             elif node.op == "call_function":
+                if node in self._plan.whole:
+                    whole = self._plan.whole[node]
+                    like = whole.meta["val"]
+                    values[whole] = torch.empty([hint(x) for x in like.shape], dtype=like.dtype, device=like.device)
+                # what stood for it until now
+                values.pop(node, None)
                 values[node] = self._run(node, values)
             for dead in self._plan.dead.get(node, ()):
                 del values[dead]

@@ -74,7 +74,7 @@ _BITS = _Bits()
 
 def _codec_of(x: Any) -> Codec | _Bits | None:
     """The codec of a saved value; None: it is kept as it is."""
-    value = x.meta.get("val") if isinstance(x, Node) and x.op != "placeholder" else None
+    value = x.meta.get("val") if isinstance(x, Node) else None
     if not isinstance(value, Tensor):
         return None
     if value.dtype == torch.bool:

@@ -9,6 +9,8 @@ from torch.fx import GraphModule
 
 from ..private_apis import min_cut_partition, replace_random
 from .breaks import warn_of_break
+from .logits import divide_logits
+from .ordering import order_weights
 from .packing import pack_saved
 from .policy import apply_policy, has_marks
 
@@ -31,6 +33,10 @@ def partition(
         apply_policy(joint.graph, num_fwd_outputs)
     forward, backward = divide(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if marked:
+        if kwargs.get("compiler") == "inductor":
+            order_weights(backward.graph)
+            divide_logits(backward.graph)
+            backward.recompile()
         pack_saved(forward, backward, num_fwd_outputs)
         if kwargs.get("compiler") == "inductor":
             # what a codec draws, as Inductor wants it

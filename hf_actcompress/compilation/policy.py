@@ -21,6 +21,8 @@ from .marks import KEEP, PLAIN, RECOMPUTE
 _MARK = torch.ops.hf_actcompress.mark.default
 # in `node.meta`: the name of the codec through which the value is kept
 CODEC = "actcompress_codec"
+# likewise: on the product that is computed again because of its size, not of what it is
+LOGITS = "actcompress_logits"
 # likewise: the id of the module that what has been packed belongs to
 _MODULE = "actcompress_module"
 # larger than those of checkpointed regions: what leaves such a region for one of our nodes stays, as in eager mode
@@ -62,9 +64,10 @@ def apply_policy(graph: Graph, outputs: int) -> None:
         outputs: How many of the first outputs are the forward's. What only backward needs, such as codes that an op
             has made to keep, is not told anything: torch keeps whichever of it is smallest.
     """
+    held = _held_by_caller(graph, outputs)
     for node in list(graph.nodes):
         if node.target is _MARK:
-            _take_out(graph, node)
+            _take_out(graph, node, held)
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.native_dropout.default:
             _scale_by_mask(graph, node)
@@ -73,7 +76,17 @@ def apply_policy(graph: Graph, outputs: int) -> None:
             _tag(node)
 
 
-def _take_out(graph: Graph, mark: Node) -> None:
+def _held_by_caller(graph: Graph, outputs: int) -> set[Node]:
+    """The inputs that need no gradient, such as pixels. Others come from a graph before this one, which lets go of them
+    unless this one keeps them."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    gradients = output.args[0][outputs:]  # type: ignore[index]
+    inputs = (node for node in graph.nodes if node.op == "placeholder")
+    # behind the inputs that have a place for a gradient come the gradients of the outputs
+    return {node for node, gradient in zip(inputs, gradients, strict=False) if gradient is None}
+
+
+def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
     x, wish, codec = mark.args
     assert isinstance(x, Node)
     made = made_by(x)
@@ -82,10 +95,11 @@ def _take_out(graph: Graph, mark: Node) -> None:
         made = made.all_input_nodes[0] if made.target is operator.getitem else made
         if "recompute" not in made.meta:
             _tag(made)
+            made.meta[LOGITS] = True
     else:
         if wish == KEEP:
             made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-        if codec != PLAIN and not (wish != KEEP and CODEC in made.meta):
+        if codec != PLAIN and made not in held and not (wish != KEEP and CODEC in made.meta):
             made.meta[CODEC] = codec
     if any(user.op == "output" for user in mark.users) and not (wish == RECOMPUTE and _is_fresh(x)):
         # a graph does not return one tensor twice, or its own input, or what it also keeps for backward

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
@@ -87,10 +88,9 @@ class PatchedForward:
             args = args[1:]
         if self.active and self.config.tokens < 1 and torch.compiler.is_compiling():
             return self._not_compiled(*args, **kwargs)
-        if self.inner is None and torch.compiler.is_compiling():
-            # torch 2.11 cannot trace how `_stock` binds it
-            return type(self.model).forward(self.model, *args, **kwargs)
-        if not self.active or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return self._traced(args, kwargs)
+        if not self.active:
             return self._stock()(*args, **kwargs)
         stock = self._stock()
         with self._outermost(stock, args, kwargs), deferred_logits(self.model, stock, args, kwargs) as finished:
@@ -98,6 +98,24 @@ class PatchedForward:
             plain = self.inner is None and self.config.tokens == 1
             packed = packed_forward(self.model, args, kwargs) if plain else None
             return finished((packed or stock)(*args, **kwargs))
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The stock forward in a graph.
+
+        A model without a loss type, such as GPT-2, logs a warning where it falls back to the default loss, and a
+        warning breaks the graph. So it is given that loss, for this forward: Trainer goes on to see no loss type.
+        """
+        model: Any = self.model
+        trained = self.active and model.training and torch.is_grad_enabled()
+        unnamed = trained and isinstance(model, PreTrainedModel) and _has_no_loss(model)
+        if unnamed:
+            model.loss_function = LOSS_MAPPING[_DEFAULT_LOSS]
+        # torch 2.11 cannot trace how `_stock` binds it
+        inner = self.inner
+        output = type(model).forward(model, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+        if unnamed:
+            del model._loss_function
+        return output
 
     @torch.compiler.disable
     def _not_compiled(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +179,10 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
 def root_module(model: nn.Module) -> nn.Module:
     """The outermost transformers model, e.g. inside a PeftModel; the module itself if it holds none."""
     return next(iter(pretrained_models(model).values()))
+
+
+def _has_no_loss(model: PreTrainedModel) -> bool:
+    return getattr(model, "loss_type", None) is None and not hasattr(model, "_loss_function")
 
 
 def name_default_loss(model: nn.Module) -> None:

@@ -82,5 +82,5 @@ def build(family: str, shape: Shape, args: argparse.Namespace, dropout: float | 
     if args.lora:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=args.lora_dropout))
     return model

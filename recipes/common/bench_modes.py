@@ -81,6 +81,9 @@ MODES: dict[str, Mode] = {
         exact=False,
     ),
     "checkpointing+compile": Mode(lambda model: _compiled(_checkpointed(model)), same_masks=False, compiled=True),
+    "exact+checkpointing+compile": Mode(
+        lambda model: _compiled(_checkpointed(patch_model(model))), same_masks=False, compiled=True
+    ),
     **{
         f"{name}+compile": Mode(
             partial(_patched_and_compiled, preset=name), exact=name in EXACT, same_masks=False, compiled=True

@@ -15,6 +15,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(GRADIENT_LIMIT), default=None, help="float32 on a CPU, else bfloat16")
     parser.add_argument("--autocast", action="store_true", help="weights in float32, computation in bfloat16")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers")
+    parser.add_argument("--lora-dropout", type=float, default=0.0, help="in front of the adapters")
     parser.add_argument("--hidden", type=int, default=512, help="of a family without a shape")
     parser.add_argument("--layers", type=int, default=2, help="even")
     parser.add_argument("--vocab", type=int, default=1024, help="the loss head's share of the step grows with it")

@@ -33,7 +33,15 @@ _LARGEST = {
     "step ms": lambda r: _number(r.step_ms, ".1f"),
     "tokens/s": lambda r: _number(r.tokens_per_second, ",.0f"),
 }
-COLUMNS = {"equal": _EQUAL, "largest": _LARGEST}
+_BYTES = {
+    "kept, h per token, layer": _EQUAL["kept, h per token, layer"],
+    "peak MiB": _EQUAL["peak MiB"],
+    "error against fp64": lambda r: _number(r.fp64_error, ".2e"),
+    "graphs, breaks": lambda r: "-" if r.graphs is None else f"{r.graphs}, {r.breaks}",
+    "first step s": lambda r: _number(r.first_step_s, ".1f"),
+    "x compiled stock": lambda r: _number(r.first_step_ratio, ".2f"),
+}
+COLUMNS = {"equal": _EQUAL, "largest": _LARGEST, "bytes": _BYTES}
 
 
 def _number(value: float | None, form: str) -> str:
@@ -52,18 +60,27 @@ def environment(device: str, command: str, options: dict[str, Any]) -> dict[str,
     }
 
 
+def _lora(options: dict[str, Any]) -> str:
+    return f", LoRA with dropout {options['lora_dropout']}" if options["lora"] else ""
+
+
 def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
     """The command, the machine, and a table per suite."""
-    options = about["options"]
+    options, suites = about["options"], {result.suite for result in results}
     lines = [
         f"`{about['command']}`",
         "",
         f"{about['device']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}, "
         f"triton {about['triton']}, liger-kernel {about['liger-kernel']}",
-        f"{options['grain']}{', LoRA' if options['lora'] else ''}, h = {options['hidden']}, {options['layers']} layers "
+        f"{options['grain']}{_lora(options)}, h = {options['hidden']}, {options['layers']} layers "
         f"and a vocabulary of {options['vocab']} where the name is no shape, dropout {options['dropout']}, batch "
-        f"{options['batch']}, sequence {options['seq_len']}; medians of {options['rounds']} rounds, interleaved, "
-        "after one warm-up step each.",
+        f"{options['batch']}, sequence {options['seq_len']}"
+        + (
+            ""
+            if suites == {"bytes"}
+            else f"; medians of {options['rounds']} rounds, interleaved, after one warm-up step each"
+        )
+        + ".",
         "",
     ]
     for suite, columns in COLUMNS.items():

@@ -43,6 +43,9 @@ class Result:
     step_ms: float | None = None
     tokens_per_second: float | None = None
     step_ratio: float | None = None
+    fp64_error: float | None = None
+    first_step_s: float | None = None
+    first_step_ratio: float | None = None
     cap: str = ""
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -82,12 +85,12 @@ def make_batch(size: int, vocab: int, args: argparse.Namespace) -> dict[str, tor
     return {"input_ids": ids, "labels": ids}
 
 
-def gradients(model: Any, step: Callable[[], None]) -> torch.Tensor:
-    """All gradients of one step from a fixed seed, as one fp32 vector."""
+def gradients(model: Any, step: Callable[[], None], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """All gradients of one step from a fixed seed, as one vector."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
     step()
-    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+    return torch.cat([p.grad.to(dtype).flatten() for p in model.parameters() if p.grad is not None])
 
 
 def gradient_error(name: str, mode: str, args: argparse.Namespace) -> float:

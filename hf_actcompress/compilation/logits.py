@@ -1,0 +1,194 @@
+"""Logits that backward makes again, a few columns of the vocabulary at a time: a graph that never holds them whole.
+
+A loss is computed from logits row by row, and once its sums over a row are known, pointwise. So the columns of the
+vocabulary can go one after the other through the product that makes the logits, the pointwise gradient of the loss,
+and the products that make the gradients of weight and hidden states of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .ordering import after, call
+from .policy import LOGITS, hint
+
+aten, prims = torch.ops.aten, torch.ops.prims
+# so many pieces, of whole tiles of a product; smaller logits, and those of small vocabularies, stay whole
+PIECES, _TILE, LARGE, _TIMES_HIDDEN = 8, 128, 1 << 20, 4
+# what works on each column for itself, beside what torch calls pointwise
+_SHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+_COPIES = {aten.clone.default, prims.convert_element_type.default}
+
+# (product of columns of the logits' gradient with hidden states, with the weight, and sums over rows)
+_Sinks = list[tuple[str, Node, Node]]
+
+
+def divide_logits(graph: Graph) -> None:
+    """Let a backward graph work on the logits in pieces, if they are large and all that is done with them is known.
+
+    Gradients of the weight are the same sums as before; those of the hidden states are sums of a product per piece.
+    """
+    for node in list(graph.nodes):
+        if LOGITS in node.meta and node.op == "call_function" and _is_large(node):
+            sinks = _sinks(node)
+            if sinks:
+                _Pieces(graph, node, sinks).insert()
+    graph.eliminate_dead_code()
+
+
+def _is_large(logits: Node) -> bool:
+    if logits.target not in (aten.mm.default, aten.addmm.default):
+        return False
+    rows, columns = (hint(size) for size in logits.meta["val"].shape)
+    hidden = hint(_factors(logits)[0].meta["val"].shape[1])
+    known = type(logits.meta["val"].shape[1]) is int
+    return known and columns >= _TIMES_HIDDEN * hidden and rows * columns >= LARGE
+
+
+def _factors(product: Node) -> tuple[Node, Node]:
+    return product.args[-2:]  # type: ignore[return-value]
+
+
+def _sinks(logits: Node) -> _Sinks | None:
+    """The nodes that the logits' gradient ends in; None if something is done with the logits that is not known here."""
+    columns = logits.meta["val"].shape[1]
+    along, sinks = [logits], []
+    for node in along:
+        for user in node.users:
+            if _is_by_column(user, columns):
+                along += [user] if user not in along else []
+            elif user.target is aten.permute.default and user.args[1] == [1, 0] and node.meta["val"].dim() == 2:
+                products = [product for product in user.users if _is_product(product, user)]
+                if len(products) < len(user.users):
+                    return None
+                sinks += [("weight", product, node) for product in products]
+            elif _is_product(user, node):
+                sinks.append(("hidden", user, node))
+            elif user.target is aten.sum.dim_IntList and _sums_rows(user, node):
+                sinks.append(("bias", user, node))
+            else:
+                return None
+    return sinks
+
+
+def _is_product(node: Node, left: Node) -> bool:
+    return node.target is aten.mm.default and node.args[0] is left and node.args[1] is not left
+
+
+def _sums_rows(node: Node, x: Node) -> bool:
+    last = x.meta["val"].dim() - 1
+    return bool(node.args[1]) and all(0 <= dim < last for dim in node.args[1])  # type: ignore[union-attr, operator]
+
+
+def _is_wide(node: Any, columns: int) -> bool:
+    """Whether its last axis is the vocabulary."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, Tensor) and value.dim() > 0 and type(value.shape[-1]) is int and value.shape[-1] == columns
+
+
+def _is_by_column(node: Node, columns: int) -> bool:
+    if node.op != "call_function" or not _is_wide(node, columns):
+        return False
+    if node.target in _SHAPES:
+        last = tuple(node.all_input_nodes[0].meta["val"].shape[-1:])
+        # columns stay columns, or one number becomes all of them
+        return last == (columns,) or (node.target is aten.expand.default and last in ((), (1,)))
+    return node.target in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+class _Pieces:
+    """One product of logits and what follows from it."""
+
+    def __init__(self, graph: Graph, logits: Node, sinks: _Sinks) -> None:
+        self._graph, self._logits, self._sinks = graph, logits, sinks
+        self._columns: int = logits.meta["val"].shape[1]
+        # all that the pieces read has been made there
+        order = {node: i for i, node in enumerate(graph.nodes)}
+        self._place = max((sink for _, sink, _ in sinks), key=order.__getitem__)
+        self._first = min((sink for _, sink, _ in sinks), key=order.__getitem__)
+
+    def insert(self) -> None:
+        step = -(-self._columns // (PIECES * _TILE)) * _TILE
+        parts: dict[Node, list[Node]] = {sink: [] for _, sink, _ in self._sinks}
+        before: Node | None = None
+        with self._graph.inserting_before(self._place):
+            for start in range(0, self._columns, step):
+                piece = _Piece(self, start, min(start + step, self._columns), before)
+                for kind, sink, gradient in self._sinks:
+                    part = piece.of_sink(kind, sink, gradient)
+                    parts[sink].append(part)
+                    before = part
+            for kind, sink, _ in self._sinks:
+                sink.replace_all_uses_with(self._together(kind, sink, parts[sink]))
+
+    def _together(self, kind: str, sink: Node, parts: list[Node]) -> Node:
+        if kind == "weight":
+            return self.call(aten.cat.default, parts)
+        if kind == "bias":
+            return self.call(aten.cat.default, parts, -1)
+        dtype = sink.meta["val"].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        total, *others = (self._cast(part, wide) for part in parts)
+        for other in others:
+            total = self.call(aten.add.Tensor, total, other)
+        return self._cast(total, dtype)
+
+    def _cast(self, x: Node, dtype: torch.dtype) -> Node:
+        return x if x.meta["val"].dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        return call(self._graph, self._logits.meta["val"].fake_mode, target, *args, **kwargs)
+
+
+class _Piece:
+    """Columns `start` to `end`, computed once `before` has been."""
+
+    def __init__(self, whole: _Pieces, start: int, end: int, before: Node | None) -> None:
+        self._whole, self._start, self._end, self._before = whole, start, end, before
+        self._known: dict[Node, Node] = {}
+
+    def of_sink(self, kind: str, sink: Node, gradient: Node) -> Node:
+        call, part = self._whole.call, self.of(gradient)
+        if kind == "weight":
+            return call(sink.target, call(aten.permute.default, part, [1, 0]), sink.args[1])
+        if kind == "hidden":
+            return call(sink.target, part, call(aten.slice.Tensor, sink.args[1], 0, self._start, self._end))
+        return call(sink.target, part, *sink.args[1:], **sink.kwargs)
+
+    def of(self, node: Any) -> Any:
+        """These columns of a node's result; the node itself if it has no columns."""
+        if not _is_wide(node, self._whole._columns):
+            return node
+        if node not in self._known:
+            self._known[node] = self._made(node)
+        return self._known[node]
+
+    def _made(self, node: Node) -> Node:
+        whole = self._whole
+        if node is whole._logits:
+            *bias, hidden, weight = node.args
+            part = whole.call(node.target, *(self._cut(x) for x in bias), hidden, self._cut(weight), **node.kwargs)
+            return part if self._before is None else after(whole._graph, part, self._before)
+        if node.target is prims.iota.default:
+            step = node.kwargs["step"]
+            start = node.kwargs["start"] + self._start * step  # type: ignore[operator]
+            return whole.call(node.target, self._end - self._start, **{**node.kwargs, "start": start})
+        if node.target is aten.full.default:
+            return whole.call(node.target, self._shape(node.args[0]), *node.args[1:], **node.kwargs)
+        if not _is_by_column(node, whole._columns):
+            return self._cut(node)
+        if node.target in _SHAPES:
+            return whole.call(node.target, self.of(node.args[0]), self._shape(node.args[1]), **node.kwargs)
+        args, kwargs = map_arg((node.args, node.kwargs), self.of)
+        return whole.call(node.target, *args, **kwargs)
+
+    def _cut(self, x: Any) -> Node:
+        return self._whole.call(aten.slice.Tensor, x, x.meta["val"].dim() - 1, self._start, self._end)
+
+    def _shape(self, shape: Any) -> list[Any]:
+        return [*shape[:-1], self._end - self._start]

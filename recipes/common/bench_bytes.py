@@ -1,0 +1,87 @@
+"""What compiled modes keep and hold at most, how exact they are, and how long their first step takes: no rounds."""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.utils import fresh_cache
+
+from hf_actcompress import kept_bytes, measure_step
+
+from .bench_graphs import counted
+from .bench_models import build, shape_of
+from .bench_modes import MODES
+from .bench_suites import MIB, Forward, Result, gradients, make_batch, make_step
+
+SUITE, STOCK = "bytes", "compile"
+
+
+def earlier(folder: Path) -> list[Result]:
+    """The results of this suite that a run before has left there."""
+    path = folder / "benchmark.jsonl"
+    names = {field.name for field in fields(Result)}
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [{key: value for key, value in json.loads(line).items() if key in names} for line in lines]
+    return [Result(**record) for record in records if record["suite"] == SUITE]
+
+
+def compiled_bytes(name: str, args: argparse.Namespace, done: list[Result]) -> Iterator[list[Result]]:
+    """One model in all modes; `done` are the results so far, of which those that are there are not measured again."""
+    for mode in args.modes:
+        known = {(result.model, result.mode): result for result in done}
+        if (name, mode) not in known:
+            done.append(_measured(name, mode, args, known.get((name, STOCK))))
+            yield done
+
+
+def _measured(name: str, mode: str, args: argparse.Namespace, stock: Result | None) -> Result:
+    family, shape = shape_of(name, args)
+    result = Result(SUITE, name, mode, args.batch, args.seq_len)
+    result.note = MODES[mode].reason_missing(family, args.device)
+    if result.note:
+        return result
+    torch._dynamo.reset()
+    batch = make_batch(args.batch, shape.vocab, args)
+    model = build(family, shape, args)
+    forward = MODES[mode].prepare(model)
+    step = make_step(forward, batch, args)
+    with fresh_cache():
+        start = time.perf_counter()
+        graphs, breaks = counted(step)
+        result.first_step_s = time.perf_counter() - start
+        if MODES[mode].compiled:
+            result.graphs, result.breaks = graphs, breaks
+        result.peak_mib = measure_step(step, args.device).peak_bytes / MIB
+        kept = [_kept(forward, batch, args)]
+        if not args.dropout and not args.lora_dropout:
+            result.fp64_error = _error(family, shape, args, model, step)
+        # one more layer: the first one of a checkpointed model is another case, its input being the embeddings
+        more = replace(shape, layers=shape.layers + 1)
+        kept.append(_kept(MODES[mode].prepare(build(family, more, args)), batch, args))
+    tokens = batch["input_ids"].numel()
+    result.kept_h = (kept[1] - kept[0]) / (tokens * shape.hidden)
+    if stock is not None and stock.first_step_s:
+        result.first_step_ratio = result.first_step_s / stock.first_step_s
+    return result
+
+
+def _kept(forward: Forward, batch: dict[str, torch.Tensor], args: argparse.Namespace) -> int:
+    def run() -> Any:
+        with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.autocast):
+            return forward(**batch)
+
+    run()
+    return kept_bytes(run, args.device)
+
+
+def _error(family: str, shape: Any, args: argparse.Namespace, model: Any, step: Any) -> float:
+    """Of all gradients, against stock's in fp64 with the same weights."""
+    found = gradients(model, step).double()
+    oracle = build(family, shape, args).to(torch.float64)
+    exact = gradients(oracle, make_step(oracle, make_batch(args.batch, shape.vocab, args), args), torch.float64)
+    return float((found - exact).norm() / exact.norm())
