@@ -194,7 +194,8 @@ def write(name: str, folder: Path, modes: Sequence[str] = (), strategies: Sequen
 
 def without_unused(data: dict[str, Any]) -> dict[str, Any]:
     """The same data without states, steps, sums and terms that no case needs any more, numbered anew."""
-    writer, cases = Writer(), {}
+    writer = Writer()
+    cases: dict[str, dict[str, tuple[int, int]]] = {}
 
     def sums(number: int) -> int:
         row = data["sums"][number]
