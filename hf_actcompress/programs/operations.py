@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..reference import linear_fwd
-from ..reference.rms_norm import applies_gain_in_fp32, rms_norm_bwd_of_normed, rms_norm_normed
+from ..reference.rms_norm import applies_gain_in_fp32, rms_norm_normed, rms_norm_weight_bwd
 from .emit import Emitter
 from .step import Backward, Operation, Step
 from .views import rows_of, tokens_of
@@ -90,13 +90,16 @@ class RMSNorm(Operation):
     def backward(self, b: Backward, step: Step) -> None:
         x, weight = step.ins
         assert x is not None
-        needed = b.wants(x), b.wants(weight)
         gain = None if weight is None else b.want(weight)
+        shared = step.outs[0] in b.shared
+        if shared:
+            # first, so that what is shared is let go of
+            b.give(weight, b.call(rms_norm_weight_bwd, b.dy(step), *b.shared[step.outs[0]], gain))
+        needed = b.wants(x), b.wants(weight) and not shared
+        if not any(needed):
+            return
         args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.variant, needed
-        if step.outs[0] in b.shared:
-            both = b.call(rms_norm_bwd_of_normed, *args, *b.shared[step.outs[0]])
-        else:
-            both = b.dispatched("rms_norm_bwd", self.variant, *args)
+        both = b.dispatched("rms_norm_bwd", self.variant, *args)
         for i, value in enumerate(step.ins):
             if needed[i]:
                 b.give(value, b.item(both, i))

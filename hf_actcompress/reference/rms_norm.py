@@ -60,19 +60,6 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like x and dweight [C], from dy [..., C]; those not `needed` are None."""
-    return rms_norm_bwd_of_normed(dy, x, weight, rstd, variant, needed, None)
-
-
-def rms_norm_bwd_of_normed(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    variant: str,
-    needed: tuple[bool, bool],
-    normed: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """As `rms_norm_bwd`, with x^ as `rms_norm_normed` returns it, if somebody has it already."""
     in_fp32 = applies_gain_in_fp32(weight, variant)
     dtype = x.dtype
     cast = dtype if weight is None else _normed_dtype(dtype, weight, variant)
@@ -93,10 +80,7 @@ def rms_norm_bwd_of_normed(
         return (_in(direct + through_rstd, dtype),)
 
     dweight = None
-    if needed[1] and weight is not None and normed is not None:
-        dweight = _over_rows(dy * normed, weight.dtype)
-        del normed
-    elif needed[1] and weight is not None:
+    if needed[1] and weight is not None:
         if needed[0] and not goes_in_tiles(dy, x, rstd):
             # once for both
             x = _fp32(x)
@@ -107,6 +91,11 @@ def rms_norm_bwd_of_normed(
 
 def applies_gain_in_fp32(weight: Tensor | None, variant: str) -> bool:
     return weight is None or variant in ("one_plus_weight", "weight_in_fp32")
+
+
+def rms_norm_weight_bwd(dy: Tensor, normed: Tensor, weight: Tensor) -> Tensor:
+    """dweight [C] of `rms_norm_bwd`, from what `rms_norm_normed` returns."""
+    return _over_rows(dy * normed, weight.dtype)
 
 
 def _over_rows(products: Tensor, dtype: torch.dtype) -> Tensor:
