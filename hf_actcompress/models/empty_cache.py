@@ -74,15 +74,18 @@ def _is_new(layer: DynamicLayer) -> bool:
     return type(layer) is DynamicLayer and not layer.is_initialized
 
 
-def fill(cache: Any, layers: Sequence[DynamicLayer], heads: Sequence[Tensor], index: int) -> None:
+def fill(cache: Any, layers: Sequence[DynamicLayer] | None, heads: Sequence[Tensor], index: int) -> None:
     """What `update(keys, values)` does for empty layers, without copies.
 
     Args:
         cache: That of these layers.
-        layers: As `empty_layers` returned them.
+        layers: As `empty_layers` returned them; None: one that stores a part of what it is given, a window.
         heads: Keys and values of the first one, of the second one.
         index: Of the layer.
     """
+    if layers is None:
+        cache.update(*heads, index)
+        return
     for layer, keys, values in zip(layers, heads[::2], heads[1::2], strict=True):
         layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
         layer.keys, layer.values = keys, values

@@ -163,11 +163,7 @@ class LayerCode:
         if handed is None:
             return None
         part = whole.part if cache is None else whole.cached
-        angles = kwargs.get("position_embeddings") or (None, None)
-        given = {value: kwargs.get(name) for name, value in self.inputs.items()}
-        given[self.inputs["x"]] = x
-        given[self.inputs["cos"]], given[self.inputs["sin"]] = angles
-        given.update(zip(whole.masks.values(), masks, strict=True))
+        given = {**self._given(x, kwargs), **dict(zip(whole.masks.values(), masks, strict=True))}
         ins = [given[i] for i in part.ins]
         places = tuple([len(ins) + j for j in handed]) if handed else ()
         heads: Heads | None = {} if 3 * x.numel() >= handing.SLACK else None
@@ -178,16 +174,18 @@ class LayerCode:
         place = 0
         if cache is not None:
             place, *others = whole.outputs
-        if cache is not None and layers is None:
-            # of a window: it stores a part of them
-            cache.update(*(found[i] for i in others), indices[0])
-        elif layers is not None:
             fill(cache, layers, [found[i] for i in others], indices[0])
         y = found[place]
         if heads is not None:
             # the engine would hold the gradient of the result until the program is done
             y = let_go(heads, place, y)
         return y  # type: ignore[no-any-return]
+
+    def _given(self, x: Tensor, kwargs: dict[str, Any]) -> dict[int, Any]:
+        """By its value: what the layer is given."""
+        angles = kwargs.get("position_embeddings") or (None, None)
+        named = {**kwargs, "x": x, "cos": angles[0], "sin": angles[1]}
+        return {value: named.get(name) for name, value in self.inputs.items()}
 
     def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor | None:
         width = x.size(-1)

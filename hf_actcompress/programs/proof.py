@@ -26,11 +26,12 @@ from ..modules.checkpoint import CHECKPOINT_FUNCTION
 from ..private_apis import FakeTensor, without_dispatch_modes
 from ..records import apart, frame
 from ..reference.device_rules import under_rules
+from .arguments import CACHES, arguments, further_arguments, head_width
 from .layer import LayerPrograms, ProgramLayerMixin
 from .refusal import NotStraight
 from .small import CHECKPOINTED, small_layer, without_dropout
 from .tape import Tape
-from .tracing import CACHES, arguments, further_arguments, head_width, tape_of
+from .tracing import tape_of
 
 _BATCH, _TOKENS, _SOURCES = 2, 5, 4
 # what is tried without autocast, and under it

@@ -31,6 +31,7 @@ from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedM
 from ..modules.leaves import ActivationMixin, DropoutMixin, LayerNormMixin, LinearMixin, RMSNormMixin
 from ..modules.recomputed import RecomputedMixin
 from ..private_apis import FakeTensor, without_dispatch_modes
+from .arguments import ENCODED_MASK, arguments, dtype_of, further_arguments, head_width, width_of
 from .calls import BATCH, RULES, SOURCES, TOKENS
 from .operations import LayerNorm, Linear, RMSNorm
 from .own_attention import AttentionCode
@@ -44,10 +45,6 @@ from .tape import Attend, Given, Tape
 _SPY = "hf_actcompress_recorder"
 # roles of layers as a whole
 OF_LAYERS = ("layer", "checkpoint_input")
-# arguments of decoders: what the encoder has found, and which of it is padding
-_SOURCES, _SOURCE_MASK = "encoder_hidden_states", "encoder_attention_mask"
-# arguments that are caches of keys and values
-CACHES = ("past_key_values", "layer_past")
 # patched modules whose stock code is recorded
 _OWN_CODE = (AttentionMixin, SplitGatedMLPMixin, FusedGatedMLPMixin, T5GatedMLPMixin, AdapterMixin)
 # of a config: what is being recorded of the module that it belongs to
@@ -64,18 +61,18 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
         recorder = Recorder(RULES, autocast)
         twin, parameters = _without_data(layer, recorder)
         mask = torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
-        others = further_arguments(layer, TOKENS, SOURCES, partial(_empty, _dtype(layer)))
-        masks = {id(mask): "attention_mask", id(others.get(_SOURCE_MASK)): _SOURCE_MASK}
+        others = further_arguments(layer, TOKENS, SOURCES, partial(_empty, dtype_of(layer)))
+        masks = {id(mask): "attention_mask", id(others.get(ENCODED_MASK)): ENCODED_MASK}
         for name, module in list(twin.named_modules()):
             _watch(name, module, recorder, masks)
             if name:
                 module.forward = partial(recorder.within, name, module.forward)  # type: ignore[method-assign]
-        dtype = _dtype(layer)
-        x = torch.empty(BATCH, TOKENS, _width(layer), dtype=dtype, device="meta")
+        dtype = dtype_of(layer)
+        x = torch.empty(BATCH, TOKENS, width_of(layer), dtype=dtype, device="meta")
         # of each row its own, as packed rows have them; one for all rows does as well
         angles = [torch.empty(BATCH, TOKENS, head_width(layer), dtype=dtype, device="meta") for _ in range(2)]
         inputs = {name: recorder.given(value) for name, value in zip(("x", "cos", "sin"), (x, *angles), strict=True)}
-        inputs.update({name: recorder.given(value) for name, value in others.items() if name != _SOURCE_MASK})
+        inputs.update({name: recorder.given(value) for name, value in others.items() if name != ENCODED_MASK})
         known = {name: recorder.given(value) for name, value in parameters.items()}
         try:
             with recorder:
@@ -93,43 +90,6 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
         return tape
 
 
-def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """What a layer's forward takes beside its input, as the models hand it to their layers."""
-    known = {
-        "attention_mask": mask,
-        "position_embeddings": angles,
-        "alibi": None,
-        **dict.fromkeys(CACHES),
-        "use_cache": False,
-    }
-    names = _names(stock_type(layer).forward)
-    if "kwargs" in names:
-        # it hands them on to the modules that it consists of
-        names = names.union(*(_names(stock_type(child).forward) for child in layer.children()))
-    return {name: value for name, value in known.items() if name in names}
-
-
-def further_arguments(
-    layer: nn.Module, tokens: int, sources: int, make: Callable[[tuple[int, ...], type], Tensor]
-) -> dict[str, Tensor]:
-    """What T5's layers take, too: position biases, and what the encoder has found.
-
-    Args:
-        layer: That takes them, perhaps.
-        tokens, sources: Of the decoder and the encoder.
-        make: A tensor of a shape, of floats or of bools.
-    """
-    if "position_bias" not in _names(stock_type(layer).forward):
-        return {}
-    heads, width = _config(layer).num_attention_heads, _width(layer)
-    found = {"position_bias": make((1, heads, tokens, tokens), float)}
-    if getattr(layer, "is_decoder", False):
-        found[_SOURCES] = make((-1, sources, width), float)
-        found[_SOURCE_MASK] = make((-1, 1, 1, sources), bool)
-        found["encoder_decoder_position_bias"] = make((1, heads, tokens, sources), float)
-    return found
-
-
 def _empty(dtype: torch.dtype, shape: tuple[int, ...], kind: type) -> Tensor:
     sizes = [BATCH if size == -1 else size for size in shape]
     return torch.empty(sizes, dtype=torch.bool if kind is bool else dtype, device="meta")
@@ -141,10 +101,6 @@ def _returned(item: Any, inputs: dict[str, int], recorder: Recorder) -> Given:
     if not isinstance(item, Tensor) or recorder.value(item) not in names:
         raise NotStraight("it returns more than a tensor")
     return Given(names[recorder.value(item)])
-
-
-def _names(forward: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(inspect.unwrap(forward)).parameters)
 
 
 def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -314,40 +270,3 @@ def _attention(
 
 
 AttentionInterface.register(_SPY, _attention)
-
-
-def _dtype(layer: nn.Module) -> torch.dtype:
-    """That of most weights."""
-    sizes: dict[torch.dtype, int] = {}
-    for weight in layer.parameters():
-        sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
-    if not sizes:
-        raise NotStraight("it has no weights")
-    return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def _config(layer: nn.Module) -> Any:
-    found = next((m.__dict__["config"] for m in layer.modules() if "config" in m.__dict__), None)
-    if found is None:
-        raise NotStraight("none of its modules has a config")
-    return found
-
-
-def _width(layer: nn.Module) -> int:
-    width = getattr(_config(layer), "hidden_size", None)
-    if not isinstance(width, int):
-        raise NotStraight("its config names no hidden_size")
-    return width
-
-
-def head_width(layer: nn.Module) -> int:
-    """The width of the angles: a head, or the part of it that is rotated."""
-    config = next((vars(m)["config"] for m in layer.modules() if "config" in vars(m)), None)
-    share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
-    for module in layer.modules():
-        if isinstance(getattr(module, "rotary_ndims", None), int):
-            return int(module.rotary_ndims)  # type: ignore[arg-type]
-        for name in ("head_dim", "head_size"):
-            if isinstance(getattr(module, name, None), int):
-                return int(share * getattr(module, name))
-    return 2

@@ -60,12 +60,14 @@ class Whole:
         for mask in masks:
             if mask is not None and (type(mask) is not type(x) or mask.requires_grad):
                 return None
-        rules = device_rules()
         # a checkpointed layer that keeps its attention asks the attention function for it
-        if (rules is not None and not rules.on_cpu) or region_in_progress() is not None:
+        if region_in_progress() is not None:
             return None
         if self.own:
             return OWN
+        rules = device_rules()
+        if rules is not None and not rules.on_cpu:
+            return None
         (mask,) = masks
         given = None if mask is None else (mask.shape, mask.dtype)
         rows = x.size(0), x.size(1)
