@@ -34,7 +34,7 @@ class EagerAttentionMixin(RotaryMixin):
 
 def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
     """The site of an attention module whose eager function was shown to be one that ours equals."""
-    stock = _stock(type(module))
+    stock = eager_function_of(type(module))
     if stock is None or getattr(module, "reorder_and_upcast_attn", False):
         return Declined("attention", "eager attention of its own making, not transformers' eager_attention_forward")
     for roundings in ROUNDINGS:
@@ -45,7 +45,8 @@ def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
     return Declined("attention", "its eager function rounds otherwise than those known (found by a numeric probe)")
 
 
-def _stock(kind: type) -> Callable[..., Any] | None:
+def eager_function_of(kind: type) -> Callable[..., Any] | None:
+    """The eager attention of the file in which an attention class is written."""
     return getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
 
 
@@ -118,7 +119,7 @@ def eager_attention_forward(
     """The module's own eager function, keeping the probabilities once; that function itself where ours is no use."""
     assert isinstance(module, AttentionMixin)
     settings = module.actcompress
-    stock = _stock(module.stock_class)
+    stock = eager_function_of(module.stock_class)
     assert settings is not None and stock is not None
     plain = not any(kwargs.get(name) is not None for name in _own_keywords(stock))
     eager = not torch.compiler.is_compiling() and query.numel() > 0

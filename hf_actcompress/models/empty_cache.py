@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,14 +56,41 @@ def empty_layer(cache: Any, index: int) -> DynamicLayer | None:
     return layer if isinstance(layer, DynamicLayer) and _is_new(layer) else None
 
 
+def empty_layers(cache: Any, indices: Sequence[int]) -> list[DynamicLayer] | None:
+    """The layers of a cache for a layer's attentions: one, or one that attends to an encoder behind one that does not.
+
+    None if there is something in them, or for an unknown kind.
+    """
+    caches = [cache]
+    if type(cache) is EncoderDecoderCache:
+        caches = [cache.self_attention_cache, cache.cross_attention_cache]
+    if len(caches) != len(indices):
+        return None
+    layers = [empty_layer(one, index) for one, index in zip(caches, indices, strict=True)]
+    return None if None in layers else layers  # type: ignore[return-value]
+
+
 def _is_new(layer: DynamicLayer) -> bool:
     return type(layer) is DynamicLayer and not layer.is_initialized
 
 
-def fill(layer: DynamicLayer, keys: Tensor, values: Tensor) -> None:
-    """What `layer.update(keys, values)` does for an empty layer, without copies."""
-    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
-    layer.keys, layer.values = keys, values
+def fill(cache: Any, layers: Sequence[DynamicLayer] | None, heads: Sequence[Tensor], index: int) -> None:
+    """What `update(keys, values)` does for empty layers, without copies.
+
+    Args:
+        cache: That of these layers.
+        layers: As `empty_layers` returned them; None: one that stores a part of what it is given, a window.
+        heads: Keys and values of the first one, of the second one.
+        index: Of the layer.
+    """
+    if layers is None:
+        cache.update(*heads, index)
+        return
+    for layer, keys, values in zip(layers, heads[::2], heads[1::2], strict=True):
+        layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+        layer.keys, layer.values = keys, values
+    if type(cache) is EncoderDecoderCache:
+        cache.is_updated[index] = True
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,10 +17,15 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast casts the inputs of a matmul on x's device; None where it does not."""
     device = x.device.type
     # torch 2.11 cannot trace this check, and every device that we compile for has autocast
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    available = torch.compiler.is_compiling() or _has_autocast(device)
     if not available or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
+
+
+@cache
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def without_autocast(grads: Sequence[Tensor | None]) -> AbstractContextManager[Any]:

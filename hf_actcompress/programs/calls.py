@@ -32,6 +32,8 @@ from .refusal import NotStraight
 
 # of the batch and of its rows while a layer is recorded: prime, and no size of a model
 BATCH, TOKENS = 1013, 10007
+# of the tokens of an encoder
+SOURCES = 10009
 
 
 def _add(r: Recorder, y: Tensor, a: Any, b: Any) -> None:
@@ -73,10 +75,10 @@ def sizes_of(shape: Size, source: Size) -> tuple[int, ...]:
     """A shape as `reshaped` takes it of a tensor of the shape `source`: without the sizes of batch and tokens."""
     sizes = []
     for size in shape:
-        if size in (BATCH, TOKENS) and size in source:
+        if size in (BATCH, TOKENS, SOURCES) and size in source:
             sizes.append(-2 - source.index(size))
         else:
-            sizes.append(-1 if size % BATCH == 0 or size % TOKENS == 0 else size)
+            sizes.append(-1 if any(size % rows == 0 for rows in (BATCH, TOKENS, SOURCES)) else size)
     if sizes.count(-1) > 1:
         raise NotStraight("it reshapes batch and tokens in a way that is not known")
     return tuple(sizes)

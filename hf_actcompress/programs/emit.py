@@ -101,6 +101,13 @@ class Emitter:
             return self.call(function, *args, like=stock)
         return self.call(Bound(function, tail), *args, like=Bound(stock, tail))
 
+    def is_reference(self, x: Node, row: str | None, *names: str) -> bool:
+        """Whether these functions of `reference/` run for x, and no kernels: what they share is computed once then."""
+        if self.setting.choice == ESTIMATED:
+            return False
+        sample = torch.empty(1, dtype=self.dtype(x), device=self.setting.device)
+        return all(implementation(name, sample, row) is getattr(reference, name) for name in names)
+
     def item(self, node: Node, index: int) -> Node:
         return self.once(operator.getitem, node, index)
 

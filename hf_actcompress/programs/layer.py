@@ -41,6 +41,8 @@ _KNOWN = {
     # of packed rows, for kernels that this attention is none of
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
 }  # fmt: skip
+# how many tensors every layer is given: its input, cosines and sines
+_OF_ALL = 3
 # fake ones count as plain, or an estimate would take another path than the training
 _PARAMETERS = {nn.Parameter, FakeTensor}
 
@@ -170,7 +172,11 @@ def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether it is a call in training whose arguments are known."""
     if x.dim() != 3 or x.dtype != code.dtype or not x.numel():
         return False
-    if not kwargs.keys() <= _KNOWN and any(_says_something(kwargs[name]) for name in kwargs.keys() - _KNOWN):
+    if not kwargs.keys() <= _KNOWN and any(
+        _says_something(kwargs[name]) for name in kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks
+    ):
+        return False
+    if len(code.inputs) > _OF_ALL and not _has_inputs(code, x, kwargs):
         return False
     angles, cache = kwargs.get("position_embeddings"), cache_of(kwargs)
     if angles is not None and not _are_given(angles, x, code.angles):
@@ -178,6 +184,16 @@ def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
     if cache is None:
         return True
     return all(_is_empty(cache, module.layer_idx) for module in code.attentions if module is not None)
+
+
+def _has_inputs(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether what T5's layers are given is as they were written down: with an encoder's states, or without."""
+    if "encoder_hidden_states" in code.inputs:
+        states = kwargs.get("encoder_hidden_states")
+        if type(states) is not type(x) or states.dim() != 3 or (code.autocast is None and states.dtype != x.dtype):
+            return False
+    biases = [kwargs.get(name) for name, _ in code.biases]
+    return all(bias is None or (type(bias) is type(x) and bias.dim() == 4) for bias in biases)
 
 
 def _are_given(angles: Any, x: Tensor, width: int) -> bool:
@@ -194,6 +210,9 @@ def _says_something(argument: Any) -> bool:
 
 def _is_empty(cache: Any, layer: int) -> bool:
     """Whether a cache keeps keys and values as they are, hands them back, and has none of that layer yet."""
+    if type(cache).__name__ == "EncoderDecoderCache":
+        both = cache.self_attention_cache, cache.cross_attention_cache
+        return not cache.is_updated.get(layer) and all(_is_empty(one, layer) for one in both)
     if type(cache).__name__ != "DynamicCache":
         return False
     return len(cache.layers) <= layer or cache.get_seq_length(layer) == 0

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from ..codecs import Codec
 from ..models.attention import attention_forward
-from ..models.empty_cache import empty_layer, fill
+from ..models.empty_cache import empty_layers, fill
+from ..models.position_bias import position_bias
 from ..records import current, unnetted
 from ..reference.device_rules import device_rules
 from . import handing
 from .handing import Heads, HeadsHanded, let_go, to_hand_on
 from .schedule import Part, Schedule, schedule_of
-from .tape import Attend, Tape
+from .tape import Attend, Given, Tape
 from .whole import Whole, whole_of
 
 
@@ -39,11 +40,13 @@ class LayerCode:
         weights: The same of each program.
         sizes: Of each program: the elements of all of them.
         inputs: The name of each tensor that is given -> its value.
+        biases: The arguments that are position biases, and the attention that makes each if it is not given.
+        masks: The arguments that are masks.
         angles: The width of cosines and sines.
         values: How many values there are.
         result: The value that is returned.
         returns: What the layer returns beside it, in a tuple; None if it returns a tensor.
-        lossless: Whether all that is kept is kept as it is.
+        again: Whether it may be made again in backward, where it is checkpointed.
         dtype: Of the layer's input.
         autocast: The dtype of products under autocast; None without.
     """
@@ -57,11 +60,13 @@ class LayerCode:
     weights: tuple[tuple[tuple[dict[str, Any], str], ...], ...]
     sizes: tuple[int, ...]
     inputs: dict[str, int]
+    biases: tuple[tuple[str, Any], ...]
+    masks: frozenset[str]
     angles: int
     values: int
     result: int
     returns: tuple[Any, ...] | None
-    lossless: bool
+    again: bool
     dtype: torch.dtype
     autocast: torch.dtype | None
 
@@ -87,11 +92,13 @@ class LayerCode:
                 for part in parts
             ),
             tape.inputs,
+            _biases(tape, modules),
+            frozenset(entry.mask for entry in tape.entries if isinstance(entry, Attend)),
             tape.metas[tape.inputs["cos"]].size(-1),
             len(tape.metas),
             tape.result,
             tape.returns,
-            tape.lossless,
+            tape.lossless and tape.again,
             tape.metas[tape.inputs["x"]].dtype,
             autocast,
         )
@@ -109,13 +116,28 @@ class LayerCode:
             checkpointed: Through which codec its input is kept, if all else is to be made again in backward.
         """
         y = None
-        if self.whole is not None and (self.lossless or checkpointed is None):
+        own = self.whole is not None and self.whole.own
+        if self.biases:
+            kwargs = self._with_biases(x, kwargs)
+        if self.whole is not None and (self.again or checkpointed is None):
             y = self._as_a_whole(self.whole, x, weights, kwargs, sharded, checkpointed)
-        if y is None and checkpointed is None:
+        if y is None and checkpointed is None and not own:
             y = self._in_parts(x, kwargs, sharded)
         if y is None:
             return None
-        return (y if self.returns is None else (y, *self.returns),)
+        if self.returns is None:
+            return (y,)
+        return ((y, *(kwargs[item.name] if isinstance(item, Given) else item for item in self.returns)),)
+
+    def _with_biases(self, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments, with the position biases that the attentions would make themselves."""
+        found = dict(kwargs)
+        for name, module in self.biases:
+            if found.get(name) is None:
+                keys = x if name == "position_bias" else kwargs["encoder_hidden_states"]
+                dtype = self.autocast or x.dtype
+                found[name] = position_bias(module, x.size(1), keys.size(1), x.device, dtype)
+        return found
 
     def _as_a_whole(
         self,
@@ -127,20 +149,21 @@ class LayerCode:
         checkpointed: Codec | None,
     ) -> Tensor | None:
         """The result; None for a call that this is not for."""
-        mask, cache = kwargs.get("attention_mask"), cache_of(kwargs)
-        kernel = whole.kernel(x, mask, self.autocast)
+        cache = cache_of(kwargs)
+        masks = [kwargs.get(name) for name in whole.masks]
+        kernel = whole.kernel(x, masks, self.autocast)
         if kernel is None:
             return None
-        layer = None if cache is None else empty_layer(cache, next(m.layer_idx for m in self.attentions if m))
-        if cache is not None and layer is None:
+        indices = [] if cache is None else [m.layer_idx for m in self.attentions if m is not None]
+        layers = None if cache is None else empty_layers(cache, indices)
+        if cache is not None and layers is None and (not whole.own or len(indices) > 1):
             return None
         width = x.size(-1)
         handed = () if sum(self.sizes) <= handing.SLACK else to_hand_on(weights, x.numel() // width, width)
         if handed is None:
             return None
-        part = whole.part if layer is None else whole.cached
-        angles = kwargs.get("position_embeddings") or (None, None)
-        given = {self.inputs["x"]: x, self.inputs["cos"]: angles[0], self.inputs["sin"]: angles[1], whole.mask: mask}
+        part = whole.part if cache is None else whole.cached
+        given = {**self._given(x, kwargs), **dict(zip(whole.masks.values(), masks, strict=True))}
         ins = [given[i] for i in part.ins]
         places = tuple([len(ins) + j for j in handed]) if handed else ()
         heads: Heads | None = {} if 3 * x.numel() >= handing.SLACK else None
@@ -149,14 +172,20 @@ class LayerCode:
         else:
             found = part.program([*ins, *weights], self.autocast, sharded, places, heads, kernel)
         place = 0
-        if layer is not None:
+        if cache is not None:
             place, *others = whole.outputs
-            fill(layer, *(found[i] for i in others))
+            fill(cache, layers, [found[i] for i in others], indices[0])
         y = found[place]
         if heads is not None:
             # the engine would hold the gradient of the result until the program is done
             y = let_go(heads, place, y)
         return y  # type: ignore[no-any-return]
+
+    def _given(self, x: Tensor, kwargs: dict[str, Any]) -> dict[int, Any]:
+        """By its value: what the layer is given."""
+        angles = kwargs.get("position_embeddings") or (None, None)
+        named = {**kwargs, "x": x, "cos": angles[0], "sin": angles[1]}
+        return {value: named.get(name) for name, value in self.inputs.items()}
 
     def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor | None:
         width = x.size(-1)
@@ -211,6 +240,12 @@ class LayerCode:
         with nullcontext() if watcher is None else watcher.within(part.module):
             heads: Tensor = run(module, q, k, value, kwargs.get("attention_mask"), **options)[0]
         return heads
+
+
+def _biases(tape: Tape, modules: dict[str, nn.Module]) -> tuple[tuple[str, Any], ...]:
+    names = {value: name for name, value in tape.inputs.items()}
+    attends = [entry for entry in tape.entries if isinstance(entry, Attend) and entry.bias is not None]
+    return tuple((names[entry.bias], modules[entry.module]) for entry in attends)  # type: ignore[index]
 
 
 def _heads(part: Part | Attend | None, later: Part | Attend | None) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ bit-equal to its.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..reference import linear_fwd
+from ..reference.rms_norm import applies_gain_in_fp32, rms_norm_normed, rms_norm_weight_bwd
 from .emit import Emitter
 from .step import Backward, Operation, Step
 from .views import rows_of, tokens_of
@@ -71,13 +73,31 @@ class RMSNorm(Operation):
         assert x is not None
         gain = None if weight is None else b.want(weight)
         args = b.want(x), b.want(step.outs[1]), gain, self.variant
-        b.values[step.outs[0]] = b.dispatched("rms_norm_rebuild", self.variant, *args)
+        if self._shares(b, step):
+            normed = b.call(rms_norm_normed, *args)
+            b.shared[step.outs[0]] = (normed,)
+            b.values[step.outs[0]] = b.call(operator.mul, gain, normed)
+        else:
+            b.values[step.outs[0]] = b.dispatched("rms_norm_rebuild", self.variant, *args)
+
+    def _shares(self, b: Backward, step: Step) -> bool:
+        """Whether x / rms(x) is made once for y and for the gradient of the gain."""
+        x, weight = step.ins
+        if x is None or not b.wants(weight) or applies_gain_in_fp32(b.meta(b.want(weight)), self.variant):  # type: ignore[arg-type]
+            return False
+        return b.is_reference(b.want(x), self.variant, "rms_norm_rebuild", "rms_norm_bwd")
 
     def backward(self, b: Backward, step: Step) -> None:
         x, weight = step.ins
         assert x is not None
-        needed = b.wants(x), b.wants(weight)
         gain = None if weight is None else b.want(weight)
+        shared = step.outs[0] in b.shared
+        if shared:
+            # first, so that what is shared is let go of
+            b.give(weight, b.call(rms_norm_weight_bwd, b.dy(step), *b.shared[step.outs[0]], gain))
+        needed = b.wants(x), b.wants(weight) and not shared
+        if not any(needed):
+            return
         args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.variant, needed
         both = b.dispatched("rms_norm_bwd", self.variant, *args)
         for i, value in enumerate(step.ins):

@@ -13,8 +13,11 @@ from torch.fx import Node
 
 from ..codecs import Codec
 from ..dispatch import runs_kernel
+from ..models.probe import same_bits
 from ..ops.activation import SIGN_DECIDES
 from ..reference import dropout_fwd
+from ..reference.activation import gelu_new_bwd, gelu_new_parts
+from ..reference.gated_mlp import gated_product_bwd_of
 from .emit import ESTIMATED, Bound, Emitter, Setting
 from .step import Backward, Operation, Step
 from .tape import plain
@@ -64,13 +67,31 @@ class Activation(Operation):
     def rebuild(self, b: Backward, step: Step) -> None:
         (x,) = step.ins
         assert x is not None
+        if self._is_gelu_new(b, x):
+            parts = b.call(gelu_new_parts, b.want(x))
+            b.shared[step.outs[0]] = b.item(parts, 0), b.item(parts, 1)
+            b.values[step.outs[0]] = b.call(operator.mul, b.want(x), b.item(parts, 1))
+            return
         tail = (self.again_under(b), self.kind, self.options, b.dtype_of(step.outs[0]))
         b.values[step.outs[0]] = b.dispatched("activation_value", self.kind, b.want(x), tail=tail)
 
     def backward(self, b: Backward, step: Step) -> None:
         (x,) = step.ins
         assert x is not None
+        if step.outs[0] in b.shared:
+            b.give(x, b.call(gelu_new_bwd, b.dy(step), b.want(x), *b.shared[step.outs[0]]))
+            return
         b.give(x, b.dispatched("activation_bwd", self.kind, b.dy(step), b.want(x), self.kind, self.options))
+
+    def _is_gelu_new(self, b: Backward, x: int) -> bool:
+        """Whether it is composed as `gelu_new_parts` is, whose tanh the derivative reads, too."""
+        dtype, device = b.dtype_of(x), b.setting.device
+        if self.kind != "gelu_new" or b.setting.autocast is not None or dtype.itemsize < 4:
+            return False
+        if not b.is_reference(b.want(x), self.kind, "activation_value", "activation_bwd"):
+            return False
+        tried = torch.linspace(-8.0, 8.0, 1001, dtype=dtype, device=device)
+        return same_bits(self.stock(tried), tried * gelu_new_parts(tried)[1])
 
 
 @dataclass(frozen=True)
@@ -97,17 +118,26 @@ class GatedProduct(Activation):
         if dh is not None and all(map(b.wants, step.ins)) and self.has_kernel(b, name, dh):
             # with both gradients, in one pass; it may take the memory of its own gradient
             b.values[step.outs[0]] = b.item(b.dispatched(name, self.kind, dh, gate, up, tail=(*tail, True)), 0)
+        elif b.is_reference(gate, self.kind, "gated_product", "gated_product_bwd"):
+            activated = b.call(self.again_under(b), gate)
+            b.shared[step.outs[0]] = (activated,)
+            b.values[step.outs[0]] = b.call(operator.mul, activated, up)
         else:
             b.values[step.outs[0]] = b.dispatched("gated_product", self.kind, gate, up, tail=tail)
 
     def backward(self, b: Backward, step: Step) -> None:
         gate, up = step.ins
         assert gate is not None and up is not None
-        again, first = b.values.get(step.outs[0]), 1
+        again, first = b.values.get(step.outs[0]), 0
+        tail = (self.again_under(b), self.kind, self.options)
+        found: Any
         if again is not None and again.target is operator.getitem:
-            found: Any = again.args[0]
+            # behind the product
+            found, first = again.args[0], 1
+        elif step.outs[0] in b.shared:
+            args = *b.shared[step.outs[0]], self.kind, self.options
+            found = b.call(gated_product_bwd_of, b.dy(step), b.want(gate), b.want(up), *args)
         else:
-            tail, first = (self.again_under(b), self.kind, self.options), 0
             found = b.dispatched("gated_product_bwd", self.kind, b.dy(step), b.want(gate), b.want(up), tail=tail)
         b.give(up, b.item(found, first + 1))
         b.give(gate, b.item(found, first))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig
 
 from ..models.probe import REFUSALS, same_bits
 from ..modules.base import PatchedModule, Settings, patch_instance, stock_type, unpatch_instance
@@ -26,18 +26,20 @@ from ..modules.checkpoint import CHECKPOINT_FUNCTION
 from ..private_apis import FakeTensor, without_dispatch_modes
 from ..records import apart, frame
 from ..reference.device_rules import under_rules
+from .arguments import CACHES, arguments, further_arguments, head_width
 from .layer import LayerPrograms, ProgramLayerMixin
 from .refusal import NotStraight
 from .small import CHECKPOINTED, small_layer, without_dropout
 from .tape import Tape
-from .tracing import CACHES, arguments, head_width, tape_of
+from .tracing import tape_of
 
-_BATCH, _TOKENS = 2, 5
+_BATCH, _TOKENS, _SOURCES = 2, 5, 4
 # what is tried without autocast, and under it
 _CASES, _AUTOCAST_CASES = ("", "mask and a cache"), ("mask",)
 
-# by what decides the answer: whether it may run as one program; or why it may not run as several either
-_answers: dict[Hashable, bool | str] = {}
+# by what decides the answer: whether it may run as one program, and be made again; or why not even as several
+_answers: dict[Hashable, tuple[bool, bool] | str] = {}
+_NOT_AGAIN = "it cannot be made again in backward"
 
 
 def proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
@@ -60,7 +62,7 @@ def _proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
     answer = _answers[key]
     if isinstance(answer, str):
         raise NotStraight(answer)
-    return replace(tape, whole=answer)
+    return replace(tape, whole=answer[0], again=answer[1])
 
 
 def _device(layer: nn.Module) -> torch.device:
@@ -74,7 +76,7 @@ def _is_estimated(layer: nn.Module) -> bool:
     return isinstance(next(layer.parameters()), FakeTensor)
 
 
-def _answer(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> bool | str:
+def _answer(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> tuple[bool, bool] | str:
     try:
         small = small_layer(layer, _device(layer))
         small_tape = tape_of(small, autocast)
@@ -87,10 +89,17 @@ def _answer(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> bool 
     if _is_estimated(layer):
         small = without_dropout(small)
         small_tape = tape_of(small, autocast)
-    if _difference(small, small_tape, autocast) is None:
-        return True
+    found = _difference(small, small_tape, autocast)
+    if found is not None and found.startswith(_NOT_AGAIN):
+        # dropout behind which nothing else is read is not drawn again
+        found = _difference(small, replace(small_tape, again=False), autocast)
+        again = False
+    else:
+        again = True
+    if found is None:
+        return True, again
     # torch's own call of the kernel may do more than we know
-    return _difference(small, replace(small_tape, whole=False), autocast) or False
+    return _difference(small, replace(small_tape, whole=False), autocast) or (False, False)
 
 
 @contextmanager
@@ -126,10 +135,10 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
             return f"its gradients are not those of its parts (found by a numeric probe{_of(case)})"
         if made.calls != calls:
             return f"its calls are not ordinary ones{_of(case)}"
-        if tape.whole and tape.lossless and "cache" not in case:
+        if tape.whole and tape.again and tape.lossless and "cache" not in case:
             found = _step(_checkpointed(programs), tape, case, autocast)
             if not all(map(same_bits, found, by_leaf)) or made.calls != calls + 1:
-                return f"it cannot be made again in backward{_of(case)}"
+                return f"{_NOT_AGAIN}{_of(case)}"
             made.calls -= 1
             vars(programs).pop(CHECKPOINTED)
     return None
@@ -168,18 +177,29 @@ def _step(layer: nn.Module, tape: Tape, case: str, autocast: torch.dtype | None)
     def normal(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator, device="cpu").to(device, meta.dtype)
 
+    def make(shape: tuple[int, ...], kind: type) -> Tensor:
+        values = normal(*(_BATCH if size == -1 else size for size in shape))
+        return values > -1 if kind is bool else values.requires_grad_()
+
     x = normal(_BATCH, _TOKENS, meta.size(-1)).requires_grad_()
     width = head_width(layer)
     angles = normal(_BATCH if case else 1, _TOKENS, (width + 1) // 2).repeat(1, 1, 2)[..., :width]
     kwargs = arguments(layer, _mask(device) if "mask" in case else None, (angles.cos(), angles.sin()))
+    others = further_arguments(layer, _TOKENS, _SOURCES, make)
+    if case == "":
+        # those that it makes itself
+        others = {name: value for name, value in others.items() if "bias" not in name}
+    kwargs.update(others)
     if "cache" in case:
-        kwargs.update((name, DynamicCache()) for name in CACHES if name in kwargs)
+        both = "encoder_hidden_states" in others
+        new = EncoderDecoderCache(DynamicCache(), DynamicCache()) if both else DynamicCache()
+        kwargs.update((name, new) for name in CACHES if name in kwargs)
     if tape.draws():
         torch.manual_seed(3)
     with frame(), torch.autocast(device.type, autocast, enabled=autocast is not None):
         y = layer(x, **kwargs)
     y = y[0] if isinstance(y, tuple) else y
-    wanted = [x, *(w for w in layer.parameters() if w.requires_grad)]
+    wanted = [x, *(t for t in others.values() if t.requires_grad), *(w for w in layer.parameters() if w.requires_grad)]
     dy = normal(*y.shape).to(y.dtype)
     grads = torch.autograd.grad(y, wanted, dy, allow_unused=True)
     return [y.detach(), *(x.new_zeros(0) if g is None else g for g in grads)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY
 from .arithmetic import Add, Cat, Contiguous, Mul, Neg, Permute, Reshape, Scale, Slice, Split, Unbind
-from .calls import BATCH, TOKENS
+from .calls import BATCH, SOURCES, TOKENS
 from .operations import LayerNorm, RMSNorm
 from .pointwise import Rope
 from .program import Program
@@ -173,5 +173,5 @@ def _part_of(value: int, maker: dict[int, Step]) -> int | None:
 
 def _small(meta: Tensor) -> Tensor:
     """The same with few tokens: while code is written down it runs on tensors without data, in tiles if large."""
-    few = {BATCH: 2, TOKENS: 3, BATCH * TOKENS: 6}
+    few = {BATCH: 2, TOKENS: 3, SOURCES: 5, BATCH * TOKENS: 6}
     return torch.empty([few.get(size, size) for size in meta.shape], dtype=meta.dtype, device="meta")

@@ -24,7 +24,10 @@ _HEADS = 2
 # of layers: that they are made again in backward
 CHECKPOINTED = "gradient_checkpointing"
 # of configs: widths between the two products of an MLP
-_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim")
+_WIDTHS = (
+    "intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim", "d_ff",
+    "ffn_hidden_size",
+)  # fmt: skip
 _RATES = ("p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout", "hidden_dropout")
 _ALL_HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
@@ -45,7 +48,8 @@ def small_layer(layer: nn.Module, device: torch.device) -> nn.Module:
             small = kind(**_arguments(layer, kind, _small_config(config)))
         small = _alike(layer, small).to(device).train()
         for module in small.modules():
-            vars(module).pop(CHECKPOINTED, None)
+            if CHECKPOINTED in vars(module):
+                vars(module)[CHECKPOINTED] = False
         return small
     except REFUSALS as error:
         what = f"{type(error).__name__}: {str(error)[:100]}"

@@ -123,6 +123,8 @@ class Backward(Emitter):
         # of each value, the module of the first step whose backward reads it
         self.readers: dict[int, str] = {}
         self.module = ""
+        # of outputs that have been made again: nodes on the way there that the step's backward reads, too
+        self.shared: dict[int, tuple[Node, ...]] = {}
         self._saved = self.given("saved", None)
         self.gradients: dict[int, Node] = {}
         self.factors: dict[int, tuple[Node, Node]] = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec
+from .own_attention import AttentionCode
 from .step import Step
 
 
@@ -24,6 +25,9 @@ class Attend:
         codec: Through which q, k, v and the output are kept.
         causal: Whether the upper triangle is masked where there is no mask.
         normed: Whether q or k comes from a norm, so that it can be made again from what that keeps.
+        own: What runs, and runs again in backward, in place of the function that the config names; None: that one.
+        bias: A position bias, of `own`.
+        mask: The name of the layer's argument that is its mask.
     """
 
     module: str
@@ -33,6 +37,20 @@ class Attend:
     codec: Codec = IDENTITY
     causal: bool = True
     normed: bool = False
+    own: AttentionCode | None = field(default=None, compare=False)
+    bias: int | None = None
+    mask: str = "attention_mask"
+
+    def key(self, sizes: bool = True) -> Hashable:
+        """Attentions of the same key do the same."""
+        return self, None if self.own is None else self.own.key(sizes)
+
+
+@dataclass(frozen=True)
+class Given:
+    """In what a layer returns: the argument of that name."""
+
+    name: str
 
 
 @dataclass
@@ -40,13 +58,14 @@ class Tape:
     """All that a layer computes.
 
     Attributes:
-        inputs: The name of each tensor that is given -> its value: "x", "cos", "sin".
+        inputs: The name of each tensor that is given -> its value: "x", "cos", "sin", and others by their arguments.
         parameters: The dotted name of each parameter that is read -> its value.
         entries: Steps and attentions in the order in which they run.
         result: The value that the layer returns.
         returns: What else is in the tuple that it returns; None if it returns a tensor.
         metas: Of each value a tensor without data: its shape.
         whole: Whether the layer may run as one program, its attention included.
+        again: Whether that program may be made again in backward, where the layer is checkpointed.
     """
 
     inputs: dict[str, int]
@@ -56,6 +75,7 @@ class Tape:
     returns: tuple[Any, ...] | None
     metas: list[Tensor]
     whole: bool = True
+    again: bool = True
 
     def key(self) -> Hashable:
         """Layers of the same key do the same with their tensors."""
@@ -83,7 +103,7 @@ class Tape:
         entries = tuple(
             (type(entry.operation), entry.operation.structure(), entry.ins, entry.outs, entry.codec)
             if isinstance(entry, Step)
-            else entry
+            else entry.key(sizes=False)
             for entry in self.entries
         )
         dtypes = tuple(meta.dtype for meta in self.metas)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ..reference.device_rules import device_rules
 from .arithmetic import Permute
 from .attention import Attention
 from .calls import BATCH, TOKENS
+from .own_attention import OwnAttention
 from .refusal import NotStraight
 from .schedule import Part, is_normed, part_of
 from .step import Step
@@ -24,6 +25,8 @@ from .tape import Attend, Tape
 
 # keywords of an attention that are its own, or that the kernels of one go without
 _KEYWORDS = {"dropout", "scaling", "is_causal", "sliding_window"}
+# in place of the name of a kernel: attention that runs again in backward
+OWN = "own"
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,9 @@ class Whole:
     Attributes:
         part: Returns the layer's result.
         cached: Returns keys and values beside it, for a cache.
-        outputs: Where among its outputs are the result, the keys and the values.
-        mask: The value that is the mask.
+        outputs: Where among its outputs are the result, and of each attention the keys and the values.
+        masks: By the name of the layer's argument: the value that is this mask.
+        own: Whether it runs attention again in backward, by whatever function.
         heads: Of q, of k and v; the width of those of q and k, and of v.
         dtype: Of v.
         dropout: Of probabilities.
@@ -43,24 +47,29 @@ class Whole:
 
     part: Part
     cached: Part
-    outputs: tuple[int, int, int]
-    mask: int
+    outputs: tuple[int, ...]
+    masks: dict[str, int]
+    own: bool
     heads: tuple[int, int, int, int]
     dtype: torch.dtype
     dropout: float
     causal: bool
 
-    def kernel(self, x: Tensor, mask: Any, autocast: torch.dtype | None) -> str | None:
-        """The kernel for a call with that input and mask; None: it goes through the attention function."""
-        given = None
-        if mask is not None:
-            if type(mask) is not type(x) or mask.requires_grad:
+    def kernel(self, x: Tensor, masks: Sequence[Any], autocast: torch.dtype | None) -> str | None:
+        """The kernel for a call with that input and these masks; None: it goes through the attention function."""
+        for mask in masks:
+            if mask is not None and (type(mask) is not type(x) or mask.requires_grad):
                 return None
-            given = mask.shape, mask.dtype
-        rules = device_rules()
         # a checkpointed layer that keeps its attention asks the attention function for it
-        if (rules is not None and not rules.on_cpu) or region_in_progress() is not None:
+        if region_in_progress() is not None:
             return None
+        if self.own:
+            return OWN
+        rules = device_rules()
+        if rules is not None and not rules.on_cpu:
+            return None
+        (mask,) = masks
+        given = None if mask is None else (mask.shape, mask.dtype)
         rows = x.size(0), x.size(1)
         causal = self.causal and mask is None
         return fused_kernel(
@@ -86,33 +95,43 @@ def whole_of(tape: Tape) -> Whole | None:
 
 def _whole(tape: Tape) -> Whole | None:
     attends = [entry for entry in tape.entries if isinstance(entry, Attend)]
-    if len(attends) != 1:
+    own = bool(attends) and all(attend.own is not None for attend in attends)
+    if len(attends) != 1 and not own:
         return None
-    (attend,) = attends
-    options = dict(attend.keywords)
-    if any(value is not False for name, value in options.items() if name not in _KEYWORDS):
+    options = dict(attends[0].keywords)
+    if not own and any(value is not False for name, value in options.items() if name not in _KEYWORDS):
         return None
     tape = replace(tape, metas=[*tape.metas])
-    mask = len(tape.metas)
-    tape.metas.append(torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta"))
-    steps = _steps(tape, attend, mask)
-    _, keys, values = attend.ins
-    made = partial(part_of, tape, steps, shown=frozenset(attend.ins))
-    cached = made({tape.result, keys, values}, optional={keys, values} - {tape.result})
-    outputs = tuple(cached.outs.index(value) for value in (tape.result, keys, values))
+    masks: dict[str, int] = {}
+    for attend in attends:
+        masks.setdefault(attend.mask, len(tape.metas))
+        tape.metas.append(torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta"))
+    steps = _steps(tape, masks)
+    made = partial(part_of, tape, steps, shown=frozenset(x for attend in attends for x in attend.ins))
+    kept = [value for attend in attends for value in attend.ins[1:]]
+    cached = made({tape.result, *kept}, optional={*kept} - {tape.result})
+    outputs = tuple(cached.outs.index(value) for value in (tape.result, *kept))
+    attend = attends[0]
     q, k, v = (tape.metas[value] for value in attend.ins)
     return Whole(
-        made({tape.result}), cached, outputs, mask,  # type: ignore[arg-type]
+        made({tape.result}), cached, outputs, masks, own,
         (q.size(1), k.size(1), q.size(-1), v.size(-1)), v.dtype, options.get("dropout") or 0.0, attend.causal,
     )  # fmt: skip
 
 
-def _steps(tape: Tape, attend: Attend, mask: int) -> list[Step]:
+def _steps(tape: Tape, masks: dict[str, int]) -> list[Step]:
     """The layer's steps, with the attention as one of them."""
     steps: list[Step] = []
     for entry in tape.entries:
         if isinstance(entry, Step):
             steps.append(entry)
+            continue
+        mask = masks[entry.mask]
+        if entry.own is not None:
+            state = len(tape.metas)
+            tape.metas.append(torch.empty(0, device="meta"))
+            ins = *entry.ins, mask, entry.bias
+            steps.append(Step(OwnAttention(entry.own), ins, (entry.out, state), entry.module, entry.codec))
             continue
         options = dict(entry.keywords)
         derived = tuple(is_normed(value, tape.entries, exact=True) for value in entry.ins)

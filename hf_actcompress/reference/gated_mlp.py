@@ -31,7 +31,13 @@ def gated_product_bwd(
     options: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
     """dgate and dup from dh, all [..., F]; `stock` is act, `kind` its row. Rounded where the stock graph rounds."""
-    activated = stock(gate)
+    return gated_product_bwd_of(dh, gate, up, stock(gate), kind, options)
+
+
+def gated_product_bwd_of(
+    dh: Tensor, gate: Tensor, up: Tensor, activated: Tensor, kind: str, options: tuple[float, ...]
+) -> tuple[Tensor, Tensor]:
+    """As `gated_product_bwd`, from act(gate), which somebody has already."""
     dtype = torch.promote_types(activated.dtype, up.dtype)
     dup = (dh * activated.to(dtype)).to(up.dtype)
     dactivated = (dh * up.to(dtype)).to(activated.dtype)

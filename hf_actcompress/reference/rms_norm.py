@@ -38,6 +38,12 @@ def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: st
     return y
 
 
+def rms_norm_normed(x: Tensor, rstd: Tensor, weight: Tensor, variant: str) -> Tensor:
+    """x^ in the dtype in which the gain is applied: y is weight * x^, where that is not done in fp32."""
+    (normed,) = in_tiles(lambda x, rstd: (_in(_fp32(x) * rstd, _normed_dtype(x.dtype, weight, variant)),), x, rstd)
+    return normed
+
+
 def _rebuilt(x32: Tensor, rstd: Tensor, weight: Tensor | None, variant: str, dtype: torch.dtype) -> Tensor:
     """y of x in fp32; `dtype` is that of x."""
     normed = x32 * rstd
@@ -54,7 +60,7 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like x and dweight [C], from dy [..., C]; those not `needed` are None."""
-    in_fp32 = weight is None or variant in ("one_plus_weight", "weight_in_fp32")
+    in_fp32 = applies_gain_in_fp32(weight, variant)
     dtype = x.dtype
     cast = dtype if weight is None else _normed_dtype(dtype, weight, variant)
     gain = _gain(weight, variant) if in_fp32 else weight
@@ -74,23 +80,36 @@ def rms_norm_bwd(
         return (_in(direct + through_rstd, dtype),)
 
     dweight = None
-    if all(needed) and not goes_in_tiles(dy, x, rstd):
-        # once for both
-        x = _fp32(x)
     if needed[1] and weight is not None:
+        if needed[0] and not goes_in_tiles(dy, x, rstd):
+            # once for both
+            x = _fp32(x)
         # one sum over all rows, as autograd has it
-        (products,) = in_tiles(product, dy, x, rstd)
-        dweight = products.reshape(-1, products.size(-1)).sum(0).to(weight.dtype)
-        del products
+        dweight = _over_rows(in_tiles(product, dy, x, rstd)[0], weight.dtype)
     return in_tiles(dx, dy, x, rstd)[0] if needed[0] else None, dweight
 
 
+def applies_gain_in_fp32(weight: Tensor | None, variant: str) -> bool:
+    return weight is None or variant in ("one_plus_weight", "weight_in_fp32")
+
+
+def rms_norm_weight_bwd(dy: Tensor, normed: Tensor, weight: Tensor) -> Tensor:
+    """dweight [C] of `rms_norm_bwd`, from what `rms_norm_normed` returns."""
+    return _over_rows(dy * normed, weight.dtype)
+
+
+def _over_rows(products: Tensor, dtype: torch.dtype) -> Tensor:
+    return products.reshape(-1, products.size(-1)).sum(0).to(dtype)
+
+
 def _dx(dnormed: Tensor, x32: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The two terms of dx, through x^ = x * rsqrt(mean(x^2) + eps), op by op as autograd does it."""
+    """The two terms of dx, through x^ = x * rsqrt(mean(x^2) + eps), rounded where autograd rounds.
+
+    Autograd multiplies by -0.5 and by 2: neither rounds, so that both are one sign.
+    """
     drstd = (dnormed * x32).sum(-1, keepdim=True)
-    dvariance = -0.5 * drstd * rstd.pow(3)
-    dsquare = dvariance.expand_as(x32) / x32.size(-1)
-    return dnormed * rstd, dsquare * (2.0 * x32)
+    dsquare = drstd * rstd.pow(3) / -x32.size(-1)
+    return dnormed * rstd, dsquare * x32
 
 
 def _gain(weight: Tensor | None, variant: str) -> Tensor | None:

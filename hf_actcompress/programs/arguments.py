@@ -1,0 +1,96 @@
+"""What a layer's forward takes beside its input, and of which sizes: read off its signature and its config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..modules.base import stock_type
+from .refusal import NotStraight
+
+# arguments of decoders: what the encoder has found, and which of it is padding
+ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
+# arguments that are caches of keys and values
+CACHES = ("past_key_values", "layer_past")
+
+
+def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """What a layer's forward takes beside its input, as the models hand it to their layers."""
+    known = {
+        "attention_mask": mask,
+        "position_embeddings": angles,
+        "alibi": None,
+        **dict.fromkeys(CACHES),
+        "use_cache": False,
+    }
+    names = _names(stock_type(layer).forward)
+    if "kwargs" in names:
+        # it hands them on to the modules that it consists of
+        names = names.union(*(_names(stock_type(child).forward) for child in layer.children()))
+    return {name: value for name, value in known.items() if name in names}
+
+
+def further_arguments(
+    layer: nn.Module, tokens: int, sources: int, make: Callable[[tuple[int, ...], type], Tensor]
+) -> dict[str, Tensor]:
+    """What T5's layers take, too: position biases, and what the encoder has found.
+
+    Args:
+        layer: That takes them, perhaps.
+        tokens, sources: Of the decoder and the encoder.
+        make: A tensor of a shape, of floats or of bools.
+    """
+    if "position_bias" not in _names(stock_type(layer).forward):
+        return {}
+    heads, width = config_of(layer).num_attention_heads, width_of(layer)
+    found = {"position_bias": make((1, heads, tokens, tokens), float)}
+    if getattr(layer, "is_decoder", False):
+        found[ENCODED] = make((-1, sources, width), float)
+        found[ENCODED_MASK] = make((-1, 1, 1, sources), bool)
+        found["encoder_decoder_position_bias"] = make((1, heads, tokens, sources), float)
+    return found
+
+
+def _names(forward: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(inspect.unwrap(forward)).parameters)
+
+
+def dtype_of(layer: nn.Module) -> torch.dtype:
+    """That of most weights."""
+    sizes: dict[torch.dtype, int] = {}
+    for weight in layer.parameters():
+        sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()
+    if not sizes:
+        raise NotStraight("it has no weights")
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def config_of(layer: nn.Module) -> Any:
+    found = next((m.__dict__["config"] for m in layer.modules() if "config" in m.__dict__), None)
+    if found is None:
+        raise NotStraight("none of its modules has a config")
+    return found
+
+
+def width_of(layer: nn.Module) -> int:
+    width = getattr(config_of(layer), "hidden_size", None)
+    if not isinstance(width, int):
+        raise NotStraight("its config names no hidden_size")
+    return width
+
+
+def head_width(layer: nn.Module) -> int:
+    """The width of the angles: a head, or the part of it that is rotated."""
+    config = next((vars(m)["config"] for m in layer.modules() if "config" in vars(m)), None)
+    share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    for module in layer.modules():
+        if isinstance(getattr(module, "rotary_ndims", None), int):
+            return int(module.rotary_ndims)  # type: ignore[arg-type]
+        for name in ("head_dim", "head_size"):
+            if isinstance(getattr(module, name, None), int):
+                return int(share * getattr(module, name))
+    return 2

@@ -1,0 +1,156 @@
+"""Attention that runs again in backward, as an operation: by a model's eager function, or with a position bias.
+
+Nothing is kept of it but q, k and v. It runs again once, when backward first wants its output, and autograd
+differentiates that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from ..modules.base import stock_type
+from ..ops.own_weights import alias
+from ..reference import replayed_rng, rng_state
+from .emit import Emitter, Setting
+from .step import Backward, Operation, Step
+
+_PLAIN = (bool, int, float, str)
+# attributes that say nothing to an attention function; layers share their code
+_NOTHING = ("layer_idx", "gradient_checkpointing", "_is_hf_initialized")
+
+
+class AttentionCode:
+    """An attention function and what it reads of its module, without the module.
+
+    Args:
+        function: As transformers' attention interface has them.
+        module: The attention.
+        options: Keywords of the call.
+    """
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module, options: tuple[tuple[str, Any], ...]) -> None:
+        self.function, self.kind, self.options = function, stock_type(module), options
+        own = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+        self.state = {name: value for name, value in own.items() if name not in _NOTHING}
+
+    @property
+    def draws(self) -> bool:
+        return bool(dict(self.options).get("dropout"))
+
+    def key(self, sizes: bool = True) -> Hashable:
+        """What two of them have in common that do the same; without sizes also of a small layer."""
+        state = {k: v for k, v in self.state.items() if sizes or type(v) is not int}
+        return self.function, self.kind, self.options, tuple(sorted(state.items()))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
+        module = self.kind.__new__(self.kind)
+        module.__dict__.update(self.state, _parameters={}, _modules={}, _buffers={})
+        options = dict(self.options) if bias is None else {**dict(self.options), "position_bias": bias}
+        out: Tensor = self.function(module, q, k, v, mask, **options)[0]
+        return out
+
+
+class _Run:
+    """A run with autograd on: which kernel torch takes depends on whether gradients are wanted."""
+
+    def __init__(self, code: AttentionCode, setting: Setting, needed: tuple[bool, ...] = (True,) * 3) -> None:
+        self.code, self.needed = code, needed
+        self.device, self.dtype = setting.device.type, setting.autocast
+        self.__name__, self.__module__ = "own_attention", __name__
+
+    def graph(self, mask: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """The output, and the aliases of those of q, k, v and the bias that want a gradient."""
+        *heads, bias = tensors
+        wanted = (*self.needed, bias is not None and bias.requires_grad)
+        aliases = [None if x is None else alias(x, w) for x, w in zip((*heads, bias), wanted, strict=True)]
+        with torch.enable_grad(), self._autocast():
+            out = self.code(aliases[0], aliases[1], aliases[2], mask, aliases[3])  # type: ignore[arg-type]
+        return out, [x for x, w in zip(aliases, wanted, strict=True) if x is not None and w]
+
+    def _autocast(self) -> torch.autocast:
+        # what is cast is no weight: nothing to cache
+        return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None, cache_enabled=False)
+
+
+class First(_Run):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output [B, T, H, D], and what dropout was drawn from."""
+        state = rng_state(q.device) if self.code.draws else None
+        return self.graph(mask, q, k, v, bias)[0].detach(), state
+
+
+class Again(_Run):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """The output, and the graph below it."""
+        with nullcontext() if state is None else replayed_rng(state, q.device):
+            graph = self.graph(mask, q, k, v, bias)
+        return graph[0].detach(), graph
+
+
+def gradients(dy: Tensor, graph: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, ...]:
+    """Of q, k, v and the bias, of those that want one."""
+    out, wanted = graph
+    return torch.autograd.grad(out, wanted, dy.to(out.dtype))
+
+
+@dataclass(frozen=True)
+class OwnAttention(Operation):
+    """out [B, T, H, D] and what dropout was drawn from; of q, k, v [B, H, T, D], a mask or None, a bias or None."""
+
+    code: AttentionCode
+    again: ClassVar[bool] = True
+    keeps: ClassVar[int] = 3
+
+    @property
+    def draws(self) -> bool:
+        return self.code.draws
+
+    def key(self) -> Hashable:
+        return type(self), self.code.key()
+
+    def structure(self) -> Hashable:
+        return self.code.key(sizes=False)
+
+    def forward(self, e: Emitter, *ins: Node | None) -> tuple[Node, Node]:
+        q, k, v, mask, bias = ins
+        both = e.call(First(self.code, e.setting), q, k, v, mask, bias, like=self._like(e.setting))
+        return e.item(both, 0), e.item(both, 1)
+
+    def _like(self, setting: Setting) -> Callable[..., Any]:
+        def like(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+            b, h, t, _d = q.shape
+            out = torch.empty(b, t, h, v.size(-1), dtype=setting.autocast or v.dtype, device="meta")
+            return out, torch.empty(0, device="meta")
+
+        return like
+
+    def _again(self, b: Backward, step: Step) -> Node:
+        tensors = [None if x is None or not b.is_given(x) else b.want(x) for x in step.ins]
+        state = b.want(step.outs[1]) if self.draws else None
+        run = Again(self.code, b.setting, tuple(b.wants(x) for x in step.ins[:3]))
+        return b.call(run, *tensors, state, like=self._like(b.setting))
+
+    def rebuild(self, b: Backward, step: Step) -> None:
+        both = self._again(b, step)
+        b.shared[step.outs[0]] = (b.item(both, 1),)
+        b.values[step.outs[0]] = b.item(both, 0)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        (graph,) = b.shared.get(step.outs[0]) or (b.item(self._again(b, step), 1),)
+        *heads, _, bias = step.ins
+        like = [x for x in (*heads, bias) if x is not None and b.wants(x) and b.is_given(x)]
+        empty = tuple(torch.empty(b.shape_of(x), dtype=b.dtype_of(x), device="meta") for x in like)
+        found = b.call(gradients, b.dy(step), graph, like=lambda *_: empty)
+        for i, value in enumerate(like):
+            b.give(value, b.item(found, i))

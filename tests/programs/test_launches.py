@@ -1,0 +1,60 @@
+"""What runs a kernel in a step, stock beside programs: dispatched ops that are no views, per layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_actcompress import patch_model
+from tests.families import BY_NAME
+from tests.programs.pairs import PROGRAMS, calls
+
+# no views, but nothing runs for them either
+_NOTHING = ("detach", "empty", "empty_like", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "alias")
+# model, dtype, rate of dropout -> how many times stock's launches a layer may have
+LIMITS = {
+    ("llama", torch.bfloat16, 0.0): 1.0,
+    ("llama", torch.float32, 0.0): 1.0,
+    ("gpt2-gelu-new", torch.bfloat16, 0.0): 1.0,
+    ("gpt2-gelu-new", torch.bfloat16, 0.1): 1.1,
+    ("gpt2-gelu-new", torch.float32, 0.0): 1.1,
+    ("bert", torch.bfloat16, 0.0): 1.1,
+    ("bert", torch.bfloat16, 0.1): 1.2,
+}
+DEPTHS = {"llama": "num_hidden_layers", "gpt2-gelu-new": "n_layer", "bert": "num_hidden_layers"}
+RATES = {"llama": "attention_dropout", "gpt2-gelu-new": "resid_pdrop", "bert": "hidden_dropout_prob"}
+
+
+class Launches(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func.overloadpacket.__name__ not in _NOTHING
+        return func(*args, **(kwargs or {}))
+
+
+def launches(model: Any, name: str) -> int:
+    batch = BY_NAME[name].make_batch()
+    model(**batch).loss.backward()
+    with Launches() as counter:
+        model(**batch).loss.backward()
+    return counter.count
+
+
+@pytest.mark.parametrize(("name", "dtype", "dropout"), LIMITS)
+def test_no_more_launches_than_stock(name: str, dtype: torch.dtype, dropout: float) -> None:
+    counts = []
+    for layers in (1, 3):
+        # of probabilities nothing is dropped: a CPU has no fused attention then
+        stock = BY_NAME[name].build(dtype, **{DEPTHS[name]: layers, RATES[name]: dropout})
+        programs = patch_model(copy.deepcopy(stock), PROGRAMS)
+        counts.append((launches(stock, name), launches(programs, name)))
+        assert calls(programs) == [2] * layers
+    of_stock, ours = (after - before for before, after in zip(*counts, strict=True))
+    assert ours <= LIMITS[name, dtype, dropout] * of_stock

@@ -1,0 +1,97 @@
+"""Layers whose attention runs again in backward: with a position bias (T5), by the model's eager function (Gemma 2)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from hf_actcompress import patch_model
+from hf_actcompress.memory.measurement.allocator import kept_bytes, trace
+from tests.families import BY_NAME, VOCAB, cast_batch, differing, mode_of, relative_error, step
+from tests.programs.pairs import DTYPES, LEAVES, MODES, PROGRAMS, calls
+
+GEMMA2 = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "sliding_window": 6, "attn_logit_softcapping": 2.0,
+}  # fmt: skip
+FAMILIES = ("t5", "t5-gated", "gemma2")
+
+
+def build(name: str, dtype: torch.dtype, **options: Any) -> Any:
+    if name != "gemma2":
+        return BY_NAME[name].build(dtype, **options)
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**GEMMA2, attention_dropout=options.get("dropout", 0.0))).to(dtype).train()
+
+
+def make_batch(name: str, padding: str = "right") -> dict[str, Any]:
+    return BY_NAME["llama" if name == "gemma2" else name].make_batch(padding)
+
+
+def both(name: str, dtype: torch.dtype, **options: Any) -> list[Any]:
+    """Leaf by leaf, and as programs."""
+    model = build(name, dtype, **options)
+    return [patch_model(copy.deepcopy(model), config) for config in (LEAVES, PROGRAMS)]
+
+
+def assert_like(name: str, found: Any, expected: Any, dtype: torch.dtype) -> None:
+    (loss, grads), (other_loss, others) = found, expected
+    assert torch.equal(loss, other_loss) and grads.keys() == others.keys()
+    # what T5's decoder layers read of the encoder: each of them adds its keys and values up first
+    encoder = [n for n in differing(grads, others) if name == "gemma2" or "encoder" not in n and "shared" not in n]
+    assert not encoder
+    assert relative_error(grads, {n: g.double() for n, g in others.items()}) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_leaf_paths_gradients_and_no_more_bytes(name: str, mode: str) -> None:
+    dtype, batch = DTYPES[mode], make_batch(name)
+    models = both(name, dtype)
+    results = [step(model, batch, mode) for model in models]
+    assert set(calls(models[1])) == {1} and len(calls(models[1])) == (2 if name == "gemma2" else 4)
+    assert_like(name, results[1], results[0], torch.bfloat16 if mode == "autocast" else dtype)
+    with mode_of(mode):
+        kept = [kept_bytes(lambda m=m: m(**cast_batch(batch, dtype)), "cpu") for m in models]  # type: ignore[misc]
+    assert kept[1] <= kept[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_dropout_of_probabilities(name: str, checkpointed: bool) -> None:
+    models, results = both(name, torch.float32, dropout=0.2), []
+    for model in models:
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        results.append(step(model, make_batch(name, "none")))
+    assert_like(name, results[1], results[0], torch.float32)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_cache_is_filled_as_stock_fills_it(name: str) -> None:
+    stock = build(name, torch.float32)
+    programs = patch_model(copy.deepcopy(stock), PROGRAMS)
+    caches = [model(**make_batch(name), use_cache=True).past_key_values for model in (stock, programs)]
+    assert min(calls(programs)) == 1
+    if name != "gemma2":
+        assert caches[0].is_updated == caches[1].is_updated
+        caches = [[*c.self_attention_cache.layers, *c.cross_attention_cache.layers] for c in caches]
+    else:
+        caches = [cache.layers for cache in caches]
+    assert len(caches[0]) == len(caches[1])
+    for expected, found in zip(*caches, strict=True):
+        assert torch.equal(found.keys, expected.keys) and torch.equal(found.values, expected.values)
+
+
+def test_the_peak_is_no_higher() -> None:
+    peaks = []
+    for model in both("gemma2", torch.float32):
+        batch = {"input_ids": torch.arange(200).remainder(60)[None]}
+        run = lambda model=model, batch=batch: model(**batch).logits.sum().backward()  # type: ignore[misc]  # noqa: E731
+        run()
+        peaks.append(trace(run).peak_bytes)
+    assert peaks[1] <= peaks[0]
