@@ -6,13 +6,8 @@ import os
 
 import typer
 
-from .bench import bench
+from . import bench, env, estimate, page, plan, report
 from .common import EXIT_CODES
-from .env import env
-from .estimate import estimate
-from .page import page
-from .plan import plan
-from .report import report
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -27,9 +22,9 @@ def main() -> None:
 # a command's arguments for another program start where it knows no more of them
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app.command(epilog=EXIT_CODES)(estimate)
-app.command(epilog=EXIT_CODES)(plan)
-app.command(epilog=EXIT_CODES)(report)
-app.command(epilog=EXIT_CODES, context_settings=_PASSED_ON)(bench)
-app.command(epilog=EXIT_CODES)(env)
-app.command(epilog=EXIT_CODES)(page)
+app.command(epilog=EXIT_CODES)(estimate.estimate)
+app.command(epilog=EXIT_CODES)(plan.plan)
+app.command(epilog=EXIT_CODES)(report.report)
+app.command(epilog=EXIT_CODES, context_settings=_PASSED_ON)(bench.bench)
+app.command(epilog=EXIT_CODES)(env.env)
+app.command(epilog=EXIT_CODES)(page.page)

@@ -12,7 +12,7 @@ results the generated code would not write to memory.
 from __future__ import annotations
 
 from . import breaks, install, marks
-from .backend import backend, register
+from ._backend import backend, register
 from .marks import PLAIN, keep, offer, recompute
 
 marks.ON_TRACE.extend((install.install, breaks.note_trace))

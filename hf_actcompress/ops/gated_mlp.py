@@ -11,7 +11,7 @@ from torch import Tensor
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..records import applied, declare, load, record_of, save
-from .activation import SIGN_DECIDES
+from ._activation import SIGN_DECIDES
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 

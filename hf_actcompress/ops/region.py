@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..records import applied
-from .linear import no_view
+from ._linear import no_view
 
 _region: ContextVar[Region | None] = ContextVar("region", default=None)
 _Results = tuple[Tensor, ...]

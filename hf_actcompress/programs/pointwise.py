@@ -14,7 +14,7 @@ from torch.fx import Node
 from ..codecs import Codec
 from ..dispatch import runs_kernel
 from ..models.probe import same_bits
-from ..ops.activation import SIGN_DECIDES
+from ..ops._activation import SIGN_DECIDES
 from ..reference import dropout_fwd
 from ..reference.activation import gelu_new_bwd, gelu_new_parts
 from ..reference.gated_mlp import gated_product_bwd_of

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..private_apis import innermost_saved_tensor_hooks
-from .current import current
+from ._current import current
 from .held import check_versions
 from .outside import Hooks, stands_before
 from .saving import own_tensors

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from ..private_apis import FakeTensor, at_end_of_backward, current_backward
 from ..reference.dropout import StateBefore, replayed_rng
-from .current import current
+from ._current import current
 from .held import Again, Held, Kept, value_of
 from .nested import replaced, tensors_in
 from .outside import Hooks

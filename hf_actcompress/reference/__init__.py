@@ -27,7 +27,7 @@ from .norm_output import (
 )
 from .packed_attention import packed_attention_bwd, packed_attention_fwd
 from .packed_kernels import packed_kernel
-from .packed_sdpa import packed_sdpa
+from ._packed_sdpa import packed_sdpa
 from .pooled import (
     pooled_grad_weight,
     pooled_image_pack,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import packed_kernels
 from .attention import attention_bwd, attention_fwd
-from .packed_sdpa import pieces
+from ._packed_sdpa import pieces
 from .sequences import Sequences
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import repeat_heads, sum_groups
 from .device_rules import device_rules
-from .packed_sdpa import packed_sdpa
+from ._packed_sdpa import packed_sdpa
 from .sequences import Sequences
 
 aten: Any = torch.ops.aten

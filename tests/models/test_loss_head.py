@@ -56,7 +56,7 @@ def test_a_share_of_targets_reaches_the_head():
     inputs = batch()
     seen = []
     # the package has a function of that name
-    deferred_linear = sys.modules["hf_actcompress.ops.deferred_linear"]
+    deferred_linear = sys.modules["hf_actcompress.ops._deferred_linear"]
     compute = ops.linear_cross_entropy
     with pytest.MonkeyPatch.context() as patch:
         noted = lambda *args, most, **options: (seen.append(most), compute(*args, **options))[1]  # noqa: E731

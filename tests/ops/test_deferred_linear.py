@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_actcompress import ops
-from hf_actcompress.ops.deferred_linear import DeferredLogits
+from hf_actcompress.ops._deferred_linear import DeferredLogits
 from tests.ops.contract_case import DTYPES
 from tests.ops.loss_head_problem import problem, wide
 from tests.oracle import assert_within_law

@@ -14,7 +14,7 @@ from hf_actcompress.config import CompressionConfig
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.models import Site, find_site
 from hf_actcompress.modules.base import patch_instance
-from hf_actcompress.ops.activation_fewbit import activation_fewbit
+from hf_actcompress.ops._activation_fewbit import activation_fewbit
 from hf_actcompress.reference import (
     ACTIVATIONS,
     FEWBIT_METHODS,

@@ -13,12 +13,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from hf_actcompress.ops.activation_derivative import activation_derivative
-from hf_actcompress.ops.activation_fewbit import activation_fewbit
-from hf_actcompress.ops.activation_output import activation_output
-from hf_actcompress.ops.attention_tempo import attention_tempo
-from hf_actcompress.ops.layer_norm_output import layer_norm_output
-from hf_actcompress.ops.rms_norm_output import rms_norm_output
+from hf_actcompress.ops._activation_derivative import activation_derivative
+from hf_actcompress.ops._activation_fewbit import activation_fewbit
+from hf_actcompress.ops._activation_output import activation_output
+from hf_actcompress.ops._attention_tempo import attention_tempo
+from hf_actcompress.ops._layer_norm_output import layer_norm_output
+from hf_actcompress.ops._rms_norm_output import rms_norm_output
 from hf_actcompress.records import frame, live_entries
 from tests.oracle import assert_equal_bits, clones, graph_nodes, pattern, tensors_in
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .current import current
+from ._current import current
 from .registry import another_registry
 
 

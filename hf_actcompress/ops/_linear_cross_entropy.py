@@ -19,7 +19,7 @@ from ..records import Record, applied, declare, is_dropped, is_lossless, load, p
 from ..reference.device_rules import on_cpu
 from ..reference.linear_cross_entropy import NO_TARGET, Pointwise
 from .autocast import autocast_dtype
-from .cast import cast_record
+from ._cast import cast_record
 from .first_order import once_differentiable
 from .loss_arguments import reduced
 

@@ -13,7 +13,7 @@ from ..records import Packed, Record, Stored, applied, dropping, is_dropped, loa
 from ..reference import ConvGeometry
 from .autocast import autocast_dtype
 from .first_order import once_differentiable
-from .linear import input_record
+from ._linear import input_record
 
 
 class Conv2dFunction(torch.autograd.Function):

@@ -20,7 +20,7 @@ from ..reference.dropout import StateBefore, replayed_rng
 from ..reference.tiles import tiles
 from .autocast import SameAutocast
 from .first_order import once_differentiable
-from .linear import no_view
+from ._linear import no_view
 from .own_weights import OwnWeights, alias
 
 _Rows = Callable[[Tensor], Tensor]
