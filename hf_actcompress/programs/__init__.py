@@ -18,6 +18,7 @@ from ..modules.base import Settings
 from .layer import LayerPrograms, ProgramLayerMixin
 from .proof import proved
 from .refusal import NotStraight
+from .tracing import calls_eager
 
 __all__ = ["find_program", "is_outdated"]
 
@@ -37,6 +38,8 @@ def find_program(layer: nn.Module, config: CompressionConfig) -> Site | Declined
         return _leaf_by_leaf("programs keep all rows, which share_prompts=True does not want")
     if config.tiled_mlp:
         return _leaf_by_leaf("programs compute all rows at once, which tiled_mlp does not want")
+    if not config.selective and any(map(calls_eager, layer.modules())):
+        return _leaf_by_leaf("its eager attention would run again in backward, which selective=False does not want")
     try:
         programs = _programs_of(layer)
     except NotStraight as reason:

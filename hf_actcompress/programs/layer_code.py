@@ -163,8 +163,7 @@ class LayerCode:
         if handed is None:
             return None
         part = whole.part if cache is None else whole.cached
-        given = {**self._given(x, kwargs), **dict(zip(whole.masks.values(), masks, strict=True))}
-        ins = [given[i] for i in part.ins]
+        ins = self._given(part.ins, x, kwargs, dict(zip(whole.masks.values(), masks, strict=True)))
         places = tuple([len(ins) + j for j in handed]) if handed else ()
         heads: Heads | None = {} if 3 * x.numel() >= handing.SLACK else None
         if checkpointed is not None:
@@ -181,11 +180,12 @@ class LayerCode:
             y = let_go(heads, place, y)
         return y  # type: ignore[no-any-return]
 
-    def _given(self, x: Tensor, kwargs: dict[str, Any]) -> dict[int, Any]:
-        """By its value: what the layer is given."""
+    def _given(self, values: tuple[int, ...], x: Tensor, kwargs: dict[str, Any], masks: dict[int, Any]) -> list[Any]:
+        """What the layer is given, in the order of `values`."""
         angles = kwargs.get("position_embeddings") or (None, None)
         named = {**kwargs, "x": x, "cos": angles[0], "sin": angles[1]}
-        return {value: named.get(name) for name, value in self.inputs.items()}
+        given = {**masks, **{value: named.get(name) for name, value in self.inputs.items()}}
+        return [given[value] for value in values]
 
     def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor | None:
         width = x.size(-1)

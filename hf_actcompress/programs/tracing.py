@@ -142,7 +142,7 @@ def _watch(name: str, module: nn.Module, recorder: Recorder, masks: dict[int, st
         # it runs as programs already, under another autocast, or is told how to keep its input
         unpatch_instance(module)  # type: ignore[arg-type]
         return
-    if isinstance(module, AttentionMixin) or _calls_eager(module):
+    if isinstance(module, AttentionMixin) or calls_eager(module):
         _watch_attention(name, module, recorder, masks)
     elif isinstance(module, _OWN_CODE):
         unpatch_instance(module)
@@ -158,7 +158,7 @@ def _is_known(codec: Codec) -> bool:
     return codec == IDENTITY or (type(codec) is IntGroup and codec.rounding == "nearest") or type(codec) is Float8
 
 
-def _calls_eager(module: nn.Module) -> bool:
+def calls_eager(module: nn.Module) -> bool:
     """Whether it calls its file's eager function, and keeps what that keeps or runs again in backward."""
     config = vars(module).get("config")
     if isinstance(module, AttentionMixin) or getattr(config, "_attn_implementation", None) != "eager":
