@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -207,3 +208,16 @@ def test_no_imports_go_round():
 
     for name in graph:
         walk(name, ())
+
+
+def test_no_module_is_hidden_by_a_name_of_its_package() -> None:
+    """Such as a function: `import hf_actcompress.ops.linear` would give that."""
+    hidden = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[-1] in ("__init__", "__main__"):
+            continue
+        module, package = importlib.import_module(".".join(parts)), importlib.import_module(".".join(parts[:-1]))
+        if getattr(package, parts[-1], module) is not module:
+            hidden.append(".".join(parts))
+    assert not hidden

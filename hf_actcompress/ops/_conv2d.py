@@ -11,9 +11,9 @@ from ..codecs import IDENTITY, Codec, on_feature_maps
 from ..dispatch import implementation
 from ..records import Packed, Record, Stored, applied, dropping, is_dropped, load_packed, parameter, save
 from ..reference import ConvGeometry
+from ._linear import input_record
 from .autocast import autocast_dtype
 from .first_order import once_differentiable
-from ._linear import input_record
 
 
 class Conv2dFunction(torch.autograd.Function):

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from ..dispatch import implementation
 from ..records import applied, parameter, record_of, save
-from .autocast import autocast_dtype
 from ._cast import cast_record
-from .deferred_logits import DeferredLogits
-from .deferred_values import LogitsSource, Values
 from ._linear import LinearFunction
 from ._linear_cross_entropy import linear_cross_entropy
+from .autocast import autocast_dtype
+from .deferred_logits import DeferredLogits
+from .deferred_values import LogitsSource, Values
 from .loss_arguments import LossArguments, loss_over_classes
 
 

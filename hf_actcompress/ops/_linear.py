@@ -11,8 +11,8 @@ from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..private_apis import not_a_view
 from ..records import Packed, Record, applied, encoded, load_packed, parameter, record_of, save
-from .autocast import autocast_dtype
 from ._cast import cast_record
+from .autocast import autocast_dtype
 from .first_order import once_differentiable
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]

@@ -18,8 +18,8 @@ from ..dispatch import implementation
 from ..records import Record, applied, declare, is_dropped, is_lossless, load, parameter, raw, record_of, save
 from ..reference.device_rules import on_cpu
 from ..reference.linear_cross_entropy import NO_TARGET, Pointwise
-from .autocast import autocast_dtype
 from ._cast import cast_record
+from .autocast import autocast_dtype
 from .first_order import once_differentiable
 from .loss_arguments import reduced
 

@@ -17,11 +17,11 @@ from torch.autograd.graph import get_gradient_edge
 from ..records import Record, applied, is_dropped, load, parameter, raw, save
 from ..reference.linear_rows import linear_rows_bwd
 from ._deferred_linear import LinearSource
+from ._linear_cross_entropy import exact_record
 from .deferred_logits import DeferredLogits
 from .deferred_values import Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk, Read
-from ._linear_cross_entropy import exact_record
 from .logits_gradient import LogitsGradient
 from .logits_origin import HeadOrigin, ReturnedSource, operands
 from .row_set import Where, shifted, taken

@@ -18,9 +18,9 @@ from ..codecs import IDENTITY, Codec
 from ..records import applied, load_one, record_of, save, stock_only
 from ..reference.dropout import StateBefore, replayed_rng
 from ..reference.tiles import tiles
+from ._linear import no_view
 from .autocast import SameAutocast
 from .first_order import once_differentiable
-from ._linear import no_view
 from .own_weights import OwnWeights, alias
 
 _Rows = Callable[[Tensor], Tensor]

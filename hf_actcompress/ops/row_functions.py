@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..records import applied, load, raw, save
 from ..reference.linear_rows import row_chunks
+from ._linear import no_view
 from .autocast import SameAutocast
 from .deferred_logits import DeferredLogits, mapped
 from .first_order import once_differentiable
 from .gradient_parts import Chunk, Leaf, Mapped, Part, Steps, Times, rows_of
-from ._linear import no_view
 from .logits_gradient import LogitsGradient
 from .logits_origin import HeadOrigin, ReturnedSource
 from .row_set import RowSet, Where, taken

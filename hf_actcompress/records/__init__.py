@@ -8,8 +8,8 @@ of its own. This package is the only code that touches storage on `ctx`.
 from __future__ import annotations
 
 from ._apart import apart
-from .copies import Copies, copies_of, sharing
 from ._current import current, stock_only
+from .copies import Copies, copies_of, sharing
 from .hooks import kept_through
 from .net import applied, netted, unnetted
 from .outside import hooks_outside

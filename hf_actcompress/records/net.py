@@ -35,8 +35,8 @@ from ..private_apis import (
     saved_tensor_hooks_allowed,
 )
 from ..reference.bits import pack_mask
-from .activations import is_activation, is_feature_map
 from ._current import Netting, current
+from .activations import is_activation, is_feature_map
 from .held import Held, Kept, Made, Mask, counted, value_of
 from .nodes import Pointwise, computation, copied_attention, pointwise, proved, tokens_first
 from .outside import hooks_outside, stands_before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._packed_sdpa import packed_sdpa
 from .activation import ACTIVATIONS, activation_bwd, activation_value
 from .activation_forward import activation_fwd, gated_product_fwd
 from .attention import attention_bwd, attention_fwd
@@ -27,7 +28,6 @@ from .norm_output import (
 )
 from .packed_attention import packed_attention_bwd, packed_attention_fwd
 from .packed_kernels import packed_kernel
-from ._packed_sdpa import packed_sdpa
 from .pooled import (
     pooled_grad_weight,
     pooled_image_pack,

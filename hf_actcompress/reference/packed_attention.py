@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import packed_kernels
-from .attention import attention_bwd, attention_fwd
 from ._packed_sdpa import pieces
+from .attention import attention_bwd, attention_fwd
 from .sequences import Sequences
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._packed_sdpa import packed_sdpa
 from .attention import repeat_heads, sum_groups
 from .device_rules import device_rules
-from ._packed_sdpa import packed_sdpa
 from .sequences import Sequences
 
 aten: Any = torch.ops.aten
