@@ -17,7 +17,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from hf_actcompress import patch_model
+from hf_actcompress import PRESETS, CompressionConfig, patch_model
+from hf_actcompress.models import shared_prompts
 from tests.oracle import held_bytes
 
 datasets = pytest.importorskip("datasets")
@@ -176,12 +177,12 @@ def _lora(recipe: Recipe) -> Any:
 
 
 def _trained(
-    recipe: Recipe, folder: Path, *, patched: bool, adapters: bool, **options: Any
+    recipe: Recipe, folder: Path, *, patched: CompressionConfig | None, adapters: bool, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses, and what training added to each weight that trains."""
     model = _model(recipe, folder)
-    if patched:
-        patch_model(model)
+    if patched is not None:
+        patch_model(model, patched)
     torch.manual_seed(1)
     trainer = _trainer(recipe, model, folder, _lora(recipe) if adapters else None, **options)
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
@@ -191,10 +192,17 @@ def _trained(
     return losses, {name: after[name] - before[name].float() for name in before}
 
 
-def _assert_same_training(recipe: Recipe, folder: Path, mode: str, adapters: bool, **options: Any) -> None:
+def _assert_same_training(
+    recipe: Recipe,
+    folder: Path,
+    mode: str,
+    adapters: bool,
+    config: CompressionConfig = PRESETS["exact"],
+    **options: Any,
+) -> None:
     options["bf16"] = mode == "autocast"
-    stock_losses, stock = _trained(recipe, folder / "stock", patched=False, adapters=adapters, **options)
-    losses, ours = _trained(recipe, folder / "ours", patched=True, adapters=adapters, **options)
+    stock_losses, stock = _trained(recipe, folder / "stock", patched=None, adapters=adapters, **options)
+    losses, ours = _trained(recipe, folder / "ours", patched=config, adapters=adapters, **options)
     assert len(losses) == STEPS and stock.keys() == ours.keys()
     size = sum(float(x.square().sum()) for x in stock.values()) ** 0.5
     assert size > 0
@@ -217,6 +225,18 @@ def test_trains_as_stock(name: str, adapters: bool, tmp_path: Path) -> None:
 def test_trains_as_stock_with_the_defaults_of_trl(name: str, adapters: bool, tmp_path: Path) -> None:
     """bf16 autocast and gradient checkpointing."""
     _assert_same_training(BY_RECIPE[name], tmp_path, "autocast", adapters, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("name", ["dpo", "grpo"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["", "peft_config"])
+def test_prompts_of_a_group_are_kept_once(
+    name: str, adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, real = [], shared_prompts.copies_of
+    monkeypatch.setattr(shared_prompts, "copies_of", lambda tokens: found.append(real(tokens)) or found[-1])
+    config = CompressionConfig(share_prompts=True)
+    _assert_same_training(BY_RECIPE[name], tmp_path, "fp32", adapters, config)
+    assert sum(copies is not None for copies in found) >= STEPS
 
 
 def _kept_share(recipe: Recipe, folder: Path) -> float:
