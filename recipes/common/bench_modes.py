@@ -76,6 +76,7 @@ MODES: dict[str, Mode] = {
     "liger+checkpointing": Mode(lambda model: _checkpointed(apply_liger(model)), needs="liger_kernel"),
     **{name: Mode(partial(patch_model, config=name), exact=name in EXACT) for name in PRESETS},
     "exact+checkpointing": Mode(lambda model: _checkpointed(patch_model(model))),
+    "long+checkpointing": Mode(lambda model: _checkpointed(patch_model(model, "long"))),
     "exact+compressed checkpoint": Mode(
         lambda model: _checkpointed(patch_model(model, CompressionConfig(checkpoint_input="int8_outliers"))),
         exact=False,
