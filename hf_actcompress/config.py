@@ -44,7 +44,8 @@ class CompressionConfig(ConfigFile):
         targets: The share of a batch's positions whose label counts (is not -100), at most: 0.25 suits a masked
             language model that masks 15%. The head computes no gradient for the others. On a GPU it cannot tell how
             many they are without waiting for the device, so that it computes all positions, or this share. A batch of
-            which more count stops there with torch's error for a label outside the vocabulary.
+            which more count stops there with torch's error for a label outside the vocabulary. Leave it at 1 where the
+            model itself selects the positions (ModernBERT's `sparse_prediction`).
         drop_padding: Keep nothing of the rows where the model's ``attention_mask`` [B, S] is 0, wherever they are: of
             hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (pools are of real tokens).
             Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where
@@ -52,11 +53,13 @@ class CompressionConfig(ConfigFile):
             gradient checkpointing and unpatched modules keep, and encoder-decoder models.
         share_prompts: Keep the rows of tokens once that begin several sequences of a batch, such as the prompt of a
             group of completions (GRPO) or of two answers (DPO): hidden states, MLP tensors, q, k, v and what attention
-            keeps, through any codec that takes rows. For causal models without dropout (of adapters, too) that are fed
-            by `input_ids`. Exact: equal rows differ by rounding at most. All rows are computed. Where rows turn out to
-            differ, backward raises SharedRowsError. Finding equal rows waits for the device once per forward. Layers
-            run leaf by leaf. Kept whole: statistics of norms, what gradient checkpointing and unpatched modules keep,
-            and all in compiled graphs. Not with `drop_padding` or `tokens`.
+            keeps, through any codec that takes rows. For causal models without dropout (adapters' included): with
+            dropout or attention in both directions the forward raises SharedRowsError, and so does backward where a
+            comparison of some features finds other differences. Exact: equal rows differ by rounding at most. All rows
+            are computed. Finding equal rows waits for the device. Nothing is shared where a forward gets more than
+            `input_ids`, masks [B, S], positions and labels, or a filled cache. Layers run leaf by leaf. Kept whole:
+            statistics of norms, what gradient checkpointing and unpatched modules keep, and all in compiled graphs;
+            estimates know nothing of it. Not with `drop_padding`, `tokens`, encoder-decoders, or context parallelism.
         checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
             parts of their names: ``("layers.3",)``. "every:2" is every second layer, from the first on, as transformers
             counts them ("every:1": all); "but_last:1" all but the last one, which backward needs first: computing it
@@ -167,7 +170,7 @@ class CompressionConfig(ConfigFile):
         if not found:
             return self
         norms = self.gradient_norms if found.get("linear", self.linear) in sampling() else 0
-        return replace(self, **found, gradient_norms=norms, overrides=())  # type: ignore[arg-type]
+        return replace(self, **found, gradient_norms=norms, refresh_bits=0, overrides=())  # type: ignore[arg-type]
 
     @property
     def lossless(self) -> bool:

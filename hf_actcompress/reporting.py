@@ -111,8 +111,9 @@ def heads_of(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
-    if config.drop_padding and (reason := why_not(root_module(model))):
-        yield PatchRow("", type(root_module(model)).__name__, "padding", reason=reason)
+    role = "padding" if config.drop_padding else "shared_prompts" if config.share_prompts else ""
+    if role and (reason := why_not(root_module(model))):
+        yield PatchRow("", type(root_module(model)).__name__, role, reason=reason)
     heads = {id(head) for head in heads_of(model)}
     for name, module in model.named_modules():
         if is_parametrization(name):

@@ -20,6 +20,18 @@ def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)[1:]
 
 
+def arguments(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All that a call hands over, by name; what comes by position without a name has its number."""
+    if not args:
+        return dict(kwargs)
+    function = getattr(stock, "__func__", None)
+    if function is None:
+        # somebody has wrapped the forward of this one model
+        return {**inspect.signature(stock).bind_partial(*args).arguments, **kwargs}
+    names = argument_names(function)
+    return {**{names[i] if i < len(names) else str(i): x for i, x in enumerate(args)}, **kwargs}
+
+
 def argument(name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call hands over under that name, by keyword or by position; None if nothing."""
     found = kwargs.get(name)

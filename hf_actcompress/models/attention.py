@@ -126,7 +126,7 @@ def _attended(
     keeps_more = recomputed or codec != IDENTITY
     keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
     # calls whose q, k, v and output are kept by us all the same
-    ours = (ops.region_in_progress() is not None and dropout == 0) or shares_rows(query.transpose(1, 2))
+    ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
         return _traced(stock, (query, key, value), attention_mask, bias, settings)

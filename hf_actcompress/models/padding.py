@@ -31,7 +31,7 @@ def padding_of_call(
 
 
 def why_not(model: nn.Module) -> str:
-    """Why padding is never dropped from a model; "" if it is."""
+    """Why no rows of a model are left out, as padding or as copies; "" if they are."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return "kept under drop_padding: an encoder-decoder has two sequences, each with padding of its own"
+        return "rows are kept whole: an encoder-decoder has two sequences, each with rows of its own"
     return ""

@@ -7,36 +7,66 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ..errors import SharedRowsError
 from ..private_apis import transforms_active
 from ..records import Copies, copies_of
-from .arguments import argument
+from .arguments import arguments
 from .padding import why_not
 
-# what says of a token what it is, beside `input_ids`
-_OF_TOKENS = ("attention_mask", "position_ids", "token_type_ids")
-# other inputs of the hidden states, which are not compared
-_OTHERS = ("inputs_embeds", "pixel_values", "input_features", "encoder_hidden_states")
+# what says of a token what it is
+_OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+# what else may be given without that hidden states depend on it
+_OTHERS = ("labels", "shift_labels", "cache_position", "logits_to_keep", "num_items_in_batch")
+# fields of configs whose dropout is a function, no module
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dropout", "dropout", "hidden_dropout")
 
 
 def copies_of_call(
     model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Copies | None:
-    """The repeated rows of one call of `model`; None where nothing is kept, or there may be other differences."""
+    """The repeated rows of one call of `model`; None where nothing is kept, or there may be other differences.
+
+    Raises:
+        SharedRowsError: Sequences begin with the same tokens, and the model does not make the same of them.
+    """
     if why_not(model) or not torch.is_grad_enabled() or transforms_active():
         return None
-
-    def given(name: str) -> Any:
-        return argument(name, stock, args, kwargs)
-
-    ids = given("input_ids")
-    if type(ids) is not Tensor or ids.dim() != 2 or ids.size(0) < 2 or ids.device.type == "meta":
+    given = {name: value for name, value in arguments(stock, args, kwargs).items() if value is not None}
+    cache = given.pop("past_key_values", None)
+    tokens = [given.pop(name) for name in _OF_TOKENS if name in given]
+    unknown = [value for name, value in given.items() if name not in _OTHERS]
+    if any(isinstance(x, Tensor) for x in tree_leaves(unknown)) or any(type(x) is not Tensor for x in tokens):
         return None
-    cache = given("past_key_values")
-    if any(given(name) is not None for name in _OTHERS) or (cache is not None and cache.get_seq_length() > 0):
+    ids = tokens[0] if tokens else None
+    if ids is None or ids.dim() != 2 or ids.is_floating_point() or ids.size(0) < 2 or ids.device.type == "meta":
+        return None
+    if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
         return None
     # positions of all sequences at once are the same for all
-    tokens = [x for name in _OF_TOKENS if (x := given(name)) is not None and x.size(0) > 1]
-    if any(x.shape != ids.shape for x in tokens):
+    of_each = [x for x in tokens if x.dim() == 0 or x.size(0) > 1]
+    if any(x.shape != ids.shape for x in of_each):
         return None
-    return copies_of([ids, *tokens])
+    mask = arguments(stock, args, kwargs).get("attention_mask")
+    copies = copies_of(of_each, mask)
+    if copies is not None and (reason := _why_rows_differ(model)):
+        raise SharedRowsError(
+            f"share_prompts=True keeps rows of tokens once that begin several sequences of the batch, and {reason}: "
+            "set dropout to 0, or patch with share_prompts=False"
+        )
+    return copies
+
+
+def _why_rows_differ(model: nn.Module) -> str:
+    """Why equal beginnings of sequences have other hidden states; "" if they have the same."""
+    for name, module in model.named_modules():
+        if getattr(module, "is_causal", True) is False:
+            return f"tokens see what follows them in {name} ({type(module).__name__})"
+        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+            return f"{name} drops out for each row by itself (p={module.p})"
+    config = getattr(model, "config", None)
+    for field in _DROPOUTS if model.training else ():
+        if getattr(config, field, 0.0):
+            return f"the config's {field} is {getattr(config, field)}"
+    return ""

@@ -182,7 +182,10 @@ def _check(target: Tensor, outside: Tensor, classes: int) -> None:
 def _computed(counts: Tensor, most: int | None) -> Tensor | None:
     """The numbers [K] of the rows that are computed, among them all that count [N], bool; None: all rows."""
     if on_cpu(counts):
+        # free there
         kept = counts.nonzero()[:, 0]
+    elif most is None or most >= counts.numel():
+        return None
     else:
         # those that count come first
         kept = counts.logical_not().to(torch.uint8).argsort(stable=True)[:most]

@@ -36,8 +36,10 @@ class FusedAttentionFunction(torch.autograd.Function):
         kept, dropped = keep_heads(q, k, v, None if is_causal else mask, is_causal, codec)
         # the kernel writes [B, S, H, D], which the next linear reads as [B, S, H * D]: one record for both
         out_record = keep_output_heads(out, codec, dropped)
-        # where the q of a row was dropped and is zero now, its statistic has to be zero, too
-        save(ctx, *kept, out_record, keep_row_heads(lse, dropped), raw(mask) if mask is not None else None)
+        # where the q of a row was dropped and is zero now, its statistic has to be zero, too. Packed kernels have
+        # statistics of a shape of their own, which stay whole
+        statistics = keep_row_heads(lse, dropped and lse.shape == q.shape[:3])
+        save(ctx, *kept, out_record, statistics, raw(mask) if mask is not None else None)
         ctx.name, ctx.options = name, options
         return out
 

@@ -3,9 +3,9 @@
 Under causal attention a token's hidden states depend on it and the tokens before it alone. Where sequences of a batch
 begin with the same tokens (GRPO's groups, the two answers of DPO), an activation x [B, S, ...] has the same rows
 there, and comes back from the rows that differ. A row of a product may differ by rounding from its repetition in
-another place of the matrix, as it may differ on another device; anything more is an error, such as a dropout mask or
-attention in both directions. So each record compares a few features of the rows when it is made, and raises when
-backward reads it.
+another place of the matrix, as it may differ on another device. Anything more is an error. Dropout and attention in
+both directions are found before the forward (models/shared_prompts.py). Beside that, each record compares a few
+features of the rows when it is made, and raises when backward reads it.
 
 In a region under `torch.utils.checkpoint` all rows are kept, as under `drop_padding` (padding.py).
 """
@@ -22,9 +22,9 @@ from torch import Tensor
 from ..errors import SharedRowsError
 from ..private_apis import at_end_of_backward, current_backward
 
-# features that are compared, and how far apart they may be, relative to the largest of them: roundings of 16 bits that
-# have gone through many layers
-_COMPARED, _APART = 16, 0.1
+# features that are compared, the first and the last ones, and how far apart they may be, relative to the largest of
+# them: roundings of 16 bits that have gone through many layers
+_COMPARED, _APART = 8, 0.1
 # rows that have to be saved at least, as a share: each sequence begins with the same special token
 _WORTH = 1 / 8
 
@@ -32,31 +32,39 @@ _WORTH = 1 / 8
 class Guard:
     """Raises at the end of a backward in which rows were read that were no repetitions."""
 
-    __slots__ = ("_found",)
+    __slots__ = ("_found", "_lock")
 
     def __init__(self) -> None:
-        self._found: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+        self._found: dict[int, dict[torch.device, Tensor]] = {}
 
     def note(self, excess: Tensor) -> None:
         """excess [], above zero where rows differed."""
         task = current_backward()
         if task == -1:
-            _raise_if(excess)
-        elif task in self._found:
-            self._found[task] = torch.maximum(self._found[task], excess)
-        else:
-            self._found[task] = excess
-            at_end_of_backward(lambda: _raise_if(self._found.pop(task)))
+            _raise_if_any([excess])
+            return
+        with self._lock:
+            if task not in self._found:
+                self._found[task] = {}
+                at_end_of_backward(lambda: self._look(task))
+            found = self._found[task]
+            before = found.get(excess.device)
+            found[excess.device] = excess if before is None else torch.maximum(before, excess)
+
+    def _look(self, task: int) -> None:
+        with self._lock:
+            found = self._found.pop(task, {})
+        _raise_if_any(list(found.values()))
 
 
-def _raise_if(excess: Tensor) -> None:
+def _raise_if_any(excesses: list[Tensor]) -> None:
     # the one time in a backward that the host waits
-    if float(excess) > 0:
+    if any(float(excess) > 0 for excess in excesses):
         raise SharedRowsError(
             "share_prompts=True keeps rows of tokens once that begin several sequences of the batch, and they were not "
-            "the same in a layer: something draws for each row (dropout), or tokens see what follows them. The "
-            "gradients of this backward are wrong: zero them, and set dropout to 0 (of adapters, too) or patch with "
-            "share_prompts=False"
+            "the same in a layer: something draws for each row, or tokens see what follows them. The gradients of this "
+            "backward are wrong: zero them, and patch with share_prompts=False"
         )
 
 
@@ -65,23 +73,22 @@ class Copies:
 
     Args:
         shape: B, S.
-        first: int64 [B * S]: the row that each repeats, itself if none.
+        first: int64 [B * S] on the CPU: the row that each repeats, itself if none.
     """
 
-    __slots__ = ("_indices", "first", "guard", "kept", "shape")
+    __slots__ = ("_indices", "guard", "shape")
 
     def __init__(self, shape: tuple[int, int], first: Tensor) -> None:
-        self.shape, self.first, self.guard = shape, first, Guard()
-        own = first == torch.arange(first.numel(), device=first.device)
-        number = own.cumsum(0) - 1
-        # the rows that are kept, of each row its number among them, and the rows that are not
-        self._indices = {first.device: (own.nonzero()[:, 0], number[first], (~own).nonzero()[:, 0])}
-        self.kept = self._indices[first.device][0].numel()
+        self.shape, self.guard = shape, Guard()
+        own = first == torch.arange(first.numel())
+        repeated = (~own).nonzero()[:, 0]
+        numbers = (own.cumsum(0) - 1)[first]
+        self._indices = {first.device: (own.nonzero()[:, 0], numbers, repeated, first[repeated])}
 
-    def indices(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def indices(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The rows that are kept, of each row its number among them, the rows that are not, and which they repeat."""
         if device not in self._indices:
-            rows, numbers, repeated = next(iter(self._indices.values()))
-            self._indices[device] = rows.to(device), numbers.to(device), repeated.to(device)
+            self._indices[device] = tuple(x.to(device, non_blocking=True) for x in self._indices[torch.device("cpu")])
         return self._indices[device]
 
     def fits(self, x: Tensor) -> bool:
@@ -90,12 +97,13 @@ class Copies:
 
     def taken(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of x [B, S, ...]: the rows that are kept, of each row its number among them, by how much rows differ."""
-        rows, numbers, repeated = self.indices(x.device)
+        rows, numbers, repeated, originals = self.indices(x.device)
         flat = x.flatten(0, 1)
-        some = flat.flatten(1)[:, :_COMPARED]
+        features = flat.flatten(1)
+        some = torch.cat([features[:, :_COMPARED], features[:, -_COMPARED:]], dim=1)
         if not some.is_floating_point():
             return flat.index_select(0, rows), numbers, some.new_zeros((), dtype=torch.float32)
-        apart = some[repeated] - some[self.first.to(x.device)[repeated]]
+        apart = some.index_select(0, repeated) - some.index_select(0, originals)
         # NaN and inf are let through: they reach the gradients with any x
         excess = (apart.abs().amax() - _APART * some.abs().amax()).float().nan_to_num(0.0, 0.0, 0.0)
         return flat.index_select(0, rows), numbers, excess
@@ -138,18 +146,26 @@ def current_copies() -> Copies | None:
     return _state.copies
 
 
-def copies_of(tokens: Sequence[Tensor]) -> Copies | None:
-    """The repeated rows of a batch, out of all [B, S] that say what a token is (ids, mask, positions).
+def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | None:
+    """The repeated rows of a batch. Waits for the device. None if there are too few of them.
 
-    Waits for the device. None if there are too few of them.
+    Args:
+        tokens: All [B, S] that say what a token is (ids, mask, positions).
+        real: [B, S], zero for padding, which sees what it likes and so repeats nothing; None if there is none.
     """
-    with torch.no_grad():
-        same = torch.stack([x[:, None] == x[None] for x in tokens])
-        common = same.all(0).cumprod(-1).sum(-1).tolist()
-    batch, length = tokens[0].shape[:2]
-    first = torch.arange(batch * length).view(batch, length)
+    known = [x.detach().cpu() for x in tokens]
+    batch, length = known[0].shape[:2]
+    own = torch.arange(batch * length).view(batch, length)
+    first = own.clone()
     for row in range(1, batch):
-        other = max(range(row), key=lambda r: common[row][r])
-        first[row, : common[row][other]] = first[other, : common[row][other]]
-    repeated = int((first.flatten() != torch.arange(batch * length)).sum())
-    return Copies((batch, length), first.flatten().to(tokens[0].device)) if repeated >= _WORTH * first.numel() else None
+        same = torch.stack([(x[:row] == x[row]) for x in known]).all(0)
+        # how many tokens each earlier sequence has in common with this one
+        common = torch.where(same.all(1), length, same.to(torch.uint8).argmin(1))
+        other = int(common.argmax())
+        count = int(common[other])
+        first[row, :count] = first[other, :count]
+    if real is not None:
+        padding = real.cpu() == 0
+        first[padding] = own[padding]
+    repeated = int((first != own).sum())
+    return Copies((batch, length), first.flatten()) if repeated >= _WORTH * first.numel() else None

@@ -233,7 +233,7 @@ def test_prompts_of_a_group_are_kept_once(
     name: str, adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, real = [], shared_prompts.copies_of
-    monkeypatch.setattr(shared_prompts, "copies_of", lambda tokens: found.append(real(tokens)) or found[-1])
+    monkeypatch.setattr(shared_prompts, "copies_of", lambda *tokens: found.append(real(*tokens)) or found[-1])
     config = CompressionConfig(share_prompts=True)
     _assert_same_training(BY_RECIPE[name], tmp_path, "fp32", adapters, config)
     assert sum(copies is not None for copies in found) >= STEPS

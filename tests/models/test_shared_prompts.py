@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
-from hf_actcompress import CompressionConfig, kept_bytes, patch_model
+from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report
+from hf_actcompress.codecs import IDENTITY
 from hf_actcompress.errors import SharedRowsError, UnknownOptionError
+from hf_actcompress.models import shared_prompts
+from hf_actcompress.models.padding import why_not
+from hf_actcompress.ops.heads import keep_heads, keep_row_heads
+from hf_actcompress.records import Derived, copies_of, frame, sharing
 from tests.oracle import assert_equal_bits
 from tests.slopes import VOCAB, bert, gpt2, llama, slope
 
@@ -94,16 +100,67 @@ def test_a_batch_without_repetitions_keeps_the_same() -> None:
     assert kept[0] == kept[1]
 
 
-def test_rows_that_differ_raise() -> None:
-    """With a dropout mask of their own, or under attention in both directions."""
-    config = CompressionConfig(share_prompts=True)
-    drawing = gpt2(2, hidden=HIDDEN, resid_pdrop=0.5).train()
-    both_ways = bert(2, hidden=HIDDEN).train()
-    for model in (drawing, both_ways):
-        torch.manual_seed(0)
-        loss = patch_model(model, config)(**group()).loss
-        with pytest.raises(SharedRowsError, match="share_prompts=False"):
-            loss.backward()
+DIFFERENT = {
+    "dropout": (lambda: gpt2(2, hidden=HIDDEN, resid_pdrop=0.01, embd_pdrop=0.0), "resid_dropout"),
+    "dropout by a function": (lambda: llama(2, hidden=HIDDEN, attention_dropout=0.1), "attention_dropout"),
+    "both directions": (lambda: bert(2, hidden=HIDDEN, hidden_dropout_prob=0.0), "see what follows"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_models_that_make_rows_differ_are_refused(name: str) -> None:
+    build, reason = DIFFERENT[name]
+    model = patch_model(build().train(), CompressionConfig(share_prompts=True))
+    with pytest.raises(SharedRowsError, match=reason):
+        model(**group())
+    # nothing draws now
+    if name != "both directions":
+        model.eval()(**group()).loss.backward()
+
+
+def test_what_nobody_knew_raises_in_backward() -> None:
+    model = patch_model(build("llama"), CompressionConfig(share_prompts=True))
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, out: out * (1 + torch.rand_like(out)))
+    loss = model(**group()).loss
+    with pytest.raises(SharedRowsError, match="share_prompts=False"):
+        loss.backward()
+
+
+def test_other_inputs_keep_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as pictures behind equal placeholders, embeddings, masks of the caller's own making, and a filled cache."""
+    model, ids = build("llama"), group()["input_ids"]
+    stock = model.forward
+    more: list[dict[str, Any]] = [
+        {"inputs_embeds": torch.ones(GROUP, LENGTH, HIDDEN)},
+        {"pixel_values_videos": torch.ones(1)},
+        {"image_sizes": [torch.ones(1)]},
+        {"attention_mask": {"full_attention": torch.ones(1)}},
+        {"attention_mask": torch.ones(GROUP, 1, LENGTH, LENGTH)},
+        {"position_ids": torch.ones(3, GROUP, LENGTH)},
+        {"past_key_values": (torch.ones(1),)},
+    ]
+    assert shared_prompts.copies_of_call(model, stock, (ids,), {"labels": ids, "use_cache": True}) is not None
+    for kwargs in more:
+        assert shared_prompts.copies_of_call(model, stock, (), {"input_ids": ids, **kwargs}) is None
+        assert shared_prompts.copies_of_call(model, stock, (ids,), kwargs) is None
+
+
+def test_statistics_of_another_shape_stay_whole() -> None:
+    """As packed kernels have them."""
+    q = torch.randn(GROUP, 2, LENGTH, 8)
+    copies = copies_of([group()["input_ids"]])
+    with frame(), sharing(copies):
+        records, fewer = keep_heads(q, q, q, None, True, IDENTITY)
+        assert fewer and all(isinstance(record, Derived) for record in records)
+        assert isinstance(keep_row_heads(q.logsumexp(-1), True), Derived)
+
+
+def test_rows_of_an_encoder_decoder_are_kept_and_reported() -> None:
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    report = patch_report(patch_model(model, CompressionConfig(share_prompts=True)))
+    assert [row.reason for row in report.rows if row.role == "shared_prompts"] == [why_not(model)]
 
 
 def test_under_checkpointing_all_rows_of_a_layer_are_kept() -> None:
