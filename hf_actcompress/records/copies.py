@@ -83,7 +83,8 @@ class Copies:
         own = first == torch.arange(first.numel())
         repeated = (~own).nonzero()[:, 0]
         numbers = (own.cumsum(0) - 1)[first]
-        self._indices = {first.device: (own.nonzero()[:, 0], numbers, repeated, first[repeated])}
+        self._indices: dict[torch.device, tuple[Tensor, ...]] = {}
+        self._indices[first.device] = (own.nonzero()[:, 0], numbers, repeated, first[repeated])
 
     def indices(self, device: torch.device) -> tuple[Tensor, ...]:
         """The rows that are kept, of each row its number among them, the rows that are not, and which they repeat."""
