@@ -29,6 +29,7 @@ def _forget() -> Iterator[None]:
         for known in (dispatch._unusable, dispatch._pointwise_only, dispatch._probe, launchers, lacks_bf16):
             known.cache_clear()
         dispatch._trusted.clear()
+        dispatch._failed.clear()
 
     forget()
     yield
