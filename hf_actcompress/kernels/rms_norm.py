@@ -67,9 +67,8 @@ def _scaled(
 @triton.jit
 def _fwd_kernel(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, rows, width, factor, eps,
-    HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr, UNROLLED: tl.constexpr,
     R: tl.constexpr, LANES: tl.constexpr, LOG_LANES: tl.constexpr, WARPS: tl.constexpr, LOG_WARPS: tl.constexpr,
-    UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """y [rows, width] and rstd [rows]; x is read a second time, from its end, out of a cache.
 
@@ -77,8 +76,7 @@ def _fwd_kernel(
     for each of the four; it adds these in turn. In each warp the upper half of the lanes is added to the lower until
     one lane is left; then the warps are added in the same way.
     """
-    THREADS: tl.constexpr = LANES * WARPS
-    C: tl.constexpr = 4 * THREADS
+    C: tl.constexpr = 4 * LANES * WARPS
     first = tl.program_id(0) * R
     while first < rows:
         row = (first + tl.arange(0, R)).to(tl.int64)
@@ -92,7 +90,7 @@ def _fwd_kernel(
                 x = tl.load(x_ptr + row[:, None] * width + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 sums += x * x
             start += UNROLLED * C
-        even, odd = tl.split(tl.reshape(sums, [R, THREADS, 2, 2]))
+        even, odd = tl.split(tl.reshape(sums, [R, LANES * WARPS, 2, 2]))
         sum0, sum2 = tl.split(even)
         sum1, sum3 = tl.split(odd)
         total = sum0 + sum1 + sum2 + sum3
@@ -124,10 +122,9 @@ def _rebuild_kernel(
     cols = tl.arange(0, C)
     mask = (row < rows)[:, None] & (cols < width)[None, :]
     at = row[:, None] * width + cols[None, :]
-    rstd = tl.load(rstd_ptr + row, mask=row < rows)
+    rstd = tl.load(rstd_ptr + row, mask=row < rows)[:, None]
     x = tl.load(x_ptr + at, mask=mask).to(tl.float32)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
-    y = _scaled(x, rstd[:, None], weight_ptr, cols, cols < width, dtype, HAS_WEIGHT, ONE_PLUS, NORMED)
+    y = _scaled(x, rstd, weight_ptr, cols, cols < width, y_ptr.dtype.element_ty, HAS_WEIGHT, ONE_PLUS, NORMED)
     tl.store(y_ptr + at, y, mask=mask)
 
 
@@ -135,9 +132,8 @@ def _normed_dtype(x: Tensor, weight: Tensor | None, variant: str) -> torch.dtype
     """The dtype in which x^ meets the gain."""
     if weight is None or variant in ("one_plus_weight", "weight_in_fp32"):
         return torch.float32
-    if variant == "cast_to_weight":
-        return weight.dtype if weight.dtype in _HALF else torch.float32
-    return x.dtype
+    dtype = weight.dtype if variant == "cast_to_weight" else x.dtype
+    return dtype if dtype in _HALF else torch.float32
 
 
 def _y_dtype(x: Tensor, weight: Tensor | None, variant: str) -> torch.dtype:
@@ -179,12 +175,11 @@ def _repeats_torch(x: Tensor) -> bool:
         return False
     rows = x.numel() // width
     key = x.device, x.dtype, width, _reduction_block(rows, width)
-    known = _repeats.get(key)
-    if known is None:
+    if key not in _repeats:
         if torch.cuda.is_current_stream_capturing():
             return False
-        known = _repeats[key] = _probe_order(x.device, x.dtype, rows, width)
-    return known
+        _repeats[key] = _probe_order(x.device, x.dtype, rows, width)
+    return _repeats[key]
 
 
 def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
@@ -210,8 +205,7 @@ def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int
 def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) -> tuple[Tensor, Tensor]:
     """In one kernel, for what `_repeats_torch` takes."""
     y, rstd = _fake_rebuild(x, x, weight, variant), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    width = x.size(-1)
-    rows = x.numel() // width
+    width, rows = x.size(-1), x.numel() // x.size(-1)
     lanes, warps = _reduction_block(rows, width)
     threads = lanes * warps
     R = max(512 // (4 * threads), 1)
@@ -267,8 +261,7 @@ def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: st
     """y from x and rstd, bit-equal to `rms_norm_fwd`."""
     if x.size(-1) > WIDEST_ROW:
         return reference.rms_norm_rebuild(x, rstd, weight, variant)
-    y: Tensor = _rms_norm_rebuild(x, rstd, weight, variant)
-    return y
+    return _rms_norm_rebuild(x, rstd, weight, variant)  # type: ignore[no-any-return]
 
 
 def rms_norm_bwd(
