@@ -2,11 +2,11 @@
 
 `implementation(name, x)` picks by x's device and by what is installed; `use("reference")` and `use("triton")` are
 explicit choices for a block of code. An explicit choice never falls back: under "triton" a kernel that cannot run
-raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device after
-it has agreed there with the reference, once per process, and the reference everywhere else. Of the kernels of the table
-`TIMED` nobody knows for which shapes they are faster: `auto` times both there when a shape is met first, unless the
-environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for deterministic results. A kernel that fails later
-all the same is replaced by the reference, with a warning.
+raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device, or on
+an XPU (pointwise kernels), after it has agreed there with the reference, once per process, and the reference everywhere
+else. Of the kernels of the table `TIMED` nobody knows for which shapes they are faster: `auto` times both there when a
+shape is met first, unless the environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for deterministic
+results. If a launch fails later, the reference runs in its place from then on, with a warning.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ OLDEST, OLDEST_OF_ALL = (7, 5), (8, 0)
 _log = logging.getLogger(__name__)
 _kernels: dict[str, Callable[..., Any]] = {}
 _trusted: dict[tuple[str, str | None, torch.device], bool] = {}
+# what a launch failed with after the kernel was trusted
+_failed: dict[tuple[str, torch.device], str] = {}
 _probing = threading.RLock()
 _decisions = Decisions()
 
@@ -110,7 +112,10 @@ def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[st
             takes a minute the first time on a machine. Without, only the device and the installation count.
     """
     device = _indexed(torch.device(device))
-    found = {name: _without(name, device) or (probe and _probed(name, None, device)) for name in KERNELS}
+    found = {
+        name: _without(name, device) or _failed.get((name, device)) or (probe and _probed(name, None, device))
+        for name in KERNELS
+    }
     timed = {name: _timing_status(name) for name in TIMED}
     good = "usable for fp16 and fp32: there is no bf16" if lacks_bf16(device) else "usable"
     return {name: reason or timed.get(name, good) for name, reason in found.items()}
@@ -192,8 +197,10 @@ def _require(name: str, x: Tensor) -> None:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    known = device.index is not None or device.type != "cuda"
-    return device if known else torch.device("cuda", torch.cuda.current_device())
+    if device.index is not None or device.type not in ("cuda", "xpu"):
+        return device
+    module = torch.get_device_module(device)
+    return torch.device(device.type, module.current_device()) if module.is_available() else device
 
 
 @cache
@@ -258,6 +265,7 @@ def _launcher(name: str, row: str | None, device: torch.device) -> Callable[...,
     def failed(reason: str) -> None:
         _trusted[name, row, device] = False
         of = f"{name} ({row})" if row else name
+        _failed[name, device] = f"{of} failed: {reason}; the torch reference runs instead"
         _log.warning("the Triton kernel of %s failed on %s: %s; the torch reference runs instead", of, device, reason)
 
     return with_fallback(_kernel(name), getattr(reference, name), device, failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ def _forget() -> Iterator[None]:
         for known in (dispatch._unusable, dispatch._pointwise_only, dispatch._probe, launchers, lacks_bf16):
             known.cache_clear()
         dispatch._trusted.clear()
+        dispatch._failed.clear()
 
     forget()
     yield
@@ -160,6 +162,24 @@ def test_a_probe_of_one_variant_leaves_the_others_alone(monkeypatch):
     assert seen == ["mish"]
     assert dispatch._probed("activation_bwd", None, CPU) is None
     assert set(seen) == set(reference.ACTIVATIONS)
+
+
+def test_a_second_xpu_is_launched_on_and_its_generator_put_back(monkeypatch):
+    pytest.importorskip("triton")
+    from hf_actcompress.kernels.common import on
+    from hf_actcompress.kernels.probe import disagreement
+
+    device, forked = torch.device("xpu:1"), []
+    entered = on(SimpleNamespace(is_xpu=True, is_cuda=False, get_device=lambda: device.index))
+    assert isinstance(entered, torch.xpu.device_of) and entered.idx == 1
+    monkeypatch.setattr(
+        torch.random, "fork_rng", lambda devices, device_type: forked.append((devices, device_type)) or nullcontext()
+    )
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
+    module = SimpleNamespace(PROOFS={"float8_pack": lambda row, device: None})
+    for asked in (device, torch.device("cuda:1"), CPU):
+        assert disagreement("float8_pack", None, module, None, asked, False) is None
+    assert forked == [([device], "xpu"), ([torch.device("cuda:1")], "cuda"), ([], "cuda")]
 
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="probes in the interpreter")

@@ -94,6 +94,22 @@ def test_without_room_for_the_other_way_the_kernel_runs_untimed(timed, monkeypat
     assert len(ran) == 2
 
 
+def test_memory_that_is_used_up_in_a_trial_leaves_the_kernel(timed, monkeypatch):
+    clock, args, ran = timed(2.0, 1.0), _rows(), []
+    monkeypatch.setitem(dispatch._kernels, "row_sample_grad_weight", lambda *args: ran.append(args))
+    asked = []
+
+    def too_much(*args: Any) -> Tensor:
+        asked.append(args)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(reference, "row_sample_grad_weight", too_much)
+    for _ in range(2):
+        implementation("row_sample_grad_weight", args[0])(*args)
+    # tried once, by the clock
+    assert clock.asked == len(asked) == 1 and len(ran) == 1 + 2
+
+
 def test_a_graph_that_is_captured_takes_what_is_known(timed, monkeypatch):
     clock, args, ran = timed(1.0, 2.0), _rows(), []
     monkeypatch.setitem(dispatch._kernels, "row_sample_grad_weight", lambda *args: ran.append(args))

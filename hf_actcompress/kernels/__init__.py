@@ -6,10 +6,10 @@ What may be a kernel. The forward value of a patched module equals stock's bit b
 only where every step has one correctly rounded result (products, sums of two, casts); where the order of a sum or the
 last bit of exp matters, the forward keeps torch's own op. Activations of 16-bit numbers are an exception, because they
 have 65,536 inputs: a kernel is in their forward where it was shown, on the user's device, to have stock's bits for all
-of them. What only backward sees, a gradient or a rebuilt tensor, may
-differ from stock's in the last bit: it is held to stock's own error against fp64, times 1.1. So is the loss head that
-never has whole logits: its sums go by chunks, in an order that is not stock's with or without a kernel. Codes are the
-reference's bits under rounding to nearest, and of the same distribution under stochastic rounding.
+of them. What only backward sees, a gradient or a rebuilt tensor, may differ from stock's in the last bit: it is held to
+stock's own error against fp64, times 1.1. So is the loss head that never has whole logits: its sums go by chunks, in an
+order that is not stock's with or without a kernel. Codes are the reference's bits under rounding to nearest, and of the
+same distribution under stochastic rounding.
 
 A sum may stand in a forward, too, if it repeats the order of torch's on the device and the device shows the same bits:
 RMSNorm's mean of squares, tried at each width when it is met first.

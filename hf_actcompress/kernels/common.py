@@ -83,6 +83,8 @@ def pointwise_layout(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
 
 def on(x: Tensor) -> AbstractContextManager[Any]:
     """Launches inside go to x's device and to its current stream."""
+    if x.is_xpu:
+        return torch.xpu.device_of(x)
     return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
 
 

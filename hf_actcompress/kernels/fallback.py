@@ -17,9 +17,10 @@ def with_fallback(
 ) -> Callable[..., Any]:
     """`kernel` until a launch of it fails, from then on `stock`, its reference; `failed` is told the error, once.
 
-    A kernel writes only into what its launcher allocates, never into an argument, so that the reference starts from
-    what the kernel started from. Three errors are not the kernel's and are raised: the memory is used up; the device
-    is lost, and with it the reference; the reference raises for these arguments as well.
+    A kernel writes only into what its launcher allocates, so that the reference starts from what the kernel started
+    from. The exception, a gradient that the caller owns, is written by a launcher's last launch: one that fails has
+    written nothing. Three errors are not the kernel's and are raised: the memory is used up; the device is lost, and
+    with it the reference; the reference raises for these arguments as well.
     """
     broken = False
 

@@ -48,10 +48,10 @@ def disagreement(
     proof of its own instead: `PROOFS[name](row, device)` returns the same.
     """
     proof = getattr(module, "PROOFS", {}).get(name)
-    devices = [device] if device.type == "cuda" else []
+    devices = [device] if device.type in ("cuda", "xpu") else []
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices),
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
         codecs_undisturbed(),
         torch.autocast(device.type, enabled=False),
     ):

@@ -36,8 +36,8 @@ from .layer_norm import norm_bwd, present
 
 _HALF = (torch.float16, torch.bfloat16)
 _log = logging.getLogger(__name__)
-# by device, dtype, width and threads of a row: whether the bits were torch's
-_repeats: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
+# by device, dtype, width, and lanes and warps of a row: whether the bits were torch's
+_repeats: dict[tuple[torch.device, torch.dtype, int, tuple[int, int]], bool] = {}
 # of the rows that a multiprocessor walks at a time: what its caches hold until they are read again
 _CACHED_BYTES = 96 * 1024
 
@@ -67,15 +67,16 @@ def _scaled(
 @triton.jit
 def _fwd_kernel(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, rows, width, factor, eps,
-    HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr,
-    R: tl.constexpr, THREADS: tl.constexpr, LOG_THREADS: tl.constexpr, UNROLLED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr, UNROLLED: tl.constexpr,
+    R: tl.constexpr, LANES: tl.constexpr, LOG_LANES: tl.constexpr, WARPS: tl.constexpr, LOG_WARPS: tl.constexpr,
 ):  # fmt: skip
     """y [rows, width] and rstd [rows]; x is read a second time, from its end, out of a cache.
 
-    The order of the sum: THREADS of torch's share a row. Each takes four elements of every 4 * THREADS and has a sum
-    for each of the four; it adds these in turn; the upper half of the threads is added to the lower until one is left.
+    The order of the sum: LANES * WARPS threads of torch's share a row. Each takes four elements at a time and has a sum
+    for each of the four; it adds these in turn. In each warp the upper half of the lanes is added to the lower until
+    one lane is left; then the warps are added in the same way.
     """
-    C: tl.constexpr = 4 * THREADS
+    C: tl.constexpr = 4 * LANES * WARPS
     first = tl.program_id(0) * R
     while first < rows:
         row = (first + tl.arange(0, R)).to(tl.int64)
@@ -89,13 +90,15 @@ def _fwd_kernel(
                 x = tl.load(x_ptr + row[:, None] * width + cols[None, :], mask=mask, other=0.0).to(tl.float32)
                 sums += x * x
             start += UNROLLED * C
-        even, odd = tl.split(tl.reshape(sums, [R, THREADS, 2, 2]))
+        even, odd = tl.split(tl.reshape(sums, [R, LANES * WARPS, 2, 2]))
         sum0, sum2 = tl.split(even)
         sum1, sum3 = tl.split(odd)
         total = sum0 + sum1 + sum2 + sum3
-        for i in tl.static_range(LOG_THREADS):
-            # a sum of two has no order
-            total = tl.sum(tl.reshape(total, [R, 2, THREADS >> (i + 1)]), axis=1)
+        # a sum of two has no order
+        for i in tl.static_range(LOG_LANES):
+            total = tl.sum(tl.reshape(total, [R * WARPS, 2, LANES >> (i + 1)]), axis=1)
+        for i in tl.static_range(LOG_WARPS):
+            total = tl.sum(tl.reshape(total, [R, 2, WARPS >> (i + 1)]), axis=1)
         rstd = tl.rsqrt(total * factor + eps)
         tl.store(rstd_ptr + row[:, None], rstd, mask=held)
         while start > 0:
@@ -119,10 +122,9 @@ def _rebuild_kernel(
     cols = tl.arange(0, C)
     mask = (row < rows)[:, None] & (cols < width)[None, :]
     at = row[:, None] * width + cols[None, :]
-    rstd = tl.load(rstd_ptr + row, mask=row < rows)
+    rstd = tl.load(rstd_ptr + row, mask=row < rows)[:, None]
     x = tl.load(x_ptr + at, mask=mask).to(tl.float32)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
-    y = _scaled(x, rstd[:, None], weight_ptr, cols, cols < width, dtype, HAS_WEIGHT, ONE_PLUS, NORMED)
+    y = _scaled(x, rstd, weight_ptr, cols, cols < width, y_ptr.dtype.element_ty, HAS_WEIGHT, ONE_PLUS, NORMED)
     tl.store(y_ptr + at, y, mask=mask)
 
 
@@ -130,9 +132,8 @@ def _normed_dtype(x: Tensor, weight: Tensor | None, variant: str) -> torch.dtype
     """The dtype in which x^ meets the gain."""
     if weight is None or variant in ("one_plus_weight", "weight_in_fp32"):
         return torch.float32
-    if variant == "cast_to_weight":
-        return weight.dtype if weight.dtype in _HALF else torch.float32
-    return x.dtype
+    dtype = weight.dtype if variant == "cast_to_weight" else x.dtype
+    return dtype if dtype in _HALF else torch.float32
 
 
 def _y_dtype(x: Tensor, weight: Tensor | None, variant: str) -> torch.dtype:
@@ -155,14 +156,14 @@ def _rms_norm_square(x: Tensor) -> Tensor:
     return square
 
 
-def _reduction_threads(rows: int, width: int) -> int:
-    """How many threads share a row when torch's GPU kernel sums [rows, width] in fp32 along the rows, in fours."""
+def _reduction_block(rows: int, width: int) -> tuple[int, int]:
+    """Lanes and warps that share a row when torch's GPU kernel sums [rows, width] in fp32 along the rows, in fours."""
     # blocks of 512 threads, warps of 32
     across, down = (min(1 << (n.bit_length() - 1), 512) for n in (width // 4, rows))
     height = min(down, 512 // min(across, 32))
     lanes = min(across, 512 // height)
     # a long row is all warps'; else each of them has a row of its own
-    return lanes * height if triton.cdiv(width, lanes) >= min(16 * height, 256) else lanes
+    return lanes, height if triton.cdiv(width, lanes) >= min(16 * height, 256) else 1
 
 
 def _repeats_torch(x: Tensor) -> bool:
@@ -173,13 +174,12 @@ def _repeats_torch(x: Tensor) -> bool:
     if not x.is_cuda or not fits or not x.is_contiguous() or torch.compiler.is_compiling():
         return False
     rows = x.numel() // width
-    key = x.device, x.dtype, width, _reduction_threads(rows, width)
-    known = _repeats.get(key)
-    if known is None:
+    key = x.device, x.dtype, width, _reduction_block(rows, width)
+    if key not in _repeats:
         if torch.cuda.is_current_stream_capturing():
             return False
-        known = _repeats[key] = _probe_order(x.device, x.dtype, rows, width)
-    return known
+        _repeats[key] = _probe_order(x.device, x.dtype, rows, width)
+    return _repeats[key]
 
 
 def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
@@ -205,9 +205,9 @@ def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int
 def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) -> tuple[Tensor, Tensor]:
     """In one kernel, for what `_repeats_torch` takes."""
     y, rstd = _fake_rebuild(x, x, weight, variant), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    width = x.size(-1)
-    rows = x.numel() // width
-    threads = _reduction_threads(rows, width)
+    width, rows = x.size(-1), x.numel() // x.size(-1)
+    lanes, warps = _reduction_block(rows, width)
+    threads = lanes * warps
     R = max(512 // (4 * threads), 1)
     # as if each had more warps: no more of them at a time than rows fit into the caches
     share = WARPS_PER_PROCESSOR * R * width * x.element_size() // _CACHED_BYTES
@@ -217,9 +217,10 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) ->
             # as torch computes it, in fp32
             c_float(rows).value / c_float(rows * width).value, eps,
             HAS_WEIGHT=weight is not None, ONE_PLUS=variant == "one_plus_weight",
-            NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R, THREADS=threads,
+            NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R,
+            LANES=lanes, LOG_LANES=lanes.bit_length() - 1, WARPS=warps, LOG_WARPS=warps.bit_length() - 1,
             # a thread has eight elements at a time and 64 bytes of them on their way
-            LOG_THREADS=threads.bit_length() - 1, UNROLLED=8 // x.element_size(), num_warps=R * threads // 64, **STRICT,
+            UNROLLED=8 // x.element_size(), num_warps=R * threads // 64, **STRICT,
         )  # fmt: skip
     return y, rstd
 
@@ -260,8 +261,7 @@ def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: st
     """y from x and rstd, bit-equal to `rms_norm_fwd`."""
     if x.size(-1) > WIDEST_ROW:
         return reference.rms_norm_rebuild(x, rstd, weight, variant)
-    y: Tensor = _rms_norm_rebuild(x, rstd, weight, variant)
-    return y
+    return _rms_norm_rebuild(x, rstd, weight, variant)  # type: ignore[no-any-return]
 
 
 def rms_norm_bwd(

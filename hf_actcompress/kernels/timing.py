@@ -90,13 +90,16 @@ class Decisions:
         """Whether the kernel is the faster one, found out now if it is not known.
 
         Args:
-            needed: Bytes that the other way makes. Where there is no room for them the kernel is taken, for this call.
+            needed: Bytes that the other way makes. Where there is no room for them the kernel is taken, for this call;
+                for all, if the memory is used up in the middle of a trial.
         """
         with self._lock:
             if shape not in self._known:
                 if needed > self._free_bytes(device):
                     return True
-                with torch.no_grad():
-                    times = self._clock((kernel, other), device)
-                self._known[shape] = is_faster(*times)
+                try:
+                    with torch.no_grad():
+                        self._known[shape] = is_faster(*self._clock((kernel, other), device))
+                except torch.OutOfMemoryError:
+                    self._known[shape] = True
             return self._known[shape]

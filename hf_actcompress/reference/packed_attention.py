@@ -2,7 +2,7 @@
 
 Three kernels: "pieces" runs the CPU's fused kernel for each group of neighbouring sequences of one length; "flash" and
 "efficient" are CUDA's (see packed_kernels.py) and take the bounds of all sequences at once. For all other devices
-`packed_sdpa` (packed_sdpa.py) computes the same through torch's public attention, differentiable.
+`packed_sdpa` (_packed_sdpa.py) computes the same through torch's public attention, differentiable.
 """
 
 from __future__ import annotations

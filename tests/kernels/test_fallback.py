@@ -46,6 +46,7 @@ class _Failing:
 def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Failing]:
     monkeypatch.setattr(dispatch, "_unfit", lambda x: None)
     monkeypatch.setattr(dispatch, "_trusted", {(NAME, ROW, CPU): True})
+    monkeypatch.setattr(dispatch, "_failed", {})
     launcher = _Failing(dispatch._kernel(NAME))
     monkeypatch.setitem(dispatch._kernels, NAME, launcher)
     dispatch._launcher.cache_clear()
@@ -75,6 +76,8 @@ def test_the_reference_runs_instead_and_it_is_said_once(failing: _Failing, caplo
     (record,) = caplog.records
     said = f"{NAME} ({ROW}) failed on cpu: RuntimeError: out of resource: shared memory"
     assert record.name.startswith("hf_actcompress") and said in record.getMessage()
+    assert said.removeprefix(f"{NAME} ({ROW}) failed on cpu: ") in dispatch.kernel_status(CPU)[NAME]
+    assert all("failed" not in status for name, status in dispatch.kernel_status(CPU).items() if name != NAME)
     # the kernel's other rows go on
     assert dispatch._launcher(NAME, "one_plus_weight", CPU).__wrapped__ is failing
 

@@ -43,16 +43,17 @@ def torchs_sum(values: np.ndarray, lanes: int, warps: int) -> np.float32:
     for four in fours:
         own = own + four
     found = (((own[:, 0] + own[:, 1]) + own[:, 2]) + own[:, 3]).reshape(warps, lanes)
-    # through shared memory: warps, then lanes beyond one warp
-    while len(found) > 1:
-        found = found[: len(found) // 2] + found[len(found) // 2 :]
-    (row,) = found
-    while len(row) > 32:
-        row = row[: len(row) // 2] + row[len(row) // 2 :]
-    # shuffles: a lane without a partner adds its own value, and is not asked any more
+    # lanes first (block_x_reduce): those beyond 32 through shared memory
+    while found.shape[1] > 32:
+        found = found[:, : found.shape[1] // 2] + found[:, found.shape[1] // 2 :]
+    # then shuffles: a lane without a partner adds its own value, and is not asked any more
     for offset in (16, 8, 4, 2, 1):
-        row = row + np.concatenate([row[offset:], row[-offset:]])
-    return row[0]
+        found = found + np.concatenate([found[:, offset:], found[:, -offset:]], axis=1)
+    # then warps (block_y_reduce)
+    column = found[:, 0]
+    while len(column) > 1:
+        column = column[: len(column) // 2] + column[len(column) // 2 :]
+    return np.float32(column[0])
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
@@ -131,8 +132,10 @@ def test_order_is_tried_once_for_what_decides_it(monkeypatch: pytest.MonkeyPatch
     for x in (_OnGpu(20, 64), _OnGpu(20, 130), _OnGpu(0, 4096), _OnGpu(20, 20480), _OnGpu(20, 4096, contiguous=False)):
         assert not takes(x)
     assert not takes(torch.ones(20, 4096)) and len(tried) == 4
+    # one block is 512 lanes, the other 16 warps of 32: as many threads in another order
+    assert not takes(_OnGpu(1, 16384)) and not takes(_OnGpu(4000, 16384)) and len(tried) == 6
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not takes(_OnGpu(20, 2048)) and takes(_OnGpu(20, 4096)) and len(tried) == 4
+    assert not takes(_OnGpu(20, 2048)) and takes(_OnGpu(20, 4096)) and len(tried) == 6
 
 
 def test_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
