@@ -137,6 +137,37 @@ def test_weights_of_large_inputs_come_first(name: str, monkeypatch: pytest.Monke
     assert sum(max(shape) > model.config.hidden_size for shape in awaited) == model.config.num_hidden_layers
 
 
+class _TwoMLPs(nn.Module):
+    """Both down projections have the same gradient of their outputs, and the input of the second one is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.ModuleList([nn.Linear(8, 32), nn.Linear(8, 8)]), nn.ModuleList()
+        self.down.extend([nn.Linear(32, 8), nn.Linear(8, 8)])
+        self.act = nn.ModuleList([nn.SiLU(), nn.SiLU()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = [act(up(x)) for act, up in zip(self.act, self.up, strict=True)]
+        y: Tensor = self.down[0](inner[0]) + self.down[1](inner[1])
+        return y
+
+
+def test_a_view_ahead_of_the_weights_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is viewed before the product that would come first stays where it is."""
+    torch.manual_seed(0)
+    model, x = patch_model(_TwoMLPs()), torch.randn(2, 5, 8)
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+
+    def watch(graph: Graph) -> None:
+        ordering.order_weights(graph)
+        graph.lint()
+
+    monkeypatch.setattr(partition, "order_weights", watch)
+    _compiled(model)(x).square().sum().backward()
+    assert all(torch.allclose(p.grad, g, atol=1e-5) for p, g in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
 def _awaited(wait: Any) -> torch.Size:
     """The shape of the product of which one number is read."""
     node = wait.args[0]
