@@ -90,6 +90,23 @@ def test_no_product_makes_them_whole(
     assert relative_error(grads, oracle) <= 1.1 * relative_error(whole, oracle) + 1e-7
 
 
+def test_a_result_that_is_read_before_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits stay whole, and the gradients what they were."""
+    find = logits._sinks
+
+    def weight_last(node: Any) -> Any:
+        sinks = find(node)
+        for product in [sink for kind, sink, _ in sinks or () if kind == "weight"]:
+            next(iter(reversed(node.graph.nodes))).prepend(product)
+        return sinks
+
+    monkeypatch.setattr(logits, "_sinks", weight_last)
+    model, batch = patch_model(BY_NAME["llama"].build(vocab_size=VOCABULARY)), BY_NAME["llama"].make_batch()
+    _, whole, _ = _step(model, batch, monkeypatch, large=2**62)
+    _, grads, products = _step(model, batch, monkeypatch, large=1)
+    assert products == 1 and not differing(grads, whole)
+
+
 class _Twice(nn.Module):
     """A second loss, outside of the model, on the logits that it returned."""
 
