@@ -110,9 +110,12 @@ class _Pieces:
         # all that the pieces read has been made there
         order = {node: i for i, node in enumerate(graph.nodes)}
         self._place = max((sink for _, sink, _ in sinks), key=order.__getitem__)
-        self._first = min((sink for _, sink, _ in sinks), key=order.__getitem__)
+        self._early = any(order[user] < order[self._place] for _, sink, _ in sinks for user in sink.users)
 
     def insert(self) -> None:
+        if self._early:
+            # what reads one of the results stands before the place where all of them are there
+            return
         step = -(-self._columns // (PIECES * _TILE)) * _TILE
         parts: dict[Node, list[Node]] = {sink: [] for _, sink, _ in self._sinks}
         before: Node | None = None

@@ -28,7 +28,8 @@ def order_weights(graph: Graph) -> None:
             if made_by(x).op == "placeholder" or not is_pointwise(made_by(x)) or nbytes(x) < _TIMES * nbytes(dy):
                 continue
             for dx in list(dy.users):
-                if _is_of_input(dx, dy) and all(order[user] > order[product] for user in _pointwise_readers(dx)):
+                users = (*dx.users, *_pointwise_readers(dx))
+                if _is_of_input(dx, dy) and all(order[user] > order[product] for user in users):
                     _put_behind(graph, dx, product, max(dx, product, key=order.__getitem__))
                     order = _positions(graph)
 

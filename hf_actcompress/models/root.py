@@ -112,10 +112,11 @@ class PatchedForward:
             model.loss_function = LOSS_MAPPING[_DEFAULT_LOSS]
         # torch 2.11 cannot trace how `_stock` binds it
         inner = self.inner
-        output = type(model).forward(model, *args, **kwargs) if inner is None else inner(*args, **kwargs)
-        if unnamed:
-            del model._loss_function
-        return output
+        try:
+            return type(model).forward(model, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+        finally:
+            if unnamed:
+                del model._loss_function
 
     @torch.compiler.disable
     def _not_compiled(self, *args: Any, **kwargs: Any) -> Any:

@@ -183,7 +183,11 @@ def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
         return False
     if cache is None:
         return True
-    return all(_is_empty(cache, module.layer_idx) for module in code.attentions if module is not None)
+    attentions = [module for module in code.attentions if module is not None]
+    if len(attentions) == 1 and type(cache).__name__ == "EncoderDecoderCache":
+        # stock's code asks for a part of it
+        return False
+    return all(_is_empty(cache, module.layer_idx) for module in attentions)
 
 
 def _has_inputs(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -80,7 +80,7 @@ class Tape:
     def key(self) -> Hashable:
         """Layers of the same key do the same with their tensors."""
         entries = tuple(
-            (entry.operation.key(), entry.ins, entry.outs, entry.codec) if isinstance(entry, Step) else entry
+            (entry.operation.key(), entry.ins, entry.outs, entry.codec) if isinstance(entry, Step) else entry.key()
             for entry in self.entries
         )
         shapes = tuple(tuple(meta.shape) for meta in self.metas)

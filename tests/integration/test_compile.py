@@ -193,6 +193,23 @@ def test_a_model_without_a_loss_type() -> None:
     assert kept_by(one_graph(model), batch) == kept_by(one_graph(named), batch)
 
 
+class _Fails(nn.Module):
+    """Breaks the graph, and raises behind the break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        raise ValueError(x.dim())
+
+
+def test_a_forward_that_raises_takes_the_lent_loss_away() -> None:
+    family = BY_NAME["gpt2-gelu-tanh"]
+    model = patch_model(family.build())
+    model.transformer.ln_f = _Fails()
+    with pytest.raises(ValueError, match="3"):
+        torch.compile(model, backend=BACKEND)(**family.make_batch())
+    assert "_loss_function" not in model.__dict__
+
+
 def test_eager_after_compile() -> None:
     """Compiling leaves the model itself as it was."""
     family = BY_NAME["llama"]

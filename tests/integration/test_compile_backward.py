@@ -90,6 +90,23 @@ def test_no_product_makes_them_whole(
     assert relative_error(grads, oracle) <= 1.1 * relative_error(whole, oracle) + 1e-7
 
 
+def test_a_result_that_is_read_before_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits stay whole, and the gradients what they were."""
+    find = logits._sinks
+
+    def weight_last(node: Any) -> Any:
+        sinks = find(node)
+        for product in [sink for kind, sink, _ in sinks or () if kind == "weight"]:
+            next(iter(reversed(node.graph.nodes))).prepend(product)
+        return sinks
+
+    monkeypatch.setattr(logits, "_sinks", weight_last)
+    model, batch = patch_model(BY_NAME["llama"].build(vocab_size=VOCABULARY)), BY_NAME["llama"].make_batch()
+    _, whole, _ = _step(model, batch, monkeypatch, large=2**62)
+    _, grads, products = _step(model, batch, monkeypatch, large=1)
+    assert products == 1 and not differing(grads, whole)
+
+
 class _Twice(nn.Module):
     """A second loss, outside of the model, on the logits that it returned."""
 
@@ -135,6 +152,37 @@ def test_weights_of_large_inputs_come_first(name: str, monkeypatch: pytest.Monke
     loss, grads = step(_compiled(model), batch)
     assert torch.equal(loss, expected_loss) and not differing(grads, expected)
     assert sum(max(shape) > model.config.hidden_size for shape in awaited) == model.config.num_hidden_layers
+
+
+class _TwoMLPs(nn.Module):
+    """Both down projections have the same gradient of their outputs, and the input of the second one is narrow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.ModuleList([nn.Linear(8, 32), nn.Linear(8, 8)]), nn.ModuleList()
+        self.down.extend([nn.Linear(32, 8), nn.Linear(8, 8)])
+        self.act = nn.ModuleList([nn.SiLU(), nn.SiLU()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = [act(up(x)) for act, up in zip(self.act, self.up, strict=True)]
+        y: Tensor = self.down[0](inner[0]) + self.down[1](inner[1])
+        return y
+
+
+def test_a_view_ahead_of_the_weights_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is viewed before the product that would come first stays where it is."""
+    torch.manual_seed(0)
+    model, x = patch_model(_TwoMLPs()), torch.randn(2, 5, 8)
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+
+    def watch(graph: Graph) -> None:
+        ordering.order_weights(graph)
+        graph.lint()
+
+    monkeypatch.setattr(partition, "order_weights", watch)
+    _compiled(model)(x).square().sum().backward()
+    assert all(torch.allclose(p.grad, g, atol=1e-5) for p, g in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
 
 
 def _awaited(wait: Any) -> torch.Size:

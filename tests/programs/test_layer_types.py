@@ -64,3 +64,15 @@ def test_the_same_bits(kind: str) -> None:
     # a decoder's layers that attend to an encoder go leaf by leaf
     expected_calls = [int("BartDecoder" not in type(layer).__name__) for layer in layers]
     assert [layer.actcompress.options[0].calls for layer in layers] == expected_calls and 1 in expected_calls  # type: ignore[union-attr]
+
+
+def test_a_decoder_of_which_the_cache_has_two_parts() -> None:
+    """BART's without states of an encoder: one attention, and a cache for two."""
+    results, model = [], build("bart")
+    for bart in (copy.deepcopy(model), patch_model(model, PROGRAMS)):
+        torch.manual_seed(2)
+        output = bart.get_decoder()(input_ids=batch("bart")["input_ids"], use_cache=True)
+        output.last_hidden_state.square().mean().backward()
+        keys = [layer.keys for layer in output.past_key_values.self_attention_cache.layers]
+        results.append([*keys, *(p.grad for p in bart.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))

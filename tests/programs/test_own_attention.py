@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import patch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes, trace
+from hf_actcompress.programs.tracing import tape_of
 from tests.families import BY_NAME, VOCAB, cast_batch, differing, mode_of, relative_error, step
 from tests.programs.pairs import DTYPES, LEAVES, MODES, PROGRAMS, calls
 
@@ -95,3 +97,20 @@ def test_the_peak_is_no_higher() -> None:
         run()
         peaks.append(trace(run).peak_bytes)
     assert peaks[1] <= peaks[0]
+
+
+def test_programs_are_shared_by_layers_of_the_same_attention_alone() -> None:
+    """Eager attention without a mask is not causal: one program for both would be wrong in the one that comes last."""
+    batch = BY_NAME["phi3"].make_batch("none")
+    keys = []
+    # the kind of layer is proved at one width of heads; at another, eager attention is met first
+    for attention, heads in (("sdpa", 4), ("eager", 2), ("sdpa", 2)):
+        stock = BY_NAME["phi3"].build(torch.float32, num_attention_heads=heads, num_key_value_heads=2)
+        stock.set_attn_implementation(attention)
+        leaves, programs = (patch_model(copy.deepcopy(stock), config) for config in (LEAVES, PROGRAMS))
+        layers = [m for m in leaves.modules() if isinstance(m, GradientCheckpointingLayer)]
+        keys.append(tape_of(layers[0], None).key())
+        loss, grads = step(programs, batch)
+        assert set(calls(programs)) == {1} and torch.equal(loss, step(stock, batch)[0])
+        assert not differing(grads, step(leaves, batch)[1])
+    assert len(set(keys)) == 3
