@@ -18,8 +18,8 @@ from torch.fx import Node
 from .. import reference
 from ..dispatch import implementation
 
-# in place of a choice: under the rules of a device that is not there, which are asked in each call
-ESTIMATED = "estimated"
+# in place of a choice: under the rules of a device that is not there, which are asked in each call. No CPU has kernels
+ESTIMATED, ESTIMATED_CPU = ESTIMATES = ("estimated", "estimated on a CPU")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Setting:
     Attributes:
         device: Of all its tensors.
         autocast: The dtype to which autocast casts the inputs of products; None while it is off.
-        choice: Which implementations are asked for: a choice of `dispatch`, or ESTIMATED.
+        choice: Which implementations are asked for: a choice of `dispatch`, or one of ESTIMATES.
         dtypes: Of the inputs, in order; None for one that is None.
         needed: Which inputs want a gradient.
         handed: Of which inputs the gradient is left behind as two factors.
@@ -92,7 +92,7 @@ class Emitter:
             like: As in `call`; None: the reference.
         """
         stock = like or getattr(reference, name)
-        if self.setting.choice == ESTIMATED:
+        if self.setting.choice in ESTIMATES:
             function: Callable[..., Any] = Chosen(name, row)
         else:
             sample = torch.empty(1, dtype=self.dtype(args[0]), device=self.setting.device)
@@ -103,8 +103,8 @@ class Emitter:
 
     def is_reference(self, x: Node, row: str | None, *names: str) -> bool:
         """Whether these functions of `reference/` run for x, and no kernels: what they share is computed once then."""
-        if self.setting.choice == ESTIMATED:
-            return False
+        if self.setting.choice in ESTIMATES:
+            return self.setting.choice == ESTIMATED_CPU
         sample = torch.empty(1, dtype=self.dtype(x), device=self.setting.device)
         return all(implementation(name, sample, row) is getattr(reference, name) for name in names)
 

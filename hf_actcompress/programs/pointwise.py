@@ -18,7 +18,7 @@ from ..ops._activation import SIGN_DECIDES
 from ..reference import dropout_fwd
 from ..reference.activation import gelu_new_bwd, gelu_new_parts
 from ..reference.gated_mlp import gated_product_bwd_of
-from .emit import ESTIMATED, Bound, Emitter, Setting
+from .emit import ESTIMATES, Bound, Emitter, Setting
 from .step import Backward, Operation, Step
 from .tape import plain
 
@@ -49,7 +49,7 @@ class Activation(Operation):
 
     def has_kernel(self, e: Emitter, name: str, x: Node) -> bool:
         """Whether the function `name` is a kernel for the node."""
-        if e.setting.choice == ESTIMATED:
+        if e.setting.choice in ESTIMATES:
             return False
         return runs_kernel(name, torch.empty(1, dtype=e.dtype(x), device=e.setting.device), self.kind)
 

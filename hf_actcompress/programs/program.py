@@ -20,7 +20,7 @@ from ..private_apis import bare_apply
 from ..records import applied, current, saved_next
 from ..reference.device_rules import device_rules
 from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
-from .emit import ESTIMATED, Setting
+from .emit import ESTIMATED, ESTIMATED_CPU, Setting
 from .handing import Box, Handed, Heads, with_heads
 from .keeping import put_together, source_of, taken_apart
 from .plan import Computation, Plan, make_plan
@@ -96,7 +96,8 @@ def _key(
     assert x is not None
     dtypes = tuple([None if x is None else x.dtype for x in inputs])
     needed = tuple([x is not None and x.requires_grad for x in inputs])
-    choice = dispatch.chosen() if device_rules() is None else ESTIMATED
+    rules = device_rules()
+    choice = dispatch.chosen() if rules is None else ESTIMATED_CPU if rules.on_cpu else ESTIMATED
     return x.device, autocast, choice, dtypes, needed, handed, kernel
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_actcompress import dispatch, reference
 from hf_actcompress.dispatch import implementation, use
 from hf_actcompress.kernels import fallback
-from hf_actcompress.programs import emit, schedule
+from hf_actcompress.programs import emit, schedule, whole
 from tests.families import BY_NAME, step
 from tests.kernels.harness import present, samples
 from tests.oracle import assert_equal_bits
@@ -144,6 +144,7 @@ def test_programs_that_hold_the_kernel_go_on(
     monkeypatch.setattr(emit, "implementation", accelerated)
     # layers of one kind share their programs, also with other models
     monkeypatch.setattr(schedule, "_schedules", {})
+    monkeypatch.setattr(whole, "_wholes", {})
     leaves, programs = pair("llama")
     batch = BY_NAME["llama"].make_batch()
     step(programs, batch)
