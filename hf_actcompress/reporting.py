@@ -26,7 +26,7 @@ _INERT = (
     "its forward has been bound on the instance since it was patched (device_map or offload hooks, Liger), so the "
     "patched forward does not run"
 )
-_ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+_ATTENTION_DROPOUT = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate")
 _NO_GRAPH = (
     "a training step cannot be captured in a CUDA graph where attention with dropout, or a checkpointed layer with "
     "dropout, runs again in backward: its masks are drawn from the generator's offset, which a capture hides"

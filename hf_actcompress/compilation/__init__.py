@@ -4,9 +4,9 @@ While a patched module is traced it runs its stock forward, and marks what backw
 compiler divides the graph of forward and backward, `partition.py` takes the marks out, tells torch's partitioner what
 to keep and what to compute again (`policy.py`), and packs what crosses through the codecs (`packing.py`). For Inductor
 it also takes the logits in pieces (`logits.py`) and puts backward into an order (`ordering.py`). `install.py` brings
-that into Inductor's options; `backend.py` is a backend of its own, without code generation; `breaks.py` warns of broken
-graphs. For estimates and reports `observation.py` runs Inductor's graphs op by op, and `buffers.py` says which of their
-results the generated code would not write to memory.
+that into Inductor's options; `_backend.py` is a backend of its own, without code generation; `breaks.py` warns of
+broken graphs. For estimates and reports `observation.py` runs Inductor's graphs op by op, and `buffers.py` says which
+of their results the generated code would not write to memory.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ from ..modules.base import HOOKS, stock_type
 from ..private_apis import hooks_on_every_module
 from ..records import current
 
-# of modules: what is recorded and may be changed later: how much is dropped, and which adapters are on
+# of modules: what is recorded and may be changed later: how much is dropped or capped, and which adapters are on
 _STATE = (
     "training", "is_causal", "p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout",
+    "attn_logit_softcapping", "sliding_window",
     "_disable_adapters", "_active_adapter", "merged_adapters", "scaling",
 )  # fmt: skip
 # of modules, in place of what their class does: set by `nn.Module.compile`, and by those who watch for a moment

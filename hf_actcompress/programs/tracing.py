@@ -62,7 +62,9 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
         twin, parameters = _without_data(layer, recorder)
         mask = torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
         others = further_arguments(layer, TOKENS, SOURCES, partial(_empty, dtype_of(layer)))
-        masks = {id(mask): "attention_mask", id(others.get(ENCODED_MASK)): ENCODED_MASK}
+        masks = {id(mask): "attention_mask"}
+        if ENCODED_MASK in others:
+            masks[id(others[ENCODED_MASK])] = ENCODED_MASK
         for name, module in list(twin.named_modules()):
             _watch(name, module, recorder, masks)
             if name:

@@ -146,6 +146,8 @@ def test_the_report_says_what_no_graph_can_hold(monkeypatch: pytest.MonkeyPatch)
     model.config.attention_probs_dropout_prob = 0.1
     (reason,) = rows()
     assert "cannot be captured" in reason
+    model = patch_model(BY_NAME["t5"].build(dropout=0.1))
+    assert rows() == [reason]
 
 
 def test_devices_without_an_offset_keep_their_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,3 +114,19 @@ def test_programs_are_shared_by_layers_of_the_same_attention_alone() -> None:
         assert set(calls(programs)) == {1} and torch.equal(loss, step(stock, batch)[0])
         assert not differing(grads, step(leaves, batch)[1])
     assert len(set(keys)) == 3
+
+
+def test_a_softcap_that_is_changed_later() -> None:
+    """It is part of the program: the layer goes leaf by leaf from then on."""
+    stock = build("gemma2", torch.float32)
+    with torch.no_grad():
+        for layer in stock.model.layers:
+            layer.self_attn.q_proj.weight.mul_(100)
+    programs = patch_model(copy.deepcopy(stock), PROGRAMS)
+    before = step(programs, make_batch("gemma2"))[0]
+    for model in (stock, programs):
+        model.zero_grad()
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = 0.1
+    loss = step(programs, make_batch("gemma2"))[0]
+    assert torch.equal(loss, step(stock, make_batch("gemma2"))[0]) and not torch.equal(loss, before)
