@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .device_rules import takes_constants
+
 _FOUR_BITS: tuple[Any, Any] = (
     torch.tensor([15], dtype=torch.uint8, device="cpu"),
     torch.tensor([4], dtype=torch.uint8, device="cpu"),
@@ -62,7 +64,7 @@ def unpack_rows(packed: Tensor, bits: int) -> Tensor:
         return packed
     if bits == 4:
         # of tensors a CPU makes this in half of the time
-        mask, shift = _FOUR_BITS if packed.is_cpu and type(packed) is Tensor else (15, 4)
+        mask, shift = _FOUR_BITS if takes_constants(packed) else (15, 4)
         return torch.stack((packed & mask, packed >> shift), -1).flatten(1)
     rows, count = packed.size(0), packed.size(1) * 8 // bits
     codes, start = None, 0

@@ -78,3 +78,8 @@ def on_cpu(x: Tensor) -> bool:
     """Whether x is a CPU's, estimated ones included: the host may look at its values without waiting for a device."""
     rules = device_rules()
     return x.device.type == "cpu" if rules is None else rules.on_cpu
+
+
+def takes_constants(x: Tensor) -> bool:
+    """Whether x may meet constants that are kept as tensors of the CPU: a tensor without data meets its like alone."""
+    return type(x) is Tensor and x.is_cpu and device_rules() is None and not torch.compiler.is_compiling()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .device_rules import device_rules
+from .device_rules import device_rules, takes_constants
 
 # elements that are widened to the work dtype at once: a CPU's cache, a small part of a GPU's memory
 _CHUNK = {"cpu": 1 << 18}
@@ -151,8 +151,7 @@ _ON_CPU = {
 
 def operands(steps: float, like: Tensor) -> Operands:
     """For tensors of like's dtype, fp32 or fp64, and device."""
-    # a tensor without data goes together with its like alone
-    if type(like) is Tensor and like.is_cpu and device_rules() is None and not torch.compiler.is_compiling():
+    if takes_constants(like):
         known = _ON_CPU.get((steps, like.dtype))
         if known is not None:
             return known
