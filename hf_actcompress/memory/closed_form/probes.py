@@ -36,13 +36,13 @@ GROUPED = {
     "kv_heads": Size(7, 7, {}),
     "groups": Size(5, 5, {}),
     "hidden": Size(64 * 13, 13, {}),
-    "rank": Size(4 * 37, 37, {}),
+    "rank": Size(37, 37, {}),
 }
 # the same, where no key is shared
 SINGLE = {name: size for name, size in GROUPED.items() if name != "groups"}
 # the heads together are as wide as the hidden state, and each has 64 features, as in all models that are published
 HEAD = 64
-JOINED = {**_SHARED, "kv_heads": Size(8 * 7, 7, {}), "rank": Size(8 * 37, 37, {})}
+JOINED = {**_SHARED, "kv_heads": Size(8 * 7, 7, {}), "rank": Size(37, 37, {})}
 
 
 @dataclass(frozen=True)
