@@ -58,16 +58,27 @@ class AttentionCode:
 
 
 class _Run:
-    """A run with autograd on: which kernel torch takes depends on whether gradients are wanted."""
+    """A run with autograd on: which kernel torch takes depends on whether gradients are wanted.
 
-    def __init__(self, code: AttentionCode, setting: Setting, needed: tuple[bool, ...] = (True,) * 3) -> None:
-        self.code, self.needed = code, needed
+    Args:
+        code: That runs.
+        setting: Of the program.
+        cached: Whether keys and values go through a cache, which copies them. How a product of matrices rounds may
+            depend on the strides.
+        needed: Which of q, k and v want a gradient.
+    """
+
+    def __init__(
+        self, code: AttentionCode, setting: Setting, cached: bool, needed: tuple[bool, ...] = (True,) * 3
+    ) -> None:
+        self.code, self.cached, self.needed = code, cached, needed
         self.device, self.dtype = setting.device.type, setting.autocast
         self.__name__, self.__module__ = "own_attention", __name__
 
     def graph(self, mask: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """The output, and the aliases of those of q, k, v and the bias that want a gradient."""
-        *heads, bias = tensors
+        q, k, v, bias = tensors
+        heads = (q, _copy(k), _copy(v)) if self.cached else (q, k, v)
         wanted = (*self.needed, bias is not None and bias.requires_grad)
         aliases = [None if x is None else alias(x, w) for x, w in zip((*heads, bias), wanted, strict=True)]
         with torch.enable_grad(), self._autocast():
@@ -77,6 +88,10 @@ class _Run:
     def _autocast(self) -> torch.autocast:
         # what is cast is no weight: nothing to cache
         return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None, cache_enabled=False)
+
+
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone(memory_format=torch.contiguous_format)
 
 
 class First(_Run):
@@ -109,6 +124,7 @@ class OwnAttention(Operation):
     """out [B, T, H, D] and what dropout was drawn from; of q, k, v [B, H, T, D], a mask or None, a bias or None."""
 
     code: AttentionCode
+    cached: bool = False
     again: ClassVar[bool] = True
     keeps: ClassVar[int] = 3
 
@@ -117,14 +133,14 @@ class OwnAttention(Operation):
         return self.code.draws
 
     def key(self) -> Hashable:
-        return type(self), self.code.key()
+        return type(self), self.code.key(), self.cached
 
     def structure(self) -> Hashable:
         return self.code.key(sizes=False)
 
     def forward(self, e: Emitter, *ins: Node | None) -> tuple[Node, Node]:
         q, k, v, mask, bias = ins
-        both = e.call(First(self.code, e.setting), q, k, v, mask, bias, like=self._like(e.setting))
+        both = e.call(First(self.code, e.setting, self.cached), q, k, v, mask, bias, like=self._like(e.setting))
         return e.item(both, 0), e.item(both, 1)
 
     def _like(self, setting: Setting) -> Callable[..., Any]:
@@ -138,7 +154,7 @@ class OwnAttention(Operation):
     def _again(self, b: Backward, step: Step) -> Node:
         tensors = [None if x is None or not b.is_given(x) else b.want(x) for x in step.ins]
         state = b.want(step.outs[1]) if self.draws else None
-        run = Again(self.code, b.setting, tuple(b.wants(x) for x in step.ins[:3]))
+        run = Again(self.code, b.setting, self.cached, tuple(b.wants(x) for x in step.ins[:3]))
         return b.call(run, *tensors, state, like=self._like(b.setting))
 
     def rebuild(self, b: Backward, step: Step) -> None:

@@ -107,14 +107,20 @@ def _whole(tape: Tape) -> Whole | None:
         masks.setdefault(attend.mask, len(tape.metas))
         tape.metas.append(torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta"))
     steps = _steps(tape, masks)
-    made = partial(part_of, tape, steps, shown=frozenset(x for attend in attends for x in attend.ins))
+    through_cache = [
+        replace(step, operation=replace(step.operation, cached=True))
+        if isinstance(step.operation, OwnAttention)
+        else step
+        for step in steps
+    ]
+    made = partial(part_of, tape, shown=frozenset(x for attend in attends for x in attend.ins))
     kept = [value for attend in attends for value in attend.ins[1:]]
-    cached = made({tape.result, *kept}, optional={*kept} - {tape.result})
+    cached = made(through_cache, {tape.result, *kept}, optional={*kept} - {tape.result})
     outputs = tuple(cached.outs.index(value) for value in (tape.result, *kept))
     attend = attends[0]
     q, k, v = (tape.metas[value] for value in attend.ins)
     return Whole(
-        made({tape.result}), cached, outputs, masks, own,
+        made(steps, {tape.result}), cached, outputs, masks, own,
         (q.size(1), k.size(1), q.size(-1), v.size(-1)), v.dtype, options.get("dropout") or 0.0, attend.causal,
     )  # fmt: skip
 
