@@ -18,7 +18,8 @@ from .ordering import after, call
 from .policy import LOGITS, hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
-# so many pieces, of whole tiles of a product; smaller logits, and those of small vocabularies, stay whole
+# so many pieces at most, of whole tiles of a product. Each has a kernel of its own, which takes seconds to compile, so
+# none is smaller than LARGE elements. Logits smaller than that, and those of small vocabularies, stay whole
 PIECES, _TILE, LARGE, _TIMES_HIDDEN = 8, 128, 1 << 20, 4
 # what works on each column for itself, beside what torch calls pointwise
 _SHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
@@ -44,10 +45,16 @@ def divide_logits(graph: Graph) -> None:
 def _is_large(logits: Node) -> bool:
     if logits.target not in (aten.mm.default, aten.addmm.default):
         return False
-    rows, columns = (hint(size) for size in logits.meta["val"].shape)
+    columns = hint(logits.meta["val"].shape[1])
     hidden = hint(_factors(logits)[0].meta["val"].shape[1])
     known = type(logits.meta["val"].shape[1]) is int
-    return known and columns >= _TIMES_HIDDEN * hidden and rows * columns >= LARGE
+    return known and columns >= _TIMES_HIDDEN * hidden and _count(logits) >= LARGE
+
+
+def _count(logits: Node) -> int:
+    """Elements, for the lengths at which the graph is traced."""
+    rows, columns = (hint(size) for size in logits.meta["val"].shape)
+    return rows * columns
 
 
 def _factors(product: Node) -> tuple[Node, Node]:
@@ -116,7 +123,8 @@ class _Pieces:
         if self._early:
             # what reads one of the results stands before the place where all of them are there
             return
-        step = -(-self._columns // (PIECES * _TILE)) * _TILE
+        pieces = max(2, min(PIECES, _count(self._logits) // LARGE))
+        step = -(-self._columns // (pieces * _TILE)) * _TILE
         parts: dict[Node, list[Node]] = {sink: [] for _, sink, _ in self._sinks}
         before: Node | None = None
         with self._graph.inserting_before(self._place):
