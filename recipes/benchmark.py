@@ -10,7 +10,7 @@ what else the machine does falls on all alike; the figures are medians over the 
 Gradient errors and kept bytes per layer are those of the same model with few layers. A mode that is to be exact and
 whose gradients are off gets no speed figure, and the command fails. Suite "largest": the largest batch that trains with
 AdamW on a card of each size, and tokens/s there; on a CPU the bytes are counted instead. Suite "bytes": of compiled
-modes kept bytes, peak, error against fp64 (without dropout) and the seconds of the first step, with caches that are
+modes kept bytes, peak, error against fp64 (without dropout) and the CPU seconds of the first step, with caches that are
 empty; --resume goes on behind the results that are in --out. Writes benchmark.jsonl (one
 record per result) and benchmark.md after each mode and each round, and benchmark.png at the end. The kernels alone are
 measured by recipes/benchmark_kernels.py.

@@ -38,7 +38,7 @@ _BYTES = {
     "peak MiB": _EQUAL["peak MiB"],
     "error against fp64": lambda r: _number(r.fp64_error, ".2e"),
     "graphs, breaks": lambda r: "-" if r.graphs is None else f"{r.graphs}, {r.breaks}",
-    "first step s": lambda r: _number(r.first_step_s, ".1f"),
+    "first step, CPU s": lambda r: _number(r.first_step_s, ".1f"),
     "x compiled stock": lambda r: _number(r.first_step_ratio, ".2f"),
 }
 COLUMNS = {"equal": _EQUAL, "largest": _LARGEST, "bytes": _BYTES}
