@@ -30,24 +30,27 @@ def test_gradient_from_the_output(dtype: torch.dtype) -> None:
     assert kinds == set(INVERTED)
 
 
-def ends(kind: str) -> tuple[Tensor, Tensor]:
-    """Outputs at and beyond the ends of the fits, all on the right and then all on the left."""
+def ends(kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Outputs at and beyond the ends of the fits, all on the right and then all on the left, those of inf and NaN too."""
     fit = INVERTED[kind]
     right = [fit.y_min - 1e-3, fit.y_min, 0.0, fit.split**2 + fit.y_min, fit.end**2 + fit.y_min, 1e4, torch.inf]
     left = [fit.y_min - 1e-3, fit.y_min, fit.y_min * 0.5, -1e-9, -1e-20, -0.0, 0.0]
-    y = torch.tensor([*right, 50.0, *left, -1e-4], device=DEVICE)
-    return y, torch.tensor([0, 255], dtype=torch.uint8, device=DEVICE)
+    y = torch.tensor([*right, 50.0, *left, -1e-4, torch.inf, torch.nan], device=DEVICE).to(dtype)
+    return y, torch.tensor([0, 255, 255], dtype=torch.uint8, device=DEVICE)
 
 
+@every_dtype
 @pytest.mark.parametrize("kind", INVERTED)
-def test_ends_of_the_branches(kind: str) -> None:
-    y, bits = ends(kind)
+def test_ends_of_the_branches(kind: str, dtype: torch.dtype) -> None:
+    y, bits = ends(kind, dtype)
     args = (torch.ones_like(y), y, bits, kind)
     (ours,), (stock,) = run("activation_output_bwd", args), specified("activation_output_bwd", args)
     assert ours is not None and stock is not None
     assert bool((ours[4:8] == 1).all())
+    assert bool(ours[-2:].isnan().all())
     # where two pieces meet, either may be taken: each is off by 2e-5 at most
-    torch.testing.assert_close(ours, stock, rtol=0, atol=4e-5)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, stock, rtol=0 if eps < 1e-6 else eps, atol=4e-5, equal_nan=True)
 
 
 def test_zero_size_and_mixed_dtypes() -> None:
