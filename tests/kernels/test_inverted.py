@@ -21,6 +21,13 @@ def test_bits_are_the_references(dtype: torch.dtype, shape: tuple[int, int]) -> 
 
 
 @every_dtype
+def test_inf_and_nan_are_marked_as_on_the_left(dtype: torch.dtype) -> None:
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, -5.0, 0.0, 5.0], device=DEVICE).to(dtype)
+    for bits in (*run("activation_output_bits", (x, "silu")), *specified("activation_output_bits", (x, "silu"))):
+        assert bits is not None and unpack_mask(bits, x.shape).tolist() == [True] * 4 + [False] * 2
+
+
+@every_dtype
 def test_gradient_from_the_output(dtype: torch.dtype) -> None:
     kinds = set()
     # more than one tile; the last byte is not full
@@ -31,7 +38,7 @@ def test_gradient_from_the_output(dtype: torch.dtype) -> None:
 
 
 def ends(kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Outputs at and beyond the ends of the fits, all on the right and then all on the left, those of inf and NaN too."""
+    """Outputs at and beyond the ends of the fits, all on the right and then all on the left; inf and NaN of there."""
     fit = INVERTED[kind]
     right = [fit.y_min - 1e-3, fit.y_min, 0.0, fit.split**2 + fit.y_min, fit.end**2 + fit.y_min, 1e4, torch.inf]
     left = [fit.y_min - 1e-3, fit.y_min, fit.y_min * 0.5, -1e-9, -1e-20, -0.0, 0.0]
