@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import layer_norm as reference
-from .common import STRICT, WIDE_TILE, WIDEST_ROW, WIDEST_SUMS, cast, divide, on, programs, row_tile, traced
+from .common import STRICT, WIDE_TILE, WIDEST_ROW, WIDEST_SUMS, cast, divide, on, programs, row_tile, traced, widened
 
 _Shape = tuple[int, ...]
 
@@ -58,10 +58,21 @@ def _normed(
 
 
 @triton.jit
+def _store_dx(dx_ptr, residual_ptr, at, mask, dx, RESIDUAL: tl.constexpr):
+    """dx, or the sum of the gradient beside the norm and dx, each rounded as if dx had been stored before."""
+    dx = cast(dx, dx_ptr.dtype.element_ty)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
+        dx = cast(widened(residual) + widened(dx), dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + at, dx, mask=mask)
+
+
+@triton.jit
 def _norm_bwd_kernel(
-    dy_ptr, kept_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width, bound,
+    dy_ptr, kept_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    rows, width, bound,
     FROM_OUTPUT: tl.constexpr, CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ONE_PLUS: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    ONE_PLUS: tl.constexpr, RESIDUAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """dx [rows, width]; dweight and dbias [programs, width]: sums over the rows that a program walked."""
@@ -94,7 +105,7 @@ def _norm_bwd_kernel(
             dx = dnormed * rstd - normed * through_mean
             if CENTRED:
                 dx -= direct_mean
-            tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=mask)
+            _store_dx(dx_ptr, residual_ptr, at, mask, dx, RESIDUAL)
         first += tl.num_programs(0) * R
     at = tl.program_id(0).to(tl.int64) * width + cols
     if DWEIGHT:
@@ -113,9 +124,10 @@ def _add(sum_ptr, cols, width, written, term):
 
 @triton.jit
 def _wide_norm_bwd_kernel(
-    dy_ptr, kept_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width, bound,
+    dy_ptr, kept_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    rows, width, bound,
     FROM_OUTPUT: tl.constexpr, CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ONE_PLUS: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
+    ONE_PLUS: tl.constexpr, RESIDUAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """As `_norm_bwd_kernel`, of rows too wide for the registers: two passes over them in blocks of C columns.
@@ -165,7 +177,7 @@ def _wide_norm_bwd_kernel(
                 dx = dy * gain * rstd - normed * through_mean
                 if CENTRED:
                     dx -= direct_mean
-                tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=mask)
+                _store_dx(dx_ptr, residual_ptr, at, mask, dx, RESIDUAL)
             start += C
         if DWEIGHT or DBIAS:
             # the sums that one thread has written another may add to
@@ -176,6 +188,7 @@ def _wide_norm_bwd_kernel(
 def _fake_bwd(
     dy: Tensor, kept: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor,
     width: int, from_output: bool, centred: bool, one_plus: bool, needed: list[bool],
+    dresidual: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """dx, dweight, dbias; empty where not needed."""
     wanted = zip((kept, weight, bias), needed, strict=True)
@@ -186,10 +199,11 @@ def _fake_bwd(
 def norm_bwd(
     dy: Tensor, kept: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor,
     width: int, from_output: bool, centred: bool, one_plus: bool, needed: list[bool],
+    dresidual: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """dx, dweight and dbias of a norm over the last `width` elements, LayerNorm if `centred`, else RMSNorm.
 
-    `kept` is its input, which for LayerNorm goes with a mean, or its output.
+    `kept` is its input, which for LayerNorm goes with a mean, or its output; dx is added to `dresidual`, like dx.
     """
     out = _fake_bwd(dy, kept, weight, bias, mean, rstd, width, from_output, centred, one_plus, needed)
     want = [need and x is not None for x, need in zip((kept, weight, bias), needed, strict=True)]
@@ -207,9 +221,10 @@ def norm_bwd(
     affine = [kept if x is None else x.contiguous() for x in (weight, bias)]
     with on(kept):
         kernel[(count,)](
-            dy, kept, *affine, rstd if mean is None else mean.contiguous(), rstd.contiguous(), out[0], *partial,
-            rows, width, width**0.5, FROM_OUTPUT=from_output, CENTRED=centred,
-            HAS_WEIGHT=weight is not None, HAS_BIAS=from_output and bias is not None, ONE_PLUS=one_plus,
+            dy, kept, *affine, rstd if mean is None else mean.contiguous(), rstd.contiguous(),
+            kept if dresidual is None else dresidual.contiguous(), out[0], *partial, rows, width, width**0.5,
+            FROM_OUTPUT=from_output, CENTRED=centred, HAS_WEIGHT=weight is not None,
+            HAS_BIAS=from_output and bias is not None, ONE_PLUS=one_plus, RESIDUAL=dresidual is not None,
             DX=want[0], DWEIGHT=want[1], DBIAS=want[2], R=R, C=C, num_warps=warps, **STRICT,
         )  # fmt: skip
     sums = [p.sum(0).view(x.shape).to(x.dtype) if p.numel() else x for p, x in zip(partial, out[1:], strict=True)]
@@ -225,12 +240,13 @@ def layer_norm_bwd(
     weight: Tensor | None,
     bias: Tensor | None,
     needed: tuple[bool, bool, bool],
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias; those not `needed` are None."""
+    """dx, dweight, dbias; those not `needed` are None. dx is added to `dresidual`, x's gradient beside it."""
     width = math.prod(shape)
     if width > WIDEST_ROW:
-        return reference.layer_norm_bwd(dy, x, shape, mean, rstd, weight, bias, needed)
-    grads = norm_bwd(dy, x, weight, bias, mean, rstd, width, False, True, False, list(needed))
+        return reference.layer_norm_bwd(dy, x, shape, mean, rstd, weight, bias, needed, dresidual)
+    grads = norm_bwd(dy, x, weight, bias, mean, rstd, width, False, True, False, list(needed), dresidual)
     return present(grads, (x, weight, bias), needed)
 
 
@@ -256,7 +272,10 @@ def _samples(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     for dy, x, mean, rstd, weight, bias in samples(*sizes):
         # torch's CPU kernels want statistics in x's dtype
         statistics = (s.to(x.dtype) if x.device.type == "cpu" else s for s in (mean, rstd))
-        yield dy, x, (x.size(-1),), *statistics, weight, bias, (True, weight is not None, bias is not None)
+        args = dy, x, (x.size(-1),), *statistics, weight, bias, (True, weight is not None, bias is not None)
+        yield args
+    # beside a gradient of x's
+    yield *args, torch.randn(x.shape, device=x.device).to(x.dtype)
 
 
 SAMPLES = {"layer_norm_bwd": _samples}

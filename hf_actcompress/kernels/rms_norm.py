@@ -184,8 +184,7 @@ def _repeats_torch(x: Tensor) -> bool:
 
 def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
     """Compare with torch on rows of several magnitudes; above 16 rows their number decides nothing."""
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(min(rows, 128), width, device=device, generator=generator)
+    x = torch.randn(min(rows, 128), width, device=device, generator=torch.Generator(device).manual_seed(0))
     for magnitude in (1e-3, 1.0, 30.0):
         scaled = (x * magnitude).to(dtype)
         expected = torch.rsqrt(scaled.float().pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -246,8 +245,7 @@ def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: s
     if x.numel() == 0:
         return y
     x, rstd, width = x.contiguous(), rstd.contiguous(), x.size(-1)
-    rows = x.numel() // width
-    R, C, warps = row_tile(width)
+    rows, (R, C, warps) = x.numel() // width, row_tile(width)
     with on(x):
         _rebuild_kernel[(triton.cdiv(rows, R),)](
             x, rstd, x if weight is None else weight.contiguous(), y, rows, width,
@@ -265,15 +263,15 @@ def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: st
 
 
 def rms_norm_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """dx like x and dweight [C], from dy [..., C]; those not `needed` are None."""
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool],
+    dresidual: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """dx like x and dweight [C]; those not `needed` are None. dx is added to `dresidual`, x's gradient beside it."""
     if x.size(-1) > WIDEST_ROW:
-        return reference.rms_norm_bwd(dy, x, weight, rstd, variant, needed)
+        return reference.rms_norm_bwd(dy, x, weight, rstd, variant, needed, dresidual)
     one_plus = variant == "one_plus_weight"
-    grads = norm_bwd(dy, x, weight, None, None, rstd, x.size(-1), False, False, one_plus, [*needed, False])
-    dx, dweight, _ = present(grads, (x, weight, None), (*needed, False))
-    return dx, dweight
+    grads = norm_bwd(dy, x, weight, None, None, rstd, x.size(-1), False, False, one_plus, [*needed, False], dresidual)
+    return present(grads[:2], (x, weight), needed)  # type: ignore[no-any-return]
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
@@ -292,6 +290,8 @@ def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     for x, rstd, weight, variant in _samples(*sizes):
         dy = torch.randn(x.shape, device=x.device).to(_y_dtype(x, weight, variant))
         yield dy, x, weight, rstd, variant, (True, True)
+    # beside a gradient of x's
+    yield dy, x, weight, rstd, variant, (True, True), torch.randn(x.shape, device=x.device).to(x.dtype)
 
 
 # what runs in a function's place where the device allows it, compiled ahead of time with its samples

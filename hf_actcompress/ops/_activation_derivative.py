@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ class ActivationDerivativeFunction(torch.autograd.Function):
     """Variant "derivative": keeps f'(x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slope: Tensor, stock: Callable[[Tensor], Tensor], codec: Codec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slope: Tensor, value: Callable[[Tensor], Tensor], codec: Codec) -> Tensor:
         save(ctx, keep(slope, codec))
         ctx.x_dtype = x.dtype
-        return stock(x)
+        return value(x)
 
     @staticmethod
     @once_differentiable
@@ -63,8 +64,9 @@ def activation_derivative(
     with torch.no_grad():
         # not inside the Function, where forward-mode differentiation is switched off
         if kind is None:
-            slope = implementation("forward_derivative", x)(x, stock)
+            value, slope = stock, implementation("forward_derivative", x)(x, stock)
         else:
+            value = partial(implementation("activation_fwd", x, kind), stock=stock, kind=kind, options=options)
             slope = implementation("activation_derivative", x, kind)(x, kind, options)
-    y: Tensor = applied(ActivationDerivativeFunction, x, slope, stock, codec)
+    y: Tensor = applied(ActivationDerivativeFunction, x, slope, value, codec)
     return y

@@ -21,6 +21,11 @@ from .step import Backward, Operation, Step
 from .views import rows_of, tokens_of
 
 
+def _residual(b: Backward, x: int) -> Node | None:
+    """The gradient that a norm's input has already, to which the norm's backward adds its own: one pass less."""
+    return b.gradients.pop(x, None)
+
+
 def _transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear_fwd(x, weight, bias, True)
 
@@ -98,7 +103,7 @@ class RMSNorm(Operation):
         needed = b.wants(x), b.wants(weight) and not shared
         if not any(needed):
             return
-        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.variant, needed
+        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.variant, needed, _residual(b, x)
         both = b.dispatched("rms_norm_bwd", self.variant, *args)
         for i, value in enumerate(step.ins):
             if needed[i]:
@@ -131,10 +136,13 @@ class LayerNorm(Operation):
         b.values[step.outs[0]] = self.forward(b, *ins)[0]
 
     def backward(self, b: Backward, step: Step) -> None:
+        assert step.ins[0] is not None
         x, weight, bias = self._inputs(b, tuple(None if value is None else b.want(value) for value in step.ins))
         mean, rstd = (b.want(value) for value in step.outs[1:])
         needed = tuple(b.wants(value) for value in step.ins)
-        args = b.dy(step), x, self.shape, mean, rstd, weight, bias, needed
+        # dx of an input that was cast for the norm is cast back before it is added
+        residual = _residual(b, step.ins[0]) if b.dtype(x) == b.dtype_of(step.ins[0]) else None
+        args = b.dy(step), x, self.shape, mean, rstd, weight, bias, needed, residual
         found = b.dispatched("layer_norm_bwd", None, *args)
         for i, value in enumerate(step.ins):
             if needed[i]:

@@ -15,10 +15,11 @@ INVERTED: dict[str, InvertedFit] = _FITTED | {name: _FITTED[same] for name, same
 def activation_output_bits(x: Tensor, kind: str) -> Tensor:
     """Which elements of x lie left of the minimum of f: uint8, 8 elements per byte. `kind` is a row of `INVERTED`.
 
-    inf is marked as if it did, which no output of inf does: f' of inf is NaN, that of an f(x) that overflowed is 1.
+    inf is marked as if it did, which no output of inf does: f' of inf is NaN, that of an f(x) that overflowed is 1. So
+    is NaN.
     """
     # the limit is rounded to x's dtype; f' is 0 there to within half a step of x
-    return pack_mask((x < INVERTED[kind].x_min) | (x == torch.inf))
+    return pack_mask(((x >= INVERTED[kind].x_min) & (x < torch.inf)).logical_not_())
 
 
 def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:

@@ -28,10 +28,14 @@ def layer_norm_bwd(
     weight: Tensor | None,
     bias: Tensor | None,
     needed: tuple[bool, bool, bool],
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias; those not `needed` are None."""
+    """dx, dweight, dbias; those not `needed` are None.
+
+    `dresidual` is the gradient that x has beside the norm, by a residual path: dx is then the sum of both.
+    """
     grads = _backward(dy, x, shape, mean, rstd, weight, bias, list(needed))
-    if all(needed):
+    if all(needed) and dresidual is None:
         return grads  # type: ignore[no-any-return]
     dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needed, strict=True))
-    return dx, dweight, dbias
+    return dx if dx is None or dresidual is None else dresidual + dx, dweight, dbias

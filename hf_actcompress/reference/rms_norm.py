@@ -57,9 +57,18 @@ def _rebuilt(x32: Tensor, rstd: Tensor, weight: Tensor | None, variant: str, dty
 
 
 def rms_norm_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    variant: str,
+    needed: tuple[bool, bool],
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx like x and dweight [C], from dy [..., C]; those not `needed` are None."""
+    """dx like x and dweight [C], from dy [..., C]; those not `needed` are None.
+
+    `dresidual` is the gradient that x has beside the norm, by a residual path: dx is then the sum of both.
+    """
     in_fp32 = applies_gain_in_fp32(weight, variant)
     dtype = x.dtype
     cast = dtype if weight is None else _normed_dtype(dtype, weight, variant)
@@ -86,7 +95,8 @@ def rms_norm_bwd(
             x = _fp32(x)
         # one sum over all rows, as autograd has it
         dweight = _over_rows(in_tiles(product, dy, x, rstd)[0], weight.dtype)
-    return in_tiles(dx, dy, x, rstd)[0] if needed[0] else None, dweight
+    found = in_tiles(dx, dy, x, rstd)[0] if needed[0] else None
+    return found if found is None or dresidual is None else dresidual + found, dweight
 
 
 def applies_gain_in_fp32(weight: Tensor | None, variant: str) -> bool:

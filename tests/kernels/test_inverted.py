@@ -21,6 +21,13 @@ def test_bits_are_the_references(dtype: torch.dtype, shape: tuple[int, int]) -> 
 
 
 @every_dtype
+def test_inf_and_nan_are_marked_as_on_the_left(dtype: torch.dtype) -> None:
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, -5.0, 0.0, 5.0], device=DEVICE).to(dtype)
+    for bits in (*run("activation_output_bits", (x, "silu")), *specified("activation_output_bits", (x, "silu"))):
+        assert bits is not None and unpack_mask(bits, x.shape).tolist() == [True] * 4 + [False] * 2
+
+
+@every_dtype
 def test_gradient_from_the_output(dtype: torch.dtype) -> None:
     kinds = set()
     # more than one tile; the last byte is not full
@@ -30,24 +37,27 @@ def test_gradient_from_the_output(dtype: torch.dtype) -> None:
     assert kinds == set(INVERTED)
 
 
-def ends(kind: str) -> tuple[Tensor, Tensor]:
-    """Outputs at and beyond the ends of the fits, all on the right and then all on the left."""
+def ends(kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Outputs at and beyond the ends of the fits, all on the right and then all on the left; inf and NaN of there."""
     fit = INVERTED[kind]
     right = [fit.y_min - 1e-3, fit.y_min, 0.0, fit.split**2 + fit.y_min, fit.end**2 + fit.y_min, 1e4, torch.inf]
     left = [fit.y_min - 1e-3, fit.y_min, fit.y_min * 0.5, -1e-9, -1e-20, -0.0, 0.0]
-    y = torch.tensor([*right, 50.0, *left, -1e-4], device=DEVICE)
-    return y, torch.tensor([0, 255], dtype=torch.uint8, device=DEVICE)
+    y = torch.tensor([*right, 50.0, *left, -1e-4, torch.inf, torch.nan], device=DEVICE).to(dtype)
+    return y, torch.tensor([0, 255, 255], dtype=torch.uint8, device=DEVICE)
 
 
+@every_dtype
 @pytest.mark.parametrize("kind", INVERTED)
-def test_ends_of_the_branches(kind: str) -> None:
-    y, bits = ends(kind)
+def test_ends_of_the_branches(kind: str, dtype: torch.dtype) -> None:
+    y, bits = ends(kind, dtype)
     args = (torch.ones_like(y), y, bits, kind)
     (ours,), (stock,) = run("activation_output_bwd", args), specified("activation_output_bwd", args)
     assert ours is not None and stock is not None
     assert bool((ours[4:8] == 1).all())
+    assert bool(ours[-2:].isnan().all())
     # where two pieces meet, either may be taken: each is off by 2e-5 at most
-    torch.testing.assert_close(ours, stock, rtol=0, atol=4e-5)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, stock, rtol=0 if eps < 1e-6 else eps, atol=4e-5, equal_nan=True)
 
 
 def test_zero_size_and_mixed_dtypes() -> None:

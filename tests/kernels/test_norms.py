@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_actcompress import reference
 from hf_actcompress.kernels import rms_norm
-from tests.kernels.harness import DEVICE, check, every_case, present, run, samples, specified
+from tests.kernels.harness import DEVICE, check, every_case, launched, present, run, samples, specified
 from tests.oracle import assert_equal_bits
 
 pytestmark = pytest.mark.daily(3)
@@ -170,13 +170,16 @@ def gain_of(weight: Tensor | None, variant: str = "") -> Tensor:
     return 1 + weight if variant == "one_plus_weight" else weight
 
 
-def rms_norm_terms(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: Any) -> Terms:
+def rms_norm_terms(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: Any, dresidual: Any = None
+) -> Terms:
     return norm_terms(dy * gain_of(weight, variant), dy, x * rstd, rstd, centred=False)[:2]
 
 
 def layer_norm_terms(
-    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Any, needed: Any
-) -> Terms:
+    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Any, needed: Any,
+    dresidual: Any = None,
+) -> Terms:  # fmt: skip
     # a rounding of x - mean is one of the larger of the two
     normed = (x.abs() + mean.abs()) * rstd
     return norm_terms(dy * gain_of(weight), dy, normed, rstd)
@@ -238,6 +241,20 @@ def test_backward_returns_what_is_needed(name: str, width: int) -> None:
         ]
         for x, y in zip(run(name, (*args, bits)), everything, strict=True):
             assert x is None or y is None or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("width", [9, WIDE])
+@pytest.mark.parametrize("name", ["layer_norm_bwd", "rms_norm_bwd"])
+def test_gradient_beside_the_norm_is_added_in_the_same_pass(name: str, width: int) -> None:
+    """With the bits of a sum that is made afterwards."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        *args, _ = list(samples(name, dtype, 5, width))[-1]
+        alone = run(name, tuple(args))
+        for dresidual in (torch.randn_like(args[1]), torch.randn_like(args[1][:1]).expand_as(args[1])):
+            with launched() as launches:
+                dx, *rest = run(name, (*args, dresidual))
+            assert sum(kernel.endswith("norm_bwd_kernel") for kernel, _ in launches) == 1
+            assert_equal_bits(present([dx, *rest]), present([dresidual + alone[0], *alone[1:]]))
 
 
 @pytest.mark.parametrize("name", ["rms_norm_fwd", *TERMS])
