@@ -37,14 +37,17 @@ def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tenso
 def further_arguments(
     layer: nn.Module, tokens: int, sources: int, make: Callable[[tuple[int, ...], type], Tensor]
 ) -> dict[str, Tensor]:
-    """What T5's layers take, too: position biases, and what the encoder has found.
+    """What some layers take, too: T5's position biases, and what the encoder has found; Falcon's with ALiBi.
 
     Args:
         layer: That takes them, perhaps.
         tokens, sources: Of the decoder and the encoder.
         make: A tensor of a shape, of floats or of bools.
     """
-    if "position_bias" not in _names(stock_type(layer).forward):
+    names = _names(stock_type(layer).forward)
+    if "alibi" in names and getattr(config_of(layer), "alibi", False):
+        return {"alibi": make((-1, config_of(layer).num_attention_heads, 1, tokens), float)}
+    if "position_bias" not in names:
         return {}
     heads, width = config_of(layer).num_attention_heads, width_of(layer)
     found = {"position_bias": make((1, heads, tokens, tokens), float)}

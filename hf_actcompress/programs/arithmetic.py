@@ -213,33 +213,36 @@ def sliced(x: Tensor, start: int, end: int, step: int) -> Tensor:
     return x[..., start:end:step]
 
 
-def unsliced(dy: Tensor, size: int, start: int, step: int) -> Tensor:
-    """dy [..., n] among zeros [..., size]."""
-    dx = dy.new_zeros((*dy.shape[:-1], size))
-    dx[..., start : start + step * dy.size(-1) : step] = dy
+def unsliced(dy: Tensor, dim: int, size: int, start: int, step: int) -> Tensor:
+    """dy [..., n] among zeros [..., size], if `dim` is the last dimension."""
+    shape = list(dy.shape)
+    shape[dim] = size
+    dx = dy.new_zeros(shape)
+    dx.transpose(dim, -1)[..., start : start + step * dy.size(dim) : step] = dy.transpose(dim, -1)
     return dx
 
 
 @dataclass(frozen=True)
 class Slice(Operation):
-    """x[..., start:end:step] of x [..., size]."""
+    """x[..., start:end:step] of x [..., size]; or a part of another dimension, counted from the last."""
 
     start: int
     end: int
     size: int
     step: int = 1
+    dim: int = -1
 
     def structure(self) -> Hashable:
         first = self.start if self.step > 1 else self.start == 0
-        return first, self.end == self.size, self.step
+        return first, self.end == self.size, self.step, self.dim
 
     def forward(self, e: Emitter, x: Node) -> Node:
         if self.step > 1:
             return e.call(sliced, x, self.start, self.end, self.step)
-        return e.call(torch.narrow, x, -1, self.start, self.end - self.start)
+        return e.call(torch.narrow, x, self.dim, self.start, self.end - self.start)
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(unsliced, b.dy(step), self.size, self.start, self.step))
+        b.give(step.ins[0], b.call(unsliced, b.dy(step), self.dim, self.size, self.start, self.step))
 
 
 @dataclass(frozen=True)

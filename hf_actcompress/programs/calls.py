@@ -26,9 +26,12 @@ from .arithmetic import (
     Tokens,
     Unbind,
 )  # fmt: skip
+from .broadcast import Expand
+from .own_attention import AttentionCode, direct_attention
 from .pointwise import Dropout
 from .recorder import Recorder
 from .refusal import NotStraight
+from .tape import Attend
 
 # of the batch and of its rows while a layer is recorded: prime, and no size of a model
 BATCH, TOKENS = 1013, 10007
@@ -40,6 +43,12 @@ def _add(r: Recorder, y: Tensor, a: Any, b: Any) -> None:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not a.shape == b.shape:
         raise NotStraight("it adds something that is no tensor of the same shape")
     r.note(Add(), (a, b), y)
+
+
+def _add_in_place(r: Recorder, y: Tensor, a: Tensor, b: Any) -> None:
+    if not r.is_unread(a) or not isinstance(b, Tensor) or torch.promote_types(a.dtype, b.dtype) != a.dtype:
+        raise NotStraight("it writes on a tensor that somebody else reads")
+    _add(r, y, a, b)
 
 
 def _mul(r: Recorder, y: Tensor, a: Any, b: Any) -> None:
@@ -67,7 +76,9 @@ def _reshape(r: Recorder, y: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
     elif x.shape[0] == BATCH * TOKENS and y.shape[:2] == (BATCH, TOKENS):
         # the layer's input has both sizes
         r.note(Tokens(tuple(y.shape[2:])), (x, r.metas[0]), y)
-    elif y is not x:
+    elif y.shape == x.shape:
+        r.same(y, x)
+    else:
         r.note(Reshape(sizes_of(y.shape, x.shape), sizes_of(x.shape, y.shape)), (x,), y)
 
 
@@ -86,13 +97,22 @@ def sizes_of(shape: Size, source: Size) -> tuple[int, ...]:
 
 def _permute(r: Recorder, y: Tensor, x: Tensor, *dims: Any) -> None:
     wanted = dims[0] if isinstance(dims[0], (tuple, list)) else dims
-    r.note(Permute(tuple(dim % x.dim() for dim in wanted)), (x,), y)
+    _permuted(r, y, x, tuple(dim % x.dim() for dim in wanted))
 
 
 def _transpose(r: Recorder, y: Tensor, x: Tensor, first: int, second: int) -> None:
     order = list(range(x.dim()))
     order[first], order[second] = order[second], order[first]
-    r.note(Permute(tuple(order)), (x,), y)
+    _permuted(r, y, x, tuple(order))
+
+
+def _permuted(r: Recorder, y: Tensor, x: Tensor, order: tuple[int, ...]) -> None:
+    before = r.maker(x)
+    of = before.operation.order if before is not None and isinstance(before.operation, Permute) else None
+    if of is not None and tuple(of[dim] for dim in order) == tuple(range(len(order))):
+        r.known_as(y, before.ins[0])  # type: ignore[union-attr, arg-type]
+    else:
+        r.note(Permute(order), (x,), y)
 
 
 def _contiguous(r: Recorder, y: Tensor, x: Tensor) -> None:
@@ -111,14 +131,48 @@ def _unbind(r: Recorder, y: Sequence[Tensor], x: Tensor, dim: int = 0) -> None:
 
 
 def _item(r: Recorder, y: Any, x: Tensor, index: Any) -> None:
-    kept = (Ellipsis, slice(None))
-    *before, last = index if isinstance(index, tuple) else (index,)
-    whole = all(any(i is k or (isinstance(i, slice) and i == k) for k in kept) for i in before)
-    covered = Ellipsis in before or len(before) + 1 == x.dim()
-    if not whole or not covered or not isinstance(last, slice) or (last.step or 1) < 1:
-        raise NotStraight("it takes a part of a tensor that is no slice of its last dimension")
-    start, end, step = last.indices(x.size(-1))
-    r.note(Slice(start, end, x.size(-1), step), (x,), y)
+    taken = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in taken:
+        place = taken.index(Ellipsis)
+        taken = (*taken[:place], *[slice(None)] * (x.dim() - len(taken) + 1), *taken[place + 1 :])
+    parts = [(dim - x.dim(), part) for dim, part in enumerate(taken) if not _is_whole(part)]
+    if len(parts) != 1 or not isinstance(y, Tensor):
+        raise NotStraight("it takes a part of a tensor that is no part of one dimension")
+    ((dim, part),) = parts
+    size = x.size(dim)
+    if size in (BATCH, TOKENS, SOURCES, BATCH * TOKENS):
+        raise NotStraight("it takes a part of the batch or of the tokens")
+    if isinstance(part, slice):
+        start, end, step = part.indices(size)
+        if step > 1 and dim != -1:
+            raise NotStraight("it takes each second part of a dimension that is not the last")
+        r.note(Slice(start, end, size, step, dim), (x,), y)
+        return
+    # [i] keeps the dimension, in new memory; i does without it
+    (start,) = part if isinstance(part, list) and len(part) == 1 else (part,)
+    if type(start) is not int:
+        raise NotStraight("it takes parts of a tensor by their numbers")
+    start %= size
+    one = x.narrow(dim, start, 1)
+    r.note(Slice(start, start + 1, size, 1, dim), (x,), one)
+    if isinstance(part, list):
+        r.note(Contiguous(), (one,), y)
+    else:
+        _reshape(r, y, one)
+
+
+def _is_whole(part: Any) -> bool:
+    return isinstance(part, slice) and part == slice(None)
+
+
+def _expand(r: Recorder, y: Tensor, x: Tensor, *_: Any) -> None:
+    changed = [dim - x.dim() for dim in range(x.dim()) if y.size(dim - x.dim()) != x.size(dim)]
+    if y.shape == x.shape:
+        r.same(y, x)
+    elif y.dim() == x.dim() and len(changed) == 1:
+        r.note(Expand(changed[0], y.size(changed[0])), (x,), y)
+    else:
+        raise NotStraight("it repeats a tensor along more than one dimension")
 
 
 def _cat(r: Recorder, y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> None:
@@ -153,8 +207,29 @@ def _dropout(r: Recorder, y: Tensor, input: Tensor, p: float = 0.5, training: bo
         r.note(Dropout(p), (input,), y, torch.empty(0, device="meta"))
 
 
+def _attend(
+    r: Recorder, y: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    """Attention that a layer's code calls by itself."""
+    if id(attn_mask) not in r.masks or is_causal:
+        raise NotStraight("its attention has a mask of its own making")
+    if y.dim() != 4:
+        raise NotStraight("its attention is not one of heads [B, H, T, D]")
+    given = tuple((key, value) for key, value in options.items() if value not in (None, False))
+    keywords = (("dropout", dropout_p), *given) if dropout_p else given
+    heads = torch.empty(y.size(0), y.size(2), y.size(1), y.size(3), dtype=r.autocast or v.dtype, device="meta")
+    ins = r.value(q), r.value(k), r.value(v)
+    own = AttentionCode(direct_attention, r.modules[r.module], keywords)
+    r.entries.append(Attend(r.module, ins, r.given(heads), keywords, own=own, mask=r.masks[id(attn_mask)]))
+    r.note(Permute((0, 2, 1, 3)), (heads,), y)
+
+
 RULES: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    **dict.fromkeys(("__iadd__", "add_"), _add_in_place),
+    **dict.fromkeys(("expand", "broadcast_to"), _expand),
+    "scaled_dot_product_attention": _attend,
     **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _mul),
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"), _reshape),
     "permute": _permute,

@@ -34,6 +34,9 @@ class Handed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if not ctx.box:
+            # there are several products, whose sum has come
+            return placeholder, None
         left, right = ctx.box
         ctx.box.clear()
         return left.mm(right).to(placeholder.dtype), None

@@ -191,7 +191,9 @@ def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _has_inputs(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether what T5's layers are given is as they were written down: with an encoder's states, or without."""
+    """Whether what some layers are given is as they were written down: with an encoder's states, or without."""
+    if "alibi" in code.inputs and type(kwargs.get("alibi")) is not type(x):
+        return False
     if "encoder_hidden_states" in code.inputs:
         states = kwargs.get("encoder_hidden_states")
         if type(states) is not type(x) or states.dim() != 3 or (code.autocast is None and states.dtype != x.dtype):

@@ -57,6 +57,15 @@ class AttentionCode:
         return out
 
 
+def direct_attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: Any
+) -> tuple[Tensor]:
+    """Attention as models call it that do not go through transformers' interface: [B, T, H, D]."""
+    causal = mask is None and getattr(module, "is_causal", False) and q.size(2) > 1
+    out = nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal, **options)
+    return (out.transpose(1, 2),)
+
+
 class _Run:
     """A run with autograd on: which kernel torch takes depends on whether gradients are wanted.
 

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..codecs import IDENTITY, Codec
-from .arithmetic import Add, Cast, Mul, Neg, Scale
+from .arithmetic import Add, Cast, Mul, Neg, Scale, Slice, Split
+from .broadcast import Shift
 from .operations import LayerNorm, Linear, RMSNorm
 from .pointwise import Activation, Dropout, GatedProduct
 from .refusal import NotStraight
@@ -28,7 +29,7 @@ _QUESTIONS = {
 }  # fmt: skip
 
 # they do the same with [B * T, C] as with [B, T, C]
-_BY_ROWS = (Activation, Add, Cast, Dropout, LayerNorm, Linear, Mul, Neg, RMSNorm, Scale)
+_BY_ROWS = (Activation, Add, Cast, Dropout, LayerNorm, Linear, Mul, Neg, RMSNorm, Scale, Shift)
 
 
 class Recorder(TorchFunctionMode):
@@ -41,6 +42,9 @@ class Recorder(TorchFunctionMode):
         metas: Of each value a tensor without data.
         entries: What has been noted.
         autocast: The dtype of products under autocast; None while it is off.
+        masks: By the id of the tensor: the name of the layer's argument that is this mask.
+        modules: Of the layer, by name.
+        module: The name of that which runs.
         flat: The values [B, T, C] that the code also has, or only has, as [B * T, C].
     """
 
@@ -50,9 +54,11 @@ class Recorder(TorchFunctionMode):
         self.autocast = autocast
         self.metas: list[Tensor] = []
         self.entries: list[Step | Attend] = []
+        self.masks: dict[int, str] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.module = ""
         self.flat: set[int] = set()
         self._silent = False
-        self._module = ""
         # by the id of the tensor object, which is held here
         self._known: dict[int, tuple[Tensor, int]] = {}
 
@@ -64,7 +70,23 @@ class Recorder(TorchFunctionMode):
 
     def same(self, y: Tensor, x: Tensor) -> None:
         """y is what x is, perhaps in another object."""
-        self._known[id(y)] = y, self.value(x)
+        self.known_as(y, self.value(x))
+
+    def known_as(self, y: Tensor, value: int) -> None:
+        """The same by the number of a value."""
+        self._known[id(y)] = y, value
+
+    def maker(self, x: Tensor) -> Step | None:
+        """The step that has made a tensor, if one has."""
+        value = self.value(x)
+        return next((e for e in reversed(self.entries) if isinstance(e, Step) and value in e.outs), None)
+
+    def is_unread(self, x: Tensor) -> bool:
+        """Whether a tensor is new memory that no step has read, and that goes by no other name."""
+        value, maker = self.value(x), self.maker(x)
+        read = any(value in entry.ins for entry in self.entries)
+        names = sum(known == value for _, known in self._known.values())
+        return maker is not None and not maker.operation.same and not read and names == 1
 
     def value(self, x: Any) -> int:
         if id(x) not in self._known:
@@ -82,15 +104,15 @@ class Recorder(TorchFunctionMode):
             if not isinstance(operation, _BY_ROWS):
                 raise NotStraight(f"it takes the rows of a batch to {type(operation).__name__}")
             self.flat.update(made[:1])
-        self.entries.append(Step(operation, values, made, self._module, codec))
+        self.entries.append(Step(operation, values, made, self.module, codec))
 
     def within(self, module: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a module in the layer, whose steps are noted as its own."""
-        before, self._module = self._module, module
+        before, self.module = self.module, module
         try:
             return forward(*args, **kwargs)
         finally:
-            self._module = before
+            self.module = before
 
     @contextmanager
     def silently(self) -> Iterator[None]:
@@ -103,8 +125,10 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        y = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
+        # without data there is no autocast
+        attends = name == "scaled_dot_product_attention" and self.autocast is not None
+        y = func(*(x.to(self.autocast) for x in args[:3]), *args[3:], **kwargs) if attends else func(*args, **kwargs)
         known = any(id(x) in self._known for x in _tensors((args, tuple(kwargs.values()))))
         if self._silent or name in _QUESTIONS or not known:
             return y
@@ -145,6 +169,41 @@ def with_gated_products(entries: list[Step | Attend]) -> list[Step | Attend]:
         operation = GatedProduct(act.operation.act, act.operation.kind, act.operation.options)
         found.append(Step(operation, (act.ins[0], other), entry.outs, entry.module, act.codec))
     return found
+
+
+def with_splits(entries: list[Step | Attend]) -> list[Step | Attend]:
+    """The same with all parts of a value as one operation, where others read nothing of it."""
+    readers: dict[int, list[Step | Attend]] = {}
+    for entry in entries:
+        for value in dict.fromkeys(entry.ins):
+            if value is not None:
+                readers.setdefault(value, []).append(entry)
+    splits: dict[int, Step] = {}
+    replaced: set[int] = set()
+    for value, found in readers.items():
+        parts = [entry for entry in found if isinstance(entry, Step) and isinstance(entry.operation, Slice)]
+        parts.sort(key=lambda part: part.operation.start)  # type: ignore[attr-defined]
+        if len(parts) == len(found) > 1 and _cover([part.operation for part in parts]):  # type: ignore[misc]
+            outs = tuple(part.outs[0] for part in parts)
+            sizes = tuple(part.operation.end - part.operation.start for part in parts)  # type: ignore[attr-defined]
+            operation = Split(sizes, parts[0].operation.dim)  # type: ignore[attr-defined]
+            splits[min(outs)] = Step(operation, (value,), outs, parts[0].module)
+            replaced.update(outs)
+    left: list[Step | Attend] = []
+    for entry in entries:
+        first = entry.outs[0] if isinstance(entry, Step) else entry.out
+        if first not in replaced:
+            left.append(entry)
+        elif first in splits:
+            left.append(splits[first])
+    return left
+
+
+def _cover(parts: list[Slice]) -> bool:
+    """Whether these are all parts of one dimension, in order, each once."""
+    joined = all(left.end == right.start for left, right in zip(parts, parts[1:], strict=False))
+    whole = parts[0].start == 0 and parts[-1].end == parts[0].size
+    return joined and whole and {(part.dim, part.step) for part in parts} == {(parts[0].dim, 1)}
 
 
 def _multiplies(entry: Step | Attend) -> bool:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY
-from .arithmetic import Add, Cat, Contiguous, Mul, Neg, Permute, Reshape, Scale, Slice, Split, Unbind
+from .arithmetic import Add, Cast, Cat, Contiguous, Mul, Neg, Permute, Reshape, Scale, Slice, Split, Unbind
+from .broadcast import Shift
 from .calls import BATCH, SOURCES, TOKENS
+from .dora import AnotherProduct, Magnitude
 from .operations import LayerNorm, RMSNorm
 from .pointwise import Rope
 from .program import Program
@@ -37,6 +39,10 @@ class Part:
 
 Schedule = tuple[Part | Attend, ...]
 
+# operations that may read weights that others read, too
+_SHARING = (AnotherProduct, Cast, Magnitude, Shift)
+# what keeps a value of a norm one that can be made again
+_POINTWISE = (Rope, Permute, Reshape, Contiguous, Scale, Add, Mul, Neg, Cat, Slice, Split)
 # programs of layers that do the same are the same, so that their code is written once
 _schedules: dict[Hashable, Schedule] = {}
 
@@ -85,8 +91,9 @@ def is_normed(value: int, entries: list[Step | Attend], exact: bool = False) -> 
     maker = next((entry for entry in entries if isinstance(entry, Step) and value in entry.outs), None)
     if maker is None or isinstance(maker.operation, (RMSNorm, LayerNorm)):
         return maker is not None and (maker.codec == IDENTITY or not exact)
-    pointwise = isinstance(maker.operation, (Rope, Permute, Reshape, Contiguous, Scale, Add, Mul, Neg, Cat, Slice))
-    return pointwise and any(is_normed(x, entries, exact) for x in maker.ins if x is not None)
+    return isinstance(maker.operation, _POINTWISE) and any(
+        is_normed(x, entries, exact) for x in maker.ins if x is not None
+    )
 
 
 def _read(run: list[Step] | Attend) -> set[int]:
@@ -118,7 +125,8 @@ def part_of(
     read = sorted(_read(steps) - made)
     ins = [value for value in read if value not in names]
     weights = [value for value in read if value in names]
-    if any(sum(step.ins.count(weight) for step in steps) > 1 for weight in weights):
+    reads = [x for s in steps if not isinstance(s.operation, _SHARING) for x in s.ins]
+    if any(reads.count(weight) > 1 for weight in weights):
         raise NotStraight("it reads a weight more than once")
     if not ins:
         raise NotStraight("it computes something out of its weights alone")

@@ -69,9 +69,10 @@ def _small_config(config: Any) -> Any:
     small = copy.deepcopy(config)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    if kv_heads is not None:
-        small.num_key_value_heads = _HEADS if kv_heads == heads else 1
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        kv_heads = getattr(config, name, None)
+        if kv_heads is not None:
+            setattr(small, name, _HEADS if kv_heads == heads else 1)
     for name in _ALL_HEADS:
         if getattr(config, name, None) is not None:
             setattr(small, name, _HEADS)
@@ -123,14 +124,23 @@ def _alike(large: nn.Module, small: nn.Module) -> nn.Module:
 def _adapted(large: nn.Module, small: nn.Module) -> nn.Module:
     """A LoRA layer around a small module."""
     base: Any = vars(large)["_modules"]["base_layer"]
-    old, new = base.weight.shape, _alike(base, small)
-    sizes = dict(zip(old, new.weight.shape, strict=True))  # type: ignore[arg-type]
+    new: Any = _alike(base, small)
     memo: dict[int, Any] = {id(base): new}
+    known = dict(zip(base.weight.shape, new.weight.shape, strict=True))
+    outs, ins = new.weight.shape if isinstance(base, nn.Linear) else reversed(new.weight.shape)
     for path, weight in large.named_parameters():
-        if not path.startswith("base_layer."):
-            # the rank stays: the first size of A, and the second of B
-            rank = weight.shape[0] if ".lora_A." in f".{path}" else weight.shape[-1]
-            memo[id(weight)] = _random(weight, [size if size == rank else sizes[size] for size in weight.shape])
+        if path.startswith("base_layer."):
+            continue
+        # the rank stays: the first size of A, and the second of B
+        if ".lora_A." in f".{path}":
+            sizes = [weight.shape[0], ins]
+        elif ".lora_B." in f".{path}":
+            sizes = [outs, *weight.shape[1:]]
+        elif ".lora_magnitude_vector." in f".{path}":
+            sizes = [outs]
+        else:
+            sizes = [known.get(size, size) for size in weight.shape]
+        memo[id(weight)] = _random(weight, sizes)
     for module in large.modules():
         memo.update((id(value), value) for value in vars(module).values() if isinstance(value, PretrainedConfig))
     copied = copy.deepcopy(large, memo)

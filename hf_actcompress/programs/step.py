@@ -283,7 +283,7 @@ class Backward(Emitter):
 
     def give_product(self, weight: int, left: Node, right: Node) -> None:
         """Add left @ right [rows of one, columns of the other] to a weight's gradient, or leave it to the weight."""
-        if weight in self.setting.handed:
+        if weight in self.setting.handed and sum(weight in s.ins for s in self._steps if s.operation.multiplies) == 1:
             self.factors[weight] = left, right
         else:
             self.give(weight, self.call(torch.mm, left, right))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,22 +23,21 @@ from ..codecs.int_group import IntGroup
 from ..models.copies import GlobalsCopy
 from ..models.eager_attention import eager_function_of
 from ..models.rope import NAME, RotaryMixin, calls_rope, why_stock
+from ..models.source import names_in
 from ..modules.adapter import AdapterMixin
 from ..modules.attention import AttentionMixin
 from ..modules.base import HOOKS, PatchedModule, is_sharded, settings_of, stock_type, unpatch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
-from ..modules.leaves import ActivationMixin, DropoutMixin, LayerNormMixin, LinearMixin, RMSNormMixin
-from ..modules.recomputed import RecomputedMixin
+from ..modules.leaves import OwnLinearMixin
+from ..modules.selective import SelectiveMixin
 from ..private_apis import FakeTensor, without_dispatch_modes
 from .arguments import ENCODED_MASK, arguments, dtype_of, further_arguments, head_width, width_of
 from .calls import BATCH, RULES, SOURCES, TOKENS
-from .operations import LayerNorm, Linear, RMSNorm
+from .dora import dora, is_dora
+from .noting import noted, operation_of, product, rotated
 from .own_attention import AttentionCode
-from .own_code import OwnCode, Recomputed
-from .pointwise import Activation, Dropout, Rope
-from .recorder import Recorder, with_gated_products
+from .recorder import Recorder, with_gated_products, with_splits
 from .refusal import NotStraight
-from .step import Operation
 from .tape import Attend, Given, Tape
 
 _SPY = "hf_actcompress_recorder"
@@ -47,6 +45,7 @@ _SPY = "hf_actcompress_recorder"
 OF_LAYERS = ("layer", "checkpoint_input")
 # patched modules whose stock code is recorded
 _OWN_CODE = (AttentionMixin, SplitGatedMLPMixin, FusedGatedMLPMixin, T5GatedMLPMixin, AdapterMixin)
+_AGAIN = "its attention runs again in backward, out of what linear layers return"
 # of a config: what is being recorded of the module that it belongs to
 _RECORDING = "actcompress_recording"
 
@@ -62,11 +61,13 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
         twin, parameters = _without_data(layer, recorder)
         mask = torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
         others = further_arguments(layer, TOKENS, SOURCES, partial(_empty, dtype_of(layer)))
-        masks = {id(mask): "attention_mask"}
+        masks = recorder.masks
+        masks[id(mask)] = "attention_mask"
         if ENCODED_MASK in others:
             masks[id(others[ENCODED_MASK])] = ENCODED_MASK
-        for name, module in list(twin.named_modules()):
-            _watch(name, module, recorder, masks)
+        recorder.modules = dict(twin.named_modules())
+        for name, module in recorder.modules.items():
+            _watch(name, module, recorder)
             if name:
                 module.forward = partial(recorder.within, name, module.forward)  # type: ignore[method-assign]
         dtype = dtype_of(layer)
@@ -78,17 +79,17 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
         known = {name: recorder.given(value) for name, value in parameters.items()}
         try:
             with recorder:
-                result = twin.forward(x, **arguments(layer, mask, (angles[0], angles[1])), **others)
+                result = twin.forward(x, **{**arguments(layer, mask, (angles[0], angles[1])), **others})
         finally:
             for module in twin.modules():
                 vars(module).pop("forward", None)
         found, tail = (result[0], tuple(result[1:])) if isinstance(result, tuple) else (result, None)
         if tail is not None:
             tail = tuple(None if item is None else _returned(item, inputs, recorder) for item in tail)
-        entries = with_gated_products(recorder.entries)
+        entries = with_splits(with_gated_products(recorder.entries))
         tape = Tape(inputs, known, entries, recorder.value(found), tail, recorder.metas)
         if not tape.lossless and any(isinstance(entry, Attend) and entry.own is not None for entry in entries):
-            raise NotStraight("its attention runs again in backward, out of what linear layers return")
+            raise NotStraight(_AGAIN)
         return tape
 
 
@@ -128,7 +129,7 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
     return twin, dict(twin.named_parameters())
 
 
-def _watch(name: str, module: nn.Module, recorder: Recorder, masks: dict[int, str]) -> None:
+def _watch(name: str, module: nn.Module, recorder: Recorder) -> None:
     """Let the recorder note a module as a whole, or its own code."""
     settings = settings_of(module)
     of_layer = settings is not None and settings.role in OF_LAYERS
@@ -145,14 +146,20 @@ def _watch(name: str, module: nn.Module, recorder: Recorder, masks: dict[int, st
         unpatch_instance(module)  # type: ignore[arg-type]
         return
     if isinstance(module, AttentionMixin) or calls_eager(module):
-        _watch_attention(name, module, recorder, masks)
+        _watch_attention(name, module, recorder)
+    elif is_dora(module):
+        module.forward = partial(dora, recorder, module)  # type: ignore[method-assign]
+    elif isinstance(module, SelectiveMixin) or settings is None:
+        _watch_own_code(module, recorder)
+    elif isinstance(module, OwnLinearMixin):
+        module.forward = partial(product, recorder, module)  # type: ignore[method-assign]
     elif isinstance(module, _OWN_CODE):
         unpatch_instance(module)
     elif isinstance(module, PatchedModule) and settings is not None:
-        operation = _operation(module)
+        operation = operation_of(module)
         if operation is None:
             raise NotStraight(f"{name} is patched in a way that programs do not know ({settings.role})")
-        module.forward = partial(_noted, recorder, module, operation, module.stock_forward())  # type: ignore[method-assign]
+        module.forward = partial(noted, recorder, module, operation, module.stock_forward())  # type: ignore[method-assign]
 
 
 def _is_known(codec: Codec) -> bool:
@@ -169,7 +176,7 @@ def calls_eager(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-def _watch_attention(name: str, module: Any, recorder: Recorder, masks: dict[int, str]) -> None:
+def _watch_attention(name: str, module: Any, recorder: Recorder) -> None:
     config = module.__dict__["config"]
     function, settings = sdpa_attention_forward, settings_of(module)
     if not isinstance(module, AttentionMixin):
@@ -184,71 +191,33 @@ def _watch_attention(name: str, module: Any, recorder: Recorder, masks: dict[int
         unpatch_instance(module)
     named = copy.copy(config)
     named.__dict__["_attn_implementation_internal"] = _SPY
-    named.__dict__[_RECORDING] = name, recorder, masks, codec, function
+    named.__dict__[_RECORDING] = name, recorder, codec, function
     module.config = named
     if rotates:
-        forward = GlobalsCopy(type(module).forward, {NAME: partial(_rotated, recorder)}).copy
-        module.forward = partial(forward, module)
+        _watch_angles(module, recorder)
 
 
-def _operation(module: Any) -> Operation | None:
-    settings = module.actcompress
-    if isinstance(module, LinearMixin):
-        return Linear(settings.variant == "transposed")
-    if isinstance(module, RMSNormMixin):
-        eps_name, _, pairs = settings.options
-        return RMSNorm(getattr(module, eps_name), settings.variant) if pairs is None else None
-    if isinstance(module, LayerNormMixin):
-        return LayerNorm(tuple(module.normalized_shape), module.eps)
-    if isinstance(module, ActivationMixin):
-        # the module itself, of which a copy without data differs in nothing
-        return Activation(module, settings.variant, settings.options) if settings.keeps == "input" else None
-    if isinstance(module, RecomputedMixin):
-        whole = not module._modules and not module._buffers
-        return Recomputed(OwnCode(module)) if whole else None
-    return Dropout(module.p) if isinstance(module, DropoutMixin) else None
+def _watch_own_code(module: Any, recorder: Recorder) -> None:
+    """Of attention that goes without transformers' interface, and of all other code."""
+    if isinstance(module, SelectiveMixin):
+        if module.actcompress is not None and module.actcompress.codec != IDENTITY:
+            raise NotStraight(_AGAIN)
+        unpatch_instance(module)
+    kind = type(module)
+    if "scaled_dot_product_attention" in names_in(module) and calls_rope(kind) and why_stock(kind) is None:
+        _watch_angles(module, recorder)
 
 
-def _noted(recorder: Recorder, module: Any, operation: Operation, stock: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """The forward of a module that is noted as a whole."""
-    if isinstance(operation, Dropout) and (operation.p == 0 or not module.training):
-        return x
-    with recorder.silently():
-        # without data there is no autocast, in which a product takes mixed dtypes
-        weight = module._parameters.get("weight")
-        y = stock(x.to(weight.dtype) if isinstance(operation, Linear) else x)
-    if isinstance(operation, Linear) and recorder.autocast is not None:
-        y = torch.empty(y.shape, dtype=recorder.autocast, device="meta")
-    more = {RMSNorm: 1, LayerNorm: 2, Dropout: 1}.get(type(operation), 0)
-    weights: tuple[Tensor | None, ...] = ()
-    if isinstance(operation, (Linear, LayerNorm)):
-        weights = module._parameters["weight"], module._parameters["bias"]
-    elif isinstance(operation, RMSNorm):
-        weights = (module._parameters.get("weight"),)
-    elif isinstance(operation, Recomputed):
-        weights = tuple(w for w in module._parameters.values() if w is not None)
-    codec = module.actcompress.codec
-    recorder.note(operation, (x, *weights), y, *(torch.empty(0, device="meta") for _ in range(more)), codec=codec)
-    return y
-
-
-def _rotated(
-    recorder: Recorder, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    turned = []
-    for x in (q, k):
-        dtype = torch.promote_types(x.dtype, cos.dtype)
-        with recorder.silently():
-            y = torch.empty_like(x, dtype=dtype)
-        recorder.note(Rope(unsqueeze_dim), (x, cos, sin), y)
-        turned.append(y)
-    return turned[0], turned[1]
+def _watch_angles(module: Any, recorder: Recorder) -> None:
+    """Let the recorder note rotary embeddings as a whole."""
+    forward = GlobalsCopy(type(module).forward, {NAME: partial(rotated, recorder)}).copy
+    module.forward = partial(forward, module)
 
 
 def _attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    name, recorder, masks, codec, function = module.config.__dict__[_RECORDING]  # type: ignore[union-attr]
+    name, recorder, codec, function = module.config.__dict__[_RECORDING]  # type: ignore[union-attr]
     kwargs.pop("use_cache", None)
     bias = kwargs.pop("position_bias", None)
     if any(isinstance(value, Tensor) for value in kwargs.values()):
@@ -265,7 +234,8 @@ def _attention(
     recorder.entries.append(
         Attend(
             name, ins, recorder.given(heads), found, codec, causal, own=own,
-            bias=None if bias is None else recorder.value(bias), mask=masks.get(id(attention_mask), "attention_mask"),
+            bias=None if bias is None else recorder.value(bias),
+            mask=recorder.masks.get(id(attention_mask), "attention_mask"),
         )
     )  # fmt: skip
     return heads, None

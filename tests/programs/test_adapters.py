@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.config import resolve
 from hf_actcompress.memory.measurement.allocator import kept_bytes
-from tests.families import BY_NAME, mode_of, step
+from tests.families import BY_NAME, differing, mode_of, step
 from tests.programs.pairs import LEAVES, PROGRAMS, calls
 
 peft = pytest.importorskip("peft")
@@ -18,6 +20,7 @@ TARGETS: dict[str, Any] = {
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "dropout": {"lora_dropout": 0.1}, "rank-stabilised": {"use_rslora": True},
+    "dora": {"use_dora": True}, "dora with dropout": {"use_dora": True, "lora_dropout": 0.1},
 }  # fmt: skip
 # of the base weights, of the adapters, and whether autocast is on
 MODES = {
@@ -32,9 +35,8 @@ MODES = {
 def adapted(name: str, dtype: torch.dtype, wide: bool, config: CompressionConfig, **options: Any) -> Any:
     model = BY_NAME[name].build(dtype)
     torch.manual_seed(0)
-    lora = peft.LoraConfig(
-        target_modules=TARGETS[name], r=4, init_lora_weights=False, fan_in_fan_out=name.startswith("gpt2"), **options
-    )
+    fixed = {"target_modules": TARGETS[name], "init_lora_weights": False, "fan_in_fan_out": name.startswith("gpt2")}
+    lora = peft.LoraConfig(**{"r": 4, **fixed, **options})
     return patch_model(peft.get_peft_model(model, lora, autocast_adapter_dtype=wide), config)
 
 
@@ -55,6 +57,19 @@ def test_the_same_bits_and_bytes(name: str, kind: str, mode: str) -> None:
     with mode_of(of_step):
         kept = [kept_bytes(lambda model=model: model(**batch), "cpu") for model in models]  # type: ignore[misc]
     assert kept[1] <= kept[0]
+
+
+@pytest.mark.parametrize("preset", ["exact", "int8", "int4"])
+@pytest.mark.parametrize("rank", [32, 128, 256])
+def test_adapters_wider_than_the_layer_that_is_tried(preset: str, rank: int) -> None:
+    """Or as wide as the layer itself, 32."""
+    results, batch = [], BY_NAME["llama"].make_batch("right")
+    for programs in (False, True):
+        model = adapted("llama", torch.float32, False, replace(resolve(preset), programs=programs), r=rank)
+        results.append(step(model, batch))
+    assert calls(model) == [1, 1]
+    (expected, wanted), (loss, grads) = results
+    assert torch.equal(loss, expected) and not differing(grads, wanted)
 
 
 def test_two_active_adapters() -> None:

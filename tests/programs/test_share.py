@@ -20,10 +20,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8}, "gemma2": {"head_dim": 8}, "gemma3_text": {"head_dim": 8}, "olmo2": {},
     "granite": {"residual_multiplier": 0.3}, "cohere": {}, "gpt_neox": {}, "gpt2": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "vit": PICTURES, "bert": {}, "roberta": {},
-    "distilbert": {"hidden_dim": 64}, "modernbert": {}, "t5": T5,
+    "distilbert": {"hidden_dim": 64}, "modernbert": {}, "t5": T5, "falcon": {},
 }  # fmt: skip
 # attention of a model's own making, which no program knows
-WITHOUT = {"falcon": {}}
+WITHOUT = {"bloom": {}}
 STACKS = ("defaults", "padding", "autocast", "lora", "lora with dropout")
 
 

@@ -1,0 +1,51 @@
+"""Values that are broadcast, whose gradients are sums: the bias of a linear layer that adds it by itself, and heads of
+keys and values that several heads of queries read.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from .emit import Emitter
+from .step import Backward, Operation, Step
+from .views import rows_of
+
+
+@dataclass(frozen=True)
+class Shift(Operation):
+    """y = x + bias, or x - bias if `negative`, of x [..., O] and bias [O]."""
+
+    negative: bool = False
+
+    def forward(self, e: Emitter, x: Node, bias: Node) -> Node:
+        return e.call(operator.sub if self.negative else operator.add, x, bias)
+
+    def backward(self, b: Backward, step: Step) -> None:
+        x, bias = step.ins
+        if b.wants(bias):
+            gradient = b.call(torch.Tensor.sum, rows_of(b, b.dy(step)), 0)
+            b.give(bias, b.call(operator.neg, gradient) if self.negative else gradient)
+        b.give(x, b.dy(step))
+
+
+@dataclass(frozen=True)
+class Expand(Operation):
+    """The only entry of x along a dimension, several times, without a copy. The dimension is counted from the last."""
+
+    dim: int
+    count: int
+
+    def forward(self, e: Emitter, x: Node) -> Node:
+        sizes = [-1] * e.meta(x).dim()
+        sizes[self.dim] = self.count
+        return e.call(torch.Tensor.expand, x, sizes)
+
+    def structure(self) -> tuple[type, int, bool]:
+        return type(self), self.dim, self.count > 1
+
+    def backward(self, b: Backward, step: Step) -> None:
+        b.give(step.ins[0], b.call(torch.Tensor.sum, b.dy(step), self.dim, True))

@@ -1,0 +1,170 @@
+"""DoRA's magnitudes (arXiv 2402.09353) as operations: the output of a linear layer with its adapter, scaled by output.
+
+PEFT divides the magnitudes by the norms of the adapted weight, which count as constants in backward. Its own code
+computes these norms here, too.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from .arithmetic import Cast
+from .broadcast import Shift
+from .emit import Emitter, Setting
+from .operations import Linear
+from .recorder import Recorder
+from .refusal import NotStraight
+from .step import Backward, Operation, Step
+
+
+class Norms:
+    """The norms of the rows of weight + scaling * B A, under the autocast of a setting. It holds no weight."""
+
+    def __init__(self, of: Magnitude, setting: Setting) -> None:
+        self.of, self.device, self.dtype = of, setting.device.type, setting.autocast
+        self.__name__, self.__module__ = "norms", __name__
+
+    def __call__(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        of = self.of
+        layer = of.kind.__new__(of.kind)
+        layer.__dict__.update(_parameters={}, _modules={}, _buffers={}, _dora_cache={}, training=True)
+        layer.__dict__["fan_in_fan_out"] = of.transposed
+        with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None, cache_enabled=False):
+            product = layer.get_lora_weight(lora_A=_Product(a), lora_B=_Product(b), adapter_name=None)
+            norms: Tensor = layer.get_weight_norm(
+                weight=weight.to(of.dtype), lora_weight=product.to(of.dtype), scaling=of.scaling, adapter_name=None
+            )
+        return norms
+
+
+class _Product:
+    """A linear layer as PEFT's code asks for it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+@dataclass(frozen=True)
+class Magnitude(Operation):
+    """magnitude / norms and the norms, [O] each; of magnitude [O] and of the weight, A and B, which are constants.
+
+    Attributes:
+        kind: The class of PEFT's module.
+        transposed: Whether the weight is [I, O].
+        scaling: Of the adapter.
+        dtype: In which the norms are computed.
+    """
+
+    kind: Any = field(repr=False)
+    transposed: bool
+    scaling: float
+    dtype: torch.dtype
+
+    def forward(self, e: Emitter, magnitude: Node, weight: Node, a: Node, b: Node) -> tuple[Node, Node]:
+        norms = e.call(Norms(self, e.setting), weight, a, b, like=self._like)
+        return e.call(operator.truediv, magnitude, norms), norms
+
+    def _like(self, weight: Tensor, *_: Tensor) -> Tensor:
+        return torch.empty(weight.size(1 if self.transposed else 0), dtype=self.dtype, device="meta")
+
+    def rebuild(self, b: Backward, step: Step) -> None:
+        (magnitude, *_), (out, norms) = step.ins, step.outs
+        b.values[out] = b.call(operator.truediv, b.want(magnitude), b.want(norms))  # type: ignore[arg-type]
+
+    def backward(self, b: Backward, step: Step) -> None:
+        if b.wants(step.ins[0]):
+            b.give(step.ins[0], b.call(operator.truediv, b.dy(step), b.want(step.outs[1])))
+
+
+@dataclass(frozen=True)
+class Rescaled(Operation):
+    """(scale - 1) * base + scale * added * scaling, of scale [O] and two tensors [..., O] in one dtype.
+
+    What the layer returns beside its own output: base, and added by its adapter.
+    """
+
+    scaling: float
+
+    def _parts(self, e: Emitter, scale: Node) -> Node:
+        return e.once(operator.sub, scale, 1)
+
+    def forward(self, e: Emitter, scale: Node, base: Node, added: Node) -> Node:
+        own = e.call(operator.mul, self._parts(e, scale), base)
+        return e.call(operator.add, own, e.call(operator.mul, e.call(operator.mul, scale, added), self.scaling))
+
+    def backward(self, b: Backward, step: Step) -> None:
+        scale, base, added = (x for x in step.ins if x is not None)
+        dy, of = b.dy(step), b.want(scale)
+        scaled = b.call(operator.mul, dy, self.scaling)
+        if b.wants(scale):
+            for gradient, factor in ((scaled, added), (dy, base)):
+                product = b.call(operator.mul, gradient, b.want(factor))
+                b.give(scale, b.call(torch.Tensor.sum_to_size, product, *b.shape_of(scale)))
+        if b.wants(added):
+            b.give(added, b.call(operator.mul, scaled, of))
+        if b.wants(base):
+            b.give(base, b.call(operator.mul, dy, self._parts(b, of)))
+
+
+@dataclass(frozen=True)
+class AnotherProduct(Linear):
+    """A product with the weight of another one."""
+
+
+def is_dora(module: nn.Module) -> bool:
+    """Whether it is PEFT's module with the magnitudes of a linear layer."""
+    dora = sys.modules.get("peft.tuners.lora.dora")
+    return dora is not None and type(module) is dora.DoraLinearLayer
+
+
+def dora(
+    recorder: Recorder, module: Any, x: Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any,
+    base_result: Tensor | None = None, adapter_name: str = "",
+) -> Tensor:  # fmt: skip
+    """The forward of that module."""
+    weight, bias = base_layer._parameters["weight"], base_layer._parameters.get("bias")
+    if lora_B._parameters.get("bias") is not None:
+        raise NotStraight("an adapter of DoRA has a bias")
+    magnitude = module._parameters["weight"]
+    operation = Magnitude(type(module), module.fan_in_fan_out, float(scaling), x.dtype)
+    norms = torch.empty(magnitude.shape, dtype=x.dtype, device="meta")
+    scale = torch.empty(norms.shape, dtype=torch.promote_types(x.dtype, magnitude.dtype), device="meta")
+    recorder.note(operation, (magnitude, weight, lora_A.weight, lora_B.weight), scale, norms)
+    added = lora_B(lora_A(x))
+    if base_result is None:
+        # of x with dropout, which the layer itself goes without
+        base_result = _product(recorder, x, weight, module.fan_in_fan_out)
+    elif bias is not None:
+        base_result = _noted(recorder, Shift(negative=True), torch.sub, base_result, bias)
+    if any(torch.promote_types(scale.dtype, part.dtype) != scale.dtype for part in (base_result, added)):
+        raise NotStraight("DoRA's magnitudes are of a narrower dtype than what they scale")
+    y = torch.empty(base_result.shape, dtype=scale.dtype, device="meta")
+    recorder.note(Rescaled(float(scaling)), (scale, base_result, added), y)
+    return y
+
+
+def _product(recorder: Recorder, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    if weight.dtype != x.dtype and recorder.autocast is None:
+        weight = _noted(recorder, Cast(x.dtype), lambda w: w.to(x.dtype), weight)
+    width = weight.size(1 if transposed else 0)
+    y = torch.empty(*x.shape[:-1], width, dtype=recorder.autocast or x.dtype, device="meta")
+    recorder.note(AnotherProduct(transposed), (x, weight, None), y)
+    return y
+
+
+def _noted(recorder: Recorder, operation: Operation, function: Callable[..., Tensor], *ins: Tensor) -> Tensor:
+    with recorder.silently():
+        y = function(*ins)
+    recorder.note(operation, ins, y)
+    return y
