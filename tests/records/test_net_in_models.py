@@ -144,4 +144,5 @@ def test_the_copy_of_an_attentions_output(swapped: tuple[int, int]) -> None:
     assert_equal_bits(results[0][1:], results[1][1:])
     x = torch.randn(SHAPE)
     saved = kept_bytes(lambda: stock(x, swapped)) - kept_bytes(lambda: ours(x, swapped))
-    assert saved == (x.nbytes if swapped in [(1, 2), (-3, -2)] else 0)
+    # of the queries, the half that goes into the sine is kept as a copy
+    assert saved == (x.nbytes if swapped in [(1, 2), (-3, -2)] else 0) + x.nbytes // 2
