@@ -38,9 +38,9 @@ class CompressionConfig(ConfigFile):
         overrides: Codecs of single layers, as (dotted part of a module's name, role, codec): ``("layers.3", "mlp",
             "int4")`` holds for every module below a "layers.3". Later ones win. `checkpoint_attention` may be set in
             the same way. `calibrate` and `plan` write them.
-        logits: Return ``outputs.logits`` in training as stock does. False: the head never makes them whole in
-            training; ``outputs.logits`` computes its values when they are asked for, which is possible until the
-            weights change. ``eval()`` and ``no_grad`` are not affected.
+        logits: Return ``outputs.logits`` as stock does. False: where a forward in training, or under ``no_grad`` with
+            labels, computes a loss, the head never makes them whole; ``outputs.logits`` computes its values when they
+            are asked for (``argmax`` over the vocabulary a few rows at a time), until the weights change.
         targets: The share of a batch's positions whose label counts (is not -100), at most: 0.25 suits a masked
             language model that masks 15%. The head computes no gradient for the others. On a GPU it cannot tell how
             many they are without waiting for the device, so that it computes all positions, or this share. A batch of

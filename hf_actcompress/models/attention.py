@@ -26,7 +26,7 @@ from ..private_apis import fused_attention_choice, transforms_active
 from ..records import padding_in, shares_rows
 from ..reference import packed_kernel, packed_sdpa
 from ..reference.device_rules import device_rules
-from ..reference.sequences import Sequences
+from ..reference.sequences import Band, Sequences
 from .eager_attention import find_eager
 from .keys_and_values import keys_and_values
 from .rope import RotaryMixin, calls_rope, why_stock
@@ -185,7 +185,7 @@ def _packed(
     settings: Settings, q: Tensor, k: Tensor, v: Tensor, mask: ops.PackedMask, dropout: float, scale: float | None,
     kwargs: dict[str, Any],
 ) -> Tensor | None:  # fmt: skip
-    """Attention inside of each sequence of packed rows, [B, T, H, D]; None for a call that needs stock's mask."""
+    """Attention that needs no mask of T x T, [B, T, H, D]; None for a call that needs stock's."""
     sequences, window = mask.sequences, mask.window
     ordinary = not dropout and all(kwargs.get(name) is None for name in ("cache", "softcap", "position_bias"))
     rows = (sequences.rows, sequences.tokens)
@@ -196,23 +196,26 @@ def _packed(
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    kernel = "pieces" if on_cpu(q) and _fusable(q, k, v, None, True) else packed_kernel(q, k, v, sequences, window)
+    kernel = "pieces" if on_cpu(q) and _fusable(q, k, v, None, True) else None
+    if kernel is None and isinstance(sequences, Sequences):
+        kernel = packed_kernel(q, k, v, sequences, window)
     keeps = _keeps(q, k, v)
     codec = settings.codec if keeps else IDENTITY
     if kernel is None or (keeps and settings.keeps == "recomputed"):
         attend = partial(_in_pieces, sequences=sequences, window=window, scale=scale)
+        real = mask.bounds() if isinstance(sequences, Band) else None
         if not keeps:
-            return attend(q, k, v)
-        return ops.recomputed_attention(attend, q, k, v, is_causal=True, codec=codec)
+            return attend(q, k, v, real)
+        return ops.recomputed_attention(attend, q, k, v, real, is_causal=True, codec=codec)
     out = ops.packed_attention(q, k, v, mask.bounds(), sequences, scale, window=window, kernel=kernel, codec=codec)
     return ops.tokens_first(out, codec)
 
 
 def _in_pieces(
-    q: Tensor, k: Tensor, v: Tensor, mask: None = None, bias: None = None, *, sequences: Sequences, window: int | None,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, real: Tensor | None = None, bias: None = None, *, sequences: Sequences | Band,
+    window: int | None, scale: float | None,
 ) -> Tensor:  # fmt: skip
-    return packed_sdpa(q, k, v, sequences, window, scale)
+    return packed_sdpa(q, k, v, sequences, window, scale, real)
 
 
 def _traced(

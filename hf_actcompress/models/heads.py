@@ -17,6 +17,7 @@ from ..config import CompressionConfig
 from ..modules.base import Settings, has_hooks, patched_class, stock_type
 from ..modules.head import HeadMixin, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
+from ..private_apis import transforms_active
 from .arguments import argument
 from .sites import Declined, Site
 
@@ -57,8 +58,13 @@ def deferred_logits(
     Yields the function that the output has to go through.
     """
     labelled = _labelled(stock, args, kwargs)
-    training = model.training and torch.is_grad_enabled()
-    heads = _deferrable(model) if training and (not labelled or _stock_loss(model)) else ()
+    if torch.is_grad_enabled():
+        defers = model.training and (not labelled or _stock_loss(model))
+    else:
+        # an evaluation; tensors of the inference mode do not say whether somebody has written on them
+        plain_mode = not torch.is_inference_mode_enabled() and not transforms_active()
+        defers = labelled and plain_mode and _stock_loss(model)
+    heads = _deferrable(model) if defers else ()
     if not heads:
         yield lambda output: output
         return
@@ -111,6 +117,6 @@ def _returned(logits: DeferredLogits, head: LinearSource, labelled: bool) -> Ten
     if labelled and head.keep_logits:
         return plain(logits)
     deferred = returned_logits(logits) if type(head.hidden) is Tensor else None
-    if deferred is None and not labelled:
+    if deferred is None and not (labelled and torch.is_grad_enabled()):
         return plain(logits)
     return deferred

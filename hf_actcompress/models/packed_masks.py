@@ -1,7 +1,7 @@
 """Packed batches, sliding windows and chunks: their masks [B, 1, T, T] are not made.
 
 transformers makes such a mask of rows of several sequences, whose positions start again, when a model has neither a
-2-D mask nor a cache; and of any rows for layers that see a window or a chunk of the tokens before them. The model's
+2-D mask nor a cache; of any rows for layers that see a window or a chunk; and of rows with padding. The model's
 forward looks the function that makes it up among the globals of the modeling file. A patched model runs a copy of that
 forward (see copies.py) that finds ours under its name. Ours returns a `PackedMask`: patched attention reads off it
 where the sequences are, and anything else that reads it gets the mask that stock's function makes.
@@ -23,19 +23,23 @@ from transformers import DynamicCache, masking_utils
 from ..modules.base import PLAIN_TENSORS
 from ..ops import PackedMask
 from ..private_apis import transforms_active
-from ..reference.sequences import Sequences, sequences_of
+from ..reference.sequences import Band, Sequences, sequences_of
 from .copies import GlobalsCopy, global_names
 
-# stock's makers of masks -> what of the config says how far a query sees
+# stock's makers of masks -> what of the config says how far a query sees, and whether it sees what is behind it
 _MAKERS = {
-    "create_causal_mask": None,
-    "create_sliding_window_causal_mask": "sliding_window",
-    "create_chunked_causal_mask": "attention_chunk_size",
+    "create_causal_mask": (None, True),
+    "create_sliding_window_causal_mask": ("sliding_window", True),
+    "create_chunked_causal_mask": ("attention_chunk_size", True),
+    "create_bidirectional_mask": (None, False),
+    "create_bidirectional_sliding_window_mask": ("sliding_window", False),
 }
 # what they may be given
 _KNOWN = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"}
 # elements: a smaller mask of rows that are one sequence each is made, because with it the bits are stock's
 SMALLEST_MASK = 2**20
+# the same of models without windows and chunks, of which rows with padding alone have a mask
+SMALLEST_OF_PADDING = 2**26
 
 
 class _Call:
@@ -56,9 +60,16 @@ class _Call:
         return sequences_of(self.positions) if self.positions is not None and self.mask is None else None
 
     @cached_property
-    def has_padding(self) -> bool:
-        """Whether the mask hides a token. The host waits for it."""
-        return self.mask is not None and not self.mask.to(device=self.mask.device, dtype=torch.bool).all()
+    def real(self) -> Tensor | None:
+        """Which tokens are no padding, [B, T] bool; None if there is none. The host waits for it."""
+        real = None if self.mask is None else self.mask.to(device=self.mask.device, dtype=torch.bool)
+        return None if real is None or real.all() else real
+
+    @cached_property
+    def smallest(self) -> int:
+        """Elements of the smallest mask of a row that is not made."""
+        kind: Any = type(self.model)
+        return SMALLEST_MASK if _has_windows(kind) else SMALLEST_OF_PADDING
 
     @cached_property
     def is_compiled(self) -> bool:
@@ -74,7 +85,8 @@ def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """What runs in place of the stock forward of a model for a call whose masks need not be made; None for others.
 
     Those are calls under no_grad or with another mask than a 2-D one, models that make their masks in another way, and
-    full attention in rows that are not packed. The host waits for positions where it does in stock, and for a 2-D mask.
+    short rows of models without windows that are not packed. The host waits for positions where it does in stock, and
+    for a 2-D mask.
     """
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if len(args) > 1 or not torch.is_grad_enabled() or transforms_active():
@@ -83,7 +95,10 @@ def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     kind: Any = type(model)
     copy = _copy(kind)
-    if copy is None or not copy.is_of(kind) or ((positions is None or mask is not None) and not _has_windows(kind)):
+    if copy is None or not copy.is_of(kind):
+        return None
+    large = mask is not None and mask.shape[1] ** 2 >= SMALLEST_OF_PADDING
+    if (positions is None or mask is not None) and not (_has_windows(kind) or large):
         return None
     return partial(_run, MethodType(copy.copy, model), _Call(model, positions, mask))
 
@@ -98,18 +113,18 @@ def _run(forward: Callable[..., Any], call: _Call, *args: Any, **kwargs: Any) ->
 
 @cache
 def _copy(stock_class: Any) -> GlobalsCopy | None:
-    """A copy of the class's forward that finds our makers of masks; None if it calls none of stock's."""
+    """A copy of the class's forward that finds our makers of masks; None if there is nothing for them to do."""
     inner = inspect.unwrap(stock_class.forward)
     if not inspect.isfunction(inner):
         return None
     found = global_names(inner.__code__)
     ours = {
-        name: _maker(getattr(masking_utils, name), field)
-        for name, field in _MAKERS.items()
-        if name in found and inner.__globals__.get(name) is getattr(masking_utils, name)
+        name: _maker(getattr(masking_utils, name), *of)
+        for name, of in _MAKERS.items()
+        if name in found and inner.__globals__.get(name) is getattr(masking_utils, name, None)
     }
     try:
-        return GlobalsCopy(stock_class.forward, ours) if ours else None
+        return GlobalsCopy(stock_class.forward, ours) if ours.keys() - {"create_bidirectional_mask"} else None
     except ValueError:
         return None
 
@@ -118,7 +133,7 @@ def _copy(stock_class: Any) -> GlobalsCopy | None:
 def _has_windows(stock_class: Any) -> bool:
     """Whether the class's forward makes masks of windows or chunks."""
     names = global_names(inspect.unwrap(stock_class.forward).__code__)
-    return any(field is not None and name in names for name, field in _MAKERS.items())
+    return any(field is not None and name in names for name, (field, _) in _MAKERS.items())
 
 
 def _is_compiled(module: Any) -> bool:
@@ -131,43 +146,61 @@ def _is_compiled(module: Any) -> bool:
     return call is not None and getattr(call, "__func__", None) is not nn.Module._call_impl
 
 
-def _maker(stock: Callable[..., Any], field: str | None) -> Callable[..., Any]:
+def _maker(stock: Callable[..., Any], field: str | None, causal: bool) -> Callable[..., Any]:
     """The mask that stock's function makes, without its memory where attention can do without."""
     signature = inspect.signature(stock)
 
     def make(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
         given = signature.bind(*args, **kwargs).arguments
-        if call is None or not _is_plain(given, call) or call.is_compiled:
+        if call is None or not _is_plain(given, call, causal) or call.is_compiled:
             return stock(*args, **kwargs)
         embeds, reach = given["inputs_embeds"], getattr(given["config"], field, None) if field else None
-        sequences = call.sequences or _whole_rows(embeds, call, reach)
-        if sequences is None or embeds.shape[:2] != (sequences.rows, sequences.tokens) or (field and not reach):
+        if field and not reach:
             return stock(*args, **kwargs)
-        if reach and field == "attention_chunk_size":
-            if call.sequences is not None:
-                return stock(*args, **kwargs)
-            sequences, reach = sequences.cut(reach), None
+        found = _seen(embeds, call, reach, causal, field == "attention_chunk_size")
+        if found is None or embeds.shape[:2] != (found[0].rows, found[0].tokens):
+            return stock(*args, **kwargs)
+        sequences, window, real = found
         # what is asked of the embeddings is their shape, dtype and device
         like = embeds.new_empty(()).expand(embeds.shape)
-        return PackedMask(sequences, reach, partial(stock, **{**given, "inputs_embeds": like}), embeds.device)
+        make_stocks = partial(stock, **{**given, "inputs_embeds": like})
+        return PackedMask(sequences, window, make_stocks, embeds.device, None if real is None else real.to(like.device))
 
     return make
 
 
-def _whole_rows(embeds: Tensor, call: _Call, reach: int | None) -> Sequences | None:
-    """Each row as one sequence, if no query sees all tokens before it and the mask would be large."""
+def _seen(
+    embeds: Tensor, call: _Call, reach: int | None, causal: bool, chunked: bool
+) -> tuple[Sequences | Band, int | None, Tensor | None] | None:
+    """Which tokens see which, the window, and which tokens are no padding; None where stock's mask is made."""
+    if causal and call.sequences is not None:
+        return None if chunked else (call.sequences, reach, None)
     rows, tokens = embeds.shape[:2]
-    if not reach or tokens < reach or tokens**2 < SMALLEST_MASK or call.has_padding:
+    if tokens**2 < call.smallest:
         return None
-    return Sequences(rows, tokens, tuple(range(0, rows * tokens + 1, tokens)))
+    if call.real is not None:
+        fits = call.real.shape == (rows, tokens)
+        return (Band(rows, tokens, causal, chunked), _window(reach, causal), call.real) if fits else None
+    if not reach or tokens < reach:
+        # stock makes none
+        return None
+    if not causal:
+        return Band(rows, tokens, causal), _window(reach, causal), None
+    whole = Sequences(rows, tokens, tuple(range(0, rows * tokens + 1, tokens)))
+    return (whole.cut(reach), None, None) if chunked else (whole, reach, None)
 
 
-def _is_plain(given: dict[str, Any], call: _Call) -> bool:
-    """Whether nothing but the positions decides what the mask is."""
+def _window(reach: int | None, causal: bool) -> int | None:
+    """How many keys a query sees to one side, itself included, of what the config says."""
+    return reach if causal or reach is None else reach + 1
+
+
+def _is_plain(given: dict[str, Any], call: _Call, causal: bool) -> bool:
+    """Whether nothing but positions and padding decides what the mask is."""
     if torch.compiler.is_compiling() or given.get("attention_mask") is not call.mask:
         return False
-    if call.positions is not None and given.get("position_ids") is not call.positions:
+    if causal and call.positions is not None and given.get("position_ids") is not call.positions:
         return False
     if any(value is not None for name, value in given.items() if name not in _KNOWN):
         return False
@@ -176,4 +209,5 @@ def _is_plain(given: dict[str, Any], call: _Call) -> bool:
         # stock does not look for sequences if there is a cache
         return False
     config = given["config"]
-    return bool(config._attn_implementation == "sdpa" and getattr(config, "is_causal", True) is not False)
+    as_named = not causal or getattr(config, "is_causal", True) is not False
+    return bool(config._attn_implementation == "sdpa" and as_named)

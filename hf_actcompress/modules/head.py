@@ -62,4 +62,4 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether stock accepts this input. If it does not, the stock code runs and raises its own error."""
     same = x.dtype == weight.dtype or autocast_dtype(x) is not None
     plain = x.dim() > 1 and x.numel() > 0 and x.device == weight.device and x.size(-1) == weight.size(1)
-    return same and plain and keeps_for_backward(x, weight, bias)
+    return same and plain and (not torch.is_grad_enabled() or keeps_for_backward(x, weight, bias))

@@ -48,7 +48,7 @@ class LinearSource(LogitsSource):
 @loss_over_classes
 def _cross_entropy(asked: LossArguments) -> Any:
     """`torch.nn.functional.cross_entropy`, which never sees the logits."""
-    if asked.label_smoothing != 0.0 or not torch.is_grad_enabled():
+    if asked.label_smoothing != 0.0:
         return NotImplemented
     input = asked.input
     head = input.chain.source
@@ -64,7 +64,8 @@ def _cross_entropy(asked: LossArguments) -> Any:
         logits=input.chain.root().get().flatten(0, -2) if head.keep_logits else None,
         pointwise=input.pointwise,
         dtype=head.dtype,
-        most=math.ceil(head.targets * asked.target.numel()),
+        # the share is that of training batches
+        most=math.ceil(head.targets * asked.target.numel()) if torch.is_grad_enabled() else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Causal attention inside of each sequence of packed rows."""
+"""Attention inside of each sequence of packed rows, in windows, and past padding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..records import applied
-from ..reference.sequences import Sequences
+from ..reference.sequences import Band, Sequences
 from .attention import FusedAttentionFunction
 
 
@@ -14,23 +14,24 @@ def packed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bounds: Tensor,
-    sequences: Sequences,
+    bounds: Tensor | None,
+    sequences: Sequences | Band,
     scale: float | None = None,
     *,
     window: int | None = None,
     kernel: str = "pieces",
     codec: Codec = IDENTITY,
 ) -> Tensor:
-    """Attention in which each token sees the tokens before it in its own sequence. No mask of T x T is made.
+    """Attention in which each token sees those before it in its own sequence, or in a band. No mask of T x T is made.
 
     Args:
         q: ``[B, H, T, D]``, of one dtype with k and v.
         k, v: ``[B, Hkv, T, D]``, H a multiple of Hkv.
-        bounds: ``sequences.starts`` on the device, ``[N + 1]`` int32.
-        sequences: Where the sequences of the B rows begin and end.
+        bounds: ``sequences.starts`` on the device, ``[N + 1]`` int32; of a band, which tokens are no padding,
+            ``[B, T]`` bool, or None.
+        sequences: Where the sequences of the B rows begin and end; or a band, for "pieces" alone.
         scale: Factor on q k^T, or None for ``D ** -0.5``.
-        window: How many keys a query sees, itself included; None: all before it.
+        window: How many keys a query sees to one side, itself included; None: all.
         kernel: "pieces", the CPU's; "flash" or "efficient", CUDA's.
         codec: How q, k, v and the output are stored.
 
@@ -42,7 +43,7 @@ def packed_attention(
         CPU an additive copy of it in each layer.
 
     Gradient:
-        Exact: that of attention on each sequence alone.
+        Exact: that of attention on each sequence alone, and that of attention with a mask.
     """
     options = sequences, window, scale, kernel
     out: Tensor = applied(FusedAttentionFunction, "packed_attention", q, k, v, bounds, options, True, codec)

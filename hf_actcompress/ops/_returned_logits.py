@@ -23,9 +23,9 @@ from .deferred_values import Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk, Read
 from .logits_gradient import LogitsGradient
-from .logits_origin import HeadOrigin, ReturnedSource, operands
+from .logits_origin import HeadOrigin, HeldOrigin, ReturnedSource, operands
 from .row_set import Where, shifted, taken
-from .torch_functions import row_function
+from .torch_functions import held_row_function, row_function
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
@@ -86,7 +86,8 @@ def returned_logits(x: Tensor) -> Tensor | None:
         x: What `deferred_linear` returned, ``[..., V]``, or a function of each element of it.
 
     Returns:
-        DeferredLogits ``[..., V]``, or None for a selection of rows. With `keep_logits` they hold the values, computed
+        DeferredLogits ``[..., V]``, or None for a selection of rows. Under ``no_grad`` they hold no values and can be
+        had until the weight is written on. With `keep_logits` they hold the values, computed
         now: whatever happens to the model's weights, those of the forward. Without, the values are computed when they
         are asked for, and cannot be had after backward or after a step of the optimizer.
 
@@ -104,8 +105,11 @@ def returned_logits(x: Tensor) -> Tensor | None:
     head = x.chain.source
     if not isinstance(head, LinearSource) or x.rows is not None or x.chain.written():
         return None
-    origin = HeadOrigin(head.device, head.dtype, x.pointwise)
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if not torch.is_grad_enabled():
+        held = HeldOrigin(head.device, head.dtype, x.pointwise, head.hidden, head.weight, head.bias)
+        return DeferredLogits(Values(ReturnedSource(held, None, like, held_row_function)), like)
+    origin = HeadOrigin(head.device, head.dtype, x.pointwise)
     source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like, row_function)
     y: Tensor = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     origin.edge = get_gradient_edge(y)

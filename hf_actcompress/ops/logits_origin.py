@@ -37,12 +37,39 @@ class HeadOrigin:
         """How to compute rows of the logits [K, V] from what the node keeps."""
         assert self.edge is not None
         try:
-            h, weight, bias = operands(load(self.edge.node), self.dtype)
+            kept = load(self.edge.node)
         except RuntimeError as error:
             raise RuntimeError(f"{_GONE} ({error})") from error
+        return self._read(*kept)
+
+    def _read(self, *kept: Any) -> Read:
+        h, weight, bias = operands(kept, self.dtype)
         if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
             raise RuntimeError(f"{_GONE} (the head's weight is sharded outside of the model's forward)")
         return lambda rows: linear_rows(taken(h, rows), weight, bias, self.pointwise)
+
+
+class HeldOrigin(HeadOrigin):
+    """The same of a forward without gradients, which has no node: it holds the head's input, and the weight as it was.
+
+    Args:
+        kept: The head's input, weight and bias.
+    """
+
+    __slots__ = ("_kept", "_versions")
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, pointwise: Pointwise, *kept: Tensor | None) -> None:
+        super().__init__(device, dtype, pointwise)
+        self._kept = [None if x is None else x.detach() for x in kept]
+        self._versions = self._seen()
+
+    def read(self) -> Read:
+        if self._seen() != self._versions:
+            raise RuntimeError(f"{_GONE} (the head's input or its weight has been written on)")
+        return self._read(self._kept[0].to(self.dtype), *self._kept[1:])  # type: ignore[union-attr]
+
+    def _seen(self) -> list[int]:
+        return [0 if x is None else x._version for x in self._kept]
 
 
 def operands(kept: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""`PackedMask`: stock's mask of packed rows, which is made only where something asks for its values."""
+"""`PackedMask`: stock's mask of a batch, which is made only where something asks for its values."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..private_apis import without_torch_function
-from ..reference.sequences import Sequences
+from ..reference.sequences import Band, Sequences
 
 
 class PackedMask(Tensor):
-    """A mask [B, 1, T, T], bool, without memory: it says where the sequences of packed rows are.
+    """A mask [B, 1, T, T], bool, without memory: it says which tokens see which.
 
     Attention that knows it needs no mask. All other code gets stock's, made once, by the first op that reads it.
 
     Args:
-        sequences: Where they are.
-        window: How many keys a query sees, itself included; None: all before it in its sequence.
+        sequences: Where the sequences of packed rows are; a band of rows of one sequence with padding.
+        window: How many keys a query sees to one side, itself included; None: all in its sequence.
         make: Makes stock's mask.
         device: Where the mask is.
+        real: Which tokens of a band are no padding, [B, T] bool; None: all.
     """
 
-    sequences: Sequences
+    sequences: Sequences | Band
     window: int | None
     make: Callable[[], Tensor]
     made: Tensor | None
@@ -33,12 +34,13 @@ class PackedMask(Tensor):
 
     @staticmethod
     def __new__(
-        cls, sequences: Sequences, window: int | None, make: Callable[[], Tensor], device: torch.device
-    ) -> PackedMask:
+        cls, sequences: Sequences | Band, window: int | None, make: Callable[[], Tensor], device: torch.device,
+        real: Tensor | None = None,
+    ) -> PackedMask:  # fmt: skip
         shape = sequences.rows, 1, sequences.tokens, sequences.tokens
         x: PackedMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
         x.sequences, x.window, x.make = sequences, window, make
-        x.made = x.starts = None
+        x.made, x.starts = None, real
         return x
 
     def values(self) -> Tensor:
@@ -47,14 +49,14 @@ class PackedMask(Tensor):
             self.made = self.make()
         return self.made
 
-    def bounds(self) -> Tensor:
-        """Where each sequence starts in the tokens of all rows, and their end, [N + 1] int32."""
-        if self.starts is None:
+    def bounds(self) -> Tensor | None:
+        """Where each sequence starts in the tokens of all rows, and their end, [N + 1] int32; of a band `real`."""
+        if self.starts is None and isinstance(self.sequences, Sequences):
             self.starts = torch.tensor(self.sequences.starts, dtype=torch.int32, device=self.device)
         return self.starts
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"PackedMask({len(self.sequences.starts) - 1} sequences, shape={tuple(self.shape)})"
+        return f"PackedMask({self.sequences!r}, window={self.window}, shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

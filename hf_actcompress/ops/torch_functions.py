@@ -165,6 +165,7 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     **_same((torch.gather, Tensor.gather), _gather),
     **_same((torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp), _reduction("logsumexp", torch.logsumexp)),
     **_same((torch.sum, Tensor.sum), _reduction("sum", torch.sum)),
+    **_same((torch.argmax, Tensor.argmax), _reduction("argmax", torch.argmax)),
     **_same((torch.mean, Tensor.mean), _reduction("mean", torch.mean)),
     F.nll_loss: _nll_loss,
     F.cross_entropy: _cross_entropy,
@@ -177,3 +178,8 @@ _TABLE: dict[Any, Callable[..., Any]] = {
 def row_function(func: Any) -> Callable[..., Any] | None:
     """What runs instead of a function of torch on logits that left their model; None: torch's own."""
     return _TABLE.get(func)
+
+
+def held_row_function(func: Any) -> Callable[..., Any] | None:
+    """The same for logits of a forward without gradients: `detach` has no graph to leave, and their values can wait."""
+    return None if func is Tensor.detach else row_function(func)

@@ -1,8 +1,9 @@
-"""Causal attention inside of each sequence of packed rows, in which nothing of all tokens by all tokens is made.
+"""Attention inside of each sequence of packed rows, in windows, and past padding: nothing of T x T is made.
 
-Three kernels: "pieces" runs the CPU's fused kernel for each group of neighbouring sequences of one length; "flash" and
-"efficient" are CUDA's (see packed_kernels.py) and take the bounds of all sequences at once. For all other devices
-`packed_sdpa` (_packed_sdpa.py) computes the same through torch's public attention, differentiable.
+Three kernels: "pieces" runs the CPU's fused kernel for each group of neighbouring sequences of one length, or for each
+block of queries of a band; "flash" and "efficient" are CUDA's (see packed_kernels.py) and take the bounds of all
+sequences at once. For all other devices `packed_sdpa` (_packed_sdpa.py) computes the same through torch's public
+attention, differentiable.
 """
 
 from __future__ import annotations
@@ -13,31 +14,34 @@ from torch import Tensor
 from . import packed_kernels
 from ._packed_sdpa import pieces
 from .attention import attention_bwd, attention_fwd
-from .sequences import Sequences
+from .sequences import Band, Sequences
 
 
 def packed_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, sequences: Sequences, window: int | None, scale: float | None,
-    kernel: str,
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, sequences: Sequences | Band, window: int | None,
+    scale: float | None, kernel: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] inside of each sequence, causal.
+    """Attention of q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] inside of each sequence.
 
     Args:
-        bounds: ``sequences.starts`` on the device, [N + 1] int32.
-        window: How many keys a query sees, itself included; None: all before it.
+        bounds: ``sequences.starts`` on the device, [N + 1] int32; of a band, which tokens are no padding, [B, T] bool,
+            or None.
+        sequences: Packed ones are causal; a band, which "pieces" alone know, says what it is.
+        window: How many keys a query sees to one side, itself included; None: all.
 
     Returns:
         out [B, H, T, Dv] with the memory order of [B, T, H, Dv], and the statistics that backward needs.
     """
     if kernel != "pieces":
+        assert isinstance(sequences, Sequences) and bounds is not None
         return packed_kernels.forward(kernel, q, k, v, bounds, sequences.longest, window, scale)
     b, h, t, _ = q.shape
     # strided and not transposed: a Function must not return a view
     width = v.size(-1)
     out = q.new_empty_strided((b, h, t, width), (t * h * width, width, h * width, 1))
     lse = q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
-    for group, begin, end, first, mask in pieces(sequences, window, q):
-        keys, values = (group.part(x, first, end) for x in (k, v))
+    for group, begin, end, first, last, mask in pieces(sequences, window, q, bounds):
+        keys, values = (group.part(x, first, last) for x in (k, v))
         o, statistics = attention_fwd(group.part(q, begin, end), keys, values, mask, mask is None, scale)
         group.part(out, begin, end).copy_(o)
         group.part(lse, begin, end).copy_(statistics)
@@ -45,21 +49,22 @@ def packed_attention_fwd(
 
 
 def packed_attention_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor, sequences: Sequences,
-    window: int | None, scale: float | None, kernel: str,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: Tensor | None,
+    sequences: Sequences | Band, window: int | None, scale: float | None, kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, shaped like q, k, v."""
     if kernel != "pieces":
+        assert isinstance(sequences, Sequences) and bounds is not None
         return packed_kernels.backward(kernel, dout, q, k, v, out, lse, bounds, sequences.longest, window, scale)
     # several chunks of queries see the same keys
-    wide = torch.promote_types(q.dtype, torch.float32) if window is not None and window < sequences.longest else None
+    wide = torch.promote_types(q.dtype, torch.float32) if sequences.shares_keys(window) else None
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    for group, begin, end, first, mask in pieces(sequences, window, q):
+    for group, begin, end, first, last, mask in pieces(sequences, window, q, bounds):
         dy, queries, y, statistics = (group.part(x, begin, end) for x in (dout, q, out, lse))
-        keys, values = (group.part(x, first, end) for x in (k, v))
+        keys, values = (group.part(x, first, last) for x in (k, v))
         found = attention_bwd(dy, queries, keys, values, y, statistics, mask, mask is None, scale)
         group.part(dq, begin, end).copy_(found[0])
-        group.part(dk, first, end).add_(found[1])
-        group.part(dv, first, end).add_(found[2])
+        group.part(dk, first, last).add_(found[1])
+        group.part(dv, first, last).add_(found[2])
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -1,4 +1,4 @@
-"""Where the sequences of packed rows are, and the pieces in which attention goes through them."""
+"""Which tokens of a batch see which, and the pieces in which attention goes through them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain, groupby, pairwise
 
 from torch import Tensor
 
-# queries that share one call of attention where a sliding window moves over a sequence
+# queries that share one call of attention where a mask of all tokens by all tokens would be needed
 WINDOW_STEP = 256
 
 
@@ -27,6 +27,47 @@ class Group:
         stop = self.start + self.count * self.length
         sequences: Tensor = x[self.row, :, self.start : stop].unflatten(1, (self.count, self.length))  # type: ignore[no-untyped-call]
         return sequences[:, :, begin:end].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Band:
+    """Rows of one sequence each, some tokens of which are padding, or whose windows reach to both sides.
+
+    Attributes:
+        rows, tokens: B and T.
+        causal: Whether a token sees none behind it; else as many as before it.
+        chunked: Whether it sees those in its own chunk alone. Chunks have the window's length, and the first one begins
+            behind the padding on the left.
+    """
+
+    rows: int
+    tokens: int
+    causal: bool
+    chunked: bool = False
+
+    @staticmethod
+    def part(x: Tensor, begin: int, end: int) -> Tensor:
+        """The tokens [begin, end) of all rows: a view of x [B, H, T, ...]."""
+        return x[:, :, begin:end]
+
+    def shares_keys(self, window: int | None) -> bool:
+        """Whether queries of several pieces see the same keys."""
+        return self.tokens > WINDOW_STEP and (self.causal or window is not None)
+
+    def blocks(self, window: int | None) -> Iterator[tuple[int, int, int, int]]:
+        """Which queries [begin, end) go together, and the keys [first, last) that one of them may see.
+
+        Args:
+            window: How many keys a query sees to one side, itself included; None: all.
+        """
+        length = self.tokens
+        # padding alone hides the same keys from all queries
+        step = length if window is None and not self.causal else WINDOW_STEP
+        for begin in range(0, length, step):
+            end = min(begin + step, length)
+            first = 0 if window is None else max(begin - window + 1, 0)
+            last = end if self.causal else length if window is None else min(end + window - 1, length)
+            yield begin, end, first, last
 
 
 @dataclass(frozen=True)
@@ -52,6 +93,10 @@ class Sequences:
     def longest(self) -> int:
         """The number of tokens of the longest sequence."""
         return max((end - start for start, end in pairwise(self.starts)), default=0)
+
+    def shares_keys(self, window: int | None) -> bool:
+        """Whether queries of several pieces see the same keys."""
+        return window is not None and window < self.longest
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

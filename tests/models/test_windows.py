@@ -12,7 +12,7 @@ import torch
 from hf_actcompress import CompressionConfig, estimate, patch_model
 from hf_actcompress.models import packed_masks
 from hf_actcompress.reference import sequences
-from tests.families import BODY, BY_NAME, VOCAB, Family, build, oracle_step, relative_error, step
+from tests.families import BODY, BY_NAME, VOCAB, Batch, Family, build, oracle_step, relative_error, step
 from tests.models.test_packed import GEMMA3, packed, rows, watched_step
 from tests.oracle import EXACT
 
@@ -32,7 +32,8 @@ LLAMA4 = Family(
 )  # fmt: skip
 # long enough for rounding errors to average out
 _SIZES = {"batch": 3, "length": 60}
-FAMILIES = tuple(replace(family, sizes=_SIZES) for family in (BY_NAME["mistral"], GEMMA3, GEMMA3N, LLAMA4))
+MODERNBERT = BY_NAME["modernbert"]
+FAMILIES = tuple(replace(family, sizes=_SIZES) for family in (BY_NAME["mistral"], GEMMA3, GEMMA3N, LLAMA4, MODERNBERT))
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 # Gemma 3n writes a cache that it reads again, and others make one that stays empty
 CACHES = (False, True)
@@ -41,7 +42,8 @@ CACHES = (False, True)
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Windows in tiny models, too; the tokens of each mask that stock has made."""
-    monkeypatch.setattr(packed_masks, "SMALLEST_MASK", 0)
+    for name in ("SMALLEST_MASK", "SMALLEST_OF_PADDING"):
+        monkeypatch.setattr(packed_masks, name, 0)
     monkeypatch.setattr(sequences, "WINDOW_STEP", 4)
     made: list[int] = []
     own = packed_masks.PackedMask.values
@@ -54,11 +56,29 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
+def padded(batch: Batch) -> Batch:
+    """On the right, on the left, and in between; the loss looks at padding, too, which sees what it sees in stock."""
+    mask = torch.ones_like(batch["input_ids"])
+    length = mask.shape[1]
+    mask[0, length - 17 :] = mask[1, :21] = mask[2, 30:33] = mask[2, -1] = 0
+    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"], "attention_mask": mask}
+
+
 @families
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("given", ["ones", "positions"])
+@pytest.mark.parametrize("given", ["ones", "positions", "padding"])
 def test_gradients_against_fp64(family: Family, mode: str, given: str, small: list[int]) -> None:
-    for cache in CACHES:
+    _against_fp64(family, mode, given, small)
+
+
+@pytest.mark.parametrize("family", [BY_NAME["llama"], BY_NAME["gpt2-gelu-tanh"]], ids=lambda family: family.name)
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
+def test_padded_rows_of_models_without_windows(family: Family, mode: str, small: list[int]) -> None:
+    _against_fp64(replace(family, sizes=_SIZES), mode, "padding", small)
+
+
+def _against_fp64(family: Family, mode: str, given: str, small: list[int]) -> None:
+    for cache in CACHES[given == "padding" or family.task == "masked" :]:
         errors = []
         # rounding errors of one batch differ by more than the bound from one type of CPU to another
         for seed in range(3):
@@ -67,6 +87,8 @@ def test_gradients_against_fp64(family: Family, mode: str, given: str, small: li
                 batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             if given == "positions":
                 batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+            if given == "padding":
+                batch = padded(batch)
             stock = build(family, mode, use_cache=cache)
             oracle, (loss, expected) = oracle_step(build(family, "fp32"), batch), step(stock, batch, mode)
             found_loss, grads = step(patch_model(stock, BODY), batch, mode)
@@ -77,24 +99,54 @@ def test_gradients_against_fp64(family: Family, mode: str, given: str, small: li
         assert ours <= EXACT * stocks
 
 
+WAYS: dict[str, tuple[Any, float]] = {
+    # what devices without a kernel of ours do
+    "recomputed": (CompressionConfig(attention_variant="recomputed"), 1e-5),
+    "checkpointed": (CompressionConfig(checkpoint="every:1", checkpoint_attention="kept"), 1e-5),
+    "leaf by leaf": (CompressionConfig(programs=False), 1e-5),
+    "int8": ("int8", 0.05),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", [FAMILIES[1], FAMILIES[4]], ids=lambda family: family.name)
+def test_padding_in_other_ways_to_train(way: str, family: Family, small: list[int]) -> None:
+    config, tolerance = WAYS[way]
+    stock, batch = family.build(), padded(family.make_batch())
+    expected = {name: grad.double() for name, grad in step(stock, batch)[1].items()}
+    assert relative_error(step(patch_model(stock, config), batch)[1], expected) < tolerance and not small
+
+
 @families
 def test_other_calls_get_stocks_mask(family: Family, small: list[int]) -> None:
-    """Padding, packed rows with a cache, a window that is not reached, no gradients: the same bits as stock."""
+    """Packed rows with a cache, a window that is not reached, no gradients: the same bits as stock."""
     stock = family.build(torch.bfloat16, **{"use_cache": True})
     ours = patch_model(copy.deepcopy(stock), BODY)
-    padded, plain = family.make_batch("right"), family.make_batch()
-    short = {name: x[:, :5] for name, x in plain.items()}
-    for batch in (padded, packed(rows()), short):
+    plain = family.make_batch()
+    short = {name: x[:, :3].contiguous() for name, x in plain.items()}
+    batches = [short] if family.task == "masked" else [packed(rows()), short]
+    for batch in batches:
         expected, found = step(stock, batch), step(ours, batch)
         assert torch.equal(found[0], expected[0])
     with torch.no_grad():
         assert torch.equal(ours(**plain).logits, stock(**plain).logits)
 
 
-@pytest.mark.parametrize("family", [BY_NAME["mistral"], LLAMA4], ids=lambda family: family.name)
-def test_memory_grows_with_the_tokens(family: Family) -> None:
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("family", [BY_NAME["mistral"], GEMMA3, LLAMA4, MODERNBERT], ids=lambda family: family.name)
+def test_memory_grows_with_the_tokens(family: Family, padding: bool) -> None:
+    _grows(family, padding)
+
+
+def test_memory_of_padded_rows_grows_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_masks, "SMALLEST_OF_PADDING", 2**20)
+    _grows(BY_NAME["llama"], True)
+
+
+def _grows(family: Family, padding: bool) -> None:
     """The largest block of memory of a step, of 1,024 and of 2,048 tokens; stock's masks grow four times."""
-    reach = {"sliding_window": 64, "attention_chunk_size": 64}
+    reach = {"sliding_window": 64, "attention_chunk_size": 64, "local_attention": 64}
     options = {name: 64 for name in reach if name in family.options}
     sizes = []
     for config in (None, "exact", CompressionConfig(checkpoint="every:1", checkpoint_attention="kept")):
@@ -104,6 +156,7 @@ def test_memory_grows_with_the_tokens(family: Family) -> None:
         for length in (1024, 2048):
             ids = torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
             batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+            batch["attention_mask"][:, -100:] = 0 if padding else 1
             sizes.append(watched_step(model, batch, "fp32")[2])
     assert sizes[1] == 4 * sizes[0] >= 4 * 1024**2
     for once, twice in (sizes[2:4], sizes[4:6]):
@@ -111,8 +164,9 @@ def test_memory_grows_with_the_tokens(family: Family) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_estimate_makes_no_mask(device: str) -> None:
-    config = BY_NAME["mistral"].make_config(sliding_window=64, max_position_embeddings=4096)
+@pytest.mark.parametrize("family", [BY_NAME["mistral"], MODERNBERT], ids=lambda family: family.name)
+def test_an_estimate_makes_no_mask(device: str, family: Family) -> None:
+    config = family.make_config(sliding_window=64, max_position_embeddings=4096)
     once, twice = (
         estimate(config, batch_size=1, seq_len=n, config=BODY, dtype="bfloat16", device=device).step_peak_bytes
         for n in (2048, 4096)

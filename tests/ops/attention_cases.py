@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_actcompress import ops
-from hf_actcompress.reference.sequences import Sequences
+from hf_actcompress.reference.sequences import Band, Sequences
 from tests.ops.contract_case import RNG_STATE, Case, Inputs, rand, rows, seeded, size, statistic
 
 
@@ -76,7 +76,26 @@ def packed_attention_cases() -> list[Case]:
             lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0]), compiles=False,
         )
         for kv_heads in (4, 2)
-    ]  # fmt: skip
+    ] + [_band_case(causal, kv_heads) for causal, kv_heads in ((True, 4), (False, 2))]  # fmt: skip
+
+
+def _band_case(causal: bool, kv_heads: int) -> Case:
+    """A window of three tokens to one or both sides, and padding in the middle, beside stock with a mask."""
+
+    def inputs(batch: int, dtype: torch.dtype) -> Inputs:
+        q, k, v, _ = attention_inputs(batch, dtype, kv_heads, "bool")
+        return [q, k, v, torch.tensor([True, True, False, True, True, False]).repeat(batch, 1)]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        return ops.packed_attention(q, k, v, real, Band(q.size(0), 6, causal), window=3)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        seen = torch.ones(6, 6).triu(-2).tril(0 if causal else 2).bool()
+        return sdpa(q, k, v, (seen & real[:, None]).unsqueeze(1))
+
+    name = f"band_{'causal' if causal else 'both_sides'}"
+    kept = lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0])  # noqa: E731
+    return Case(name, ours, masked, inputs, 3, kept, compiles=False)
 
 
 def recomputed_attention_cases() -> list[Case]:

@@ -203,7 +203,7 @@ class Estimates:
     def evaluation_bytes(self, batch_size: int, seq_len: int) -> int:
         """What a device has to have for an evaluation of such a batch with labels, beside the training's states.
 
-        The outputs, logits among them, are there as a whole, as `Trainer.evaluate` has them.
+        The outputs, logits among them, are there as a whole, as `Trainer.evaluate` has them of a stock model.
         """
         setting, whole = self._case(batch_size, seq_len, None), self._model(False)
         found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))

@@ -119,7 +119,8 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
 def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     """A forward with labels under ``no_grad``, in evaluation mode, whose outputs are held: what a Trainer does.
 
-    Patches act only under autograd, so `setting.config` does not matter. `kept` are the outputs.
+    The model is stock's, whatever `setting.config` is: a patched one needs less (hf_actcompress/ops/README.md). `kept`
+    are the outputs.
     """
     mode, fake, batch = _fake(model, setting)
     fake.eval()
