@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_actcompress import kept_bytes, measure_step, patch_model
+from hf_actcompress import CompressionConfig, kept_bytes, measure_step, patch_model
 from hf_actcompress.memory import estimate
 from hf_actcompress.memory.estimation.estimates import Estimates
 from hf_actcompress.memory.estimation.extrapolation import whole_step
@@ -93,13 +93,21 @@ def test_an_encoder_and_a_decoder():
 
 @pytest.mark.parametrize(("family", "checkpointing", "device"), [("bert", False, "cuda"), ("llama", True, "cpu")])
 def test_what_estimates_share_changes_no_byte(family, checkpointing, device):
-    """Two depths after the first of several, and what kernels were found to make."""
-    model, sizes = BUILDS[family](TIMES * FEW, hidden=64), {"batch_size": 3, "seq_len": 32}
+    """Two depths after the first of several, what kernels were found to make, and copies that ran another batch.
+
+    One of the codecs learns in training.
+    """
+    model, length = BUILDS[family](TIMES * FEW, hidden=64), 32
     several = Estimates(model, device=device)
-    for config in ("stock", "int4"):
-        alone = estimate(model, config=config, gradient_checkpointing=checkpointing, device=device, **sizes)
-        assert several.estimate(3, 32, config, checkpointing) == alone
-        assert several.device_bytes(3, 32, config, checkpointing) == alone.device_bytes
+    for config in ("stock", "int4", CompressionConfig(mlp="int4_measured")):
+        for batch in (3, 5):
+            options = {"batch_size": batch, "seq_len": length, "gradient_checkpointing": checkpointing}
+            alone = estimate(model, config=config, device=device, **options)
+            if batch == 5:
+                # without roles first, from copies that have them
+                assert several.device_bytes(batch, length, config, checkpointing) == alone.device_bytes
+            assert several.estimate(batch, length, config, checkpointing) == alone
+            assert several.device_bytes(batch, length, config, checkpointing) == alone.device_bytes
 
 
 class Depths:

@@ -15,6 +15,7 @@ from ...errors import ModelConfigError, UnknownOptionError
 from ...models.root import root_module
 from ..measurement.compiled import compiled_modules, uncompiled
 from ..measurement.saved_tensors import layer_names
+from .copies import Copies, RunStep
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
@@ -153,6 +154,7 @@ class Estimates:
         self._runs: dict[Any, list[LayerRun]] = {}
         # (setting, checkpointing, whether the roles were asked for) -> the step
         self._steps: dict[Any, Extrapolated] = {}
+        self._copies = Copies()
 
     def changed(self, *, optimizer: str | None = None, lora: Any = None, quantization: Any = None) -> Estimates:
         """Estimates with something else than these; what was found out and holds there is not found out again.
@@ -168,6 +170,7 @@ class Estimates:
             source[2], source[4] = lora or source[2], quantization or source[4]
             other._source = tuple(source)
             other._models, other._states, other._alike, other._runs, other._steps = {}, {}, {}, {}, {}
+            other._copies = Copies()
         return other
 
     @property
@@ -243,17 +246,23 @@ class Estimates:
         # layers that are alike under one config are alike under another; that they are not is looked at again
         key = setting.config, checkpointing
         alike = self._alike.get(key, True if True in self._alike.values() else None)
-        found = _step(whole, setting, self._runs[single], roles, alike)
+        step = self._copies.run_step(setting, checkpointing, self._runs[single])
+        found = _step(whole, setting, self._runs[single], roles, alike, step)
         self._alike[key] = found.alike
         self._steps[setting, checkpointing, roles] = found
         return found
 
 
 def _step(
-    whole: nn.Module, setting: Setting, layers: Sequence[LayerRun], roles: bool, alike: bool | None = None
+    whole: nn.Module,
+    setting: Setting,
+    layers: Sequence[LayerRun],
+    roles: bool,
+    alike: bool | None = None,
+    step: RunStep = run_step,
 ) -> Extrapolated:
     def run(part: nn.Module, wanted: bool) -> FakeStep:
-        return run_step(part, setting, roles=roles and wanted)
+        return step(part, setting, roles=roles and wanted)
 
     return whole_step(whole, run, layers, alike)
 
