@@ -44,13 +44,18 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
     with FakeAllocator(), answers_kept(setting.answers):
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
-            apply_config(fake, _present(setting.config, fake))
+            apply_config(fake, without_copies(_present(setting.config, fake)))
     if setting.compiled:
         # a stock model that is estimated beside a patched one has one graph if that has
         name_default_loss(fake)
     else:
         counted_checkpoints(fake, cuda=setting.cuda)
     return Ready(fake, mode, names)
+
+
+def without_copies(config: CompressionConfig) -> CompressionConfig:
+    """What a config is for a batch in which no two sequences begin alike, as far as anybody knows."""
+    return replace(config, share_prompts=False, programs=False) if config.share_prompts else config
 
 
 def is_reusable(setting: Setting) -> bool:

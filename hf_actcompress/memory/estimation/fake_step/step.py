@@ -31,6 +31,7 @@ from .ready import Ready, fake_copy, ready
 from .setting import Setting
 from .sharding import local, resizes_counted, sharded
 from .stand_ins import StepRules
+from .trl_head import trl_loss
 from .workspaces import CPU_WORKSPACES
 
 
@@ -243,6 +244,8 @@ class _Eager:
 
     def loss(self, allocator: FakeAllocator) -> Tensor:
         with _autocast(self._setting), _pictures_named(self._model):
+            if self._setting.trl_head:
+                return trl_loss(self._model, self._batch)
             return loss_of(self._model(**self._batch))
 
     def module_of(self, x: Tensor) -> str | None:
