@@ -40,8 +40,8 @@ class Setting:
     target_len: int | None = None
     ranks: int = 1
     trl_head: bool = False
-    kernels: KernelResults = field(default_factory=dict, compare=False, repr=False)
-    ops: OpResults = field(default_factory=dict, compare=False, repr=False)
+    kernels: KernelResults = field(default_factory=KernelResults, compare=False, repr=False)
+    ops: OpResults = field(default_factory=OpResults, compare=False, repr=False)
     answers: Answers = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -43,12 +43,19 @@ class History:
         changes, marks: As `FakeAllocator` has them; the marks of the forward come first.
         at_end: How many changes there were when the backward began.
         kept: (role, bytes) of each tensor that is kept; empty where no roles were asked for.
+        block: Of the allocator.
     """
 
     changes: Sequence[int]
     marks: Sequence[int]
     at_end: int
     kept: Sequence[tuple[str, int]]
+    block: int = 1
+
+    def total(self, begin: int, end: int) -> int:
+        """What some of the changes in a row add up to, as the allocator counts."""
+        sizes = self.changes[begin:end]
+        return sum((1 if size > 0 else -1) * -(-abs(size) // self.block) * self.block for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ def _measure(
     by_role: Counter[str] = Counter()
     for role, nbytes in saved:
         by_role[role] += nbytes
-    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved)
+    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved, allocator.block)
     return FakeStep(kept, allocator.peak_bytes, dict(by_role), timeline[:allocations], timeline[allocations:], history)
 
 
