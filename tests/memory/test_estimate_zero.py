@@ -41,12 +41,12 @@ def test_states_of_the_paper(stage: int, processes: int, published: float) -> No
 
 
 def test_what_is_gathered_at_most() -> None:
-    layers = [of_one_tensor(4 * 10**8) for _ in range(5)]
-    found = Zero(3, 8).states(nn.ModuleList(layers), SETTING, optimizer_rule("adamw"))
+    model = nn.Module()
+    model.layers = nn.ModuleList(of_one_tensor(4 * 10**8) for _ in range(5))
+    found = Zero(3, 8).states(model, SETTING, optimizer_rule("adamw"))
     assert found.workspace == 2 * (BUCKET + LIVE) == found.in_evaluation
-    assert Zero(3, 8).states(nn.ModuleList(layers[:2]), SETTING, optimizer_rule("sgd")).workspace == 2 * (
-        BUCKET + 8 * 10**8
-    )
+    model.layers = model.layers[:2]
+    assert Zero(3, 8).states(model, SETTING, optimizer_rule("sgd")).workspace == 2 * (BUCKET + 8 * 10**8)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

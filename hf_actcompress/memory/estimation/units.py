@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -13,8 +14,9 @@ class Unit:
     """The last layer, or the last period of layers, of the shortest model in the forward.
 
     Args:
-        begin, end: Which of the changes.
-        changes, forward, backward: How many changes a forward has, and allocations in both directions.
+        begin, end: Which of the changes, without those of what does not count.
+        changes, forward, backward: How many changes there are up to a forward's last allocation, and how many
+            allocations in both directions.
         before, after: In how many allocations, around the loss, a further unit is there, too.
     """
 
@@ -29,12 +31,11 @@ class Unit:
     def fits(self, step: FakeStep) -> bool:
         """Whether the shortest model did the same with another batch."""
         counts = (self.changes, self.forward, self.backward)
-        return step.history is not None and counts == (step.history.at_end, len(step.forward), len(step.backward))
+        return counts == (len(_changes(step)), len(step.forward), len(step.backward))
 
     def nbytes(self, step: FakeStep) -> int:
         """What a further unit adds."""
-        assert step.history is not None
-        return step.history.total(self.begin, self.end)
+        return sum(_changes(step)[self.begin : self.end])
 
 
 def unit_of(base: FakeStep, longer: FakeStep, forward: tuple[int, int], backward: tuple[int, int]) -> Unit | None:
@@ -44,15 +45,21 @@ def unit_of(base: FakeStep, longer: FakeStep, forward: tuple[int, int], backward
         base, longer: Of the shortest model, and of one with one more.
         forward, backward: As `Growth` has them.
     """
-    if base.history is None or longer.history is None:
-        return None
-    changes = base.history.changes[: base.history.at_end]
-    others = longer.history.changes[: longer.history.at_end]
+    changes, others = list(_changes(base)), list(_changes(longer))
     count = len(others) - len(changes)
     end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(changes, others, strict=False)))
     repeated = [*changes[:end], *changes[end - count : end], *changes[end:]]
-    if not 0 < count <= end or repeated != list(others):
+    if not 0 < count <= end or repeated != others:
         return None
     unit = Unit(end - count, end, len(changes), len(base.forward), len(base.backward), forward[0], backward[0])
     # a cast that is held until the forward ends is there at its end and not kept
     return unit if unit.nbytes(base) == forward[1] == backward[1] else None
+
+
+def _changes(step: FakeStep) -> Sequence[int]:
+    """Up to the last allocation of the forward, as the allocator counts: what is dropped behind it is in no order."""
+    if step.history is None:
+        return ()
+    block = step.history.block
+    sizes = step.history.changes[: step.history.marks[len(step.forward) - 1]]
+    return [(size // block if size < 0 else -(-size // block)) * block for size in sizes if size]

@@ -42,9 +42,11 @@ def kind_of(x: Any) -> Hashable:
         return x.dtype, x.is_contiguous(), tuple(size == 1 for size in x.shape)
     if kind is list or kind is tuple:
         return (kind, *map(kind_of, x))
-    if kind is torch.device:
+    if kind is torch.device or isinstance(x, Tensor):
+        # other tensors would be worked with as they are, with all their values
         raise NoKind
-    return (kind, x) if kind in (bool, str, torch.dtype) else kind
+    found: Hashable = (kind, x) if kind in (bool, str, torch.dtype) else kind
+    return found
 
 
 def aliases(x: Any, found: list[Tensor]) -> Any:

@@ -52,11 +52,6 @@ class History:
     kept: Sequence[tuple[str, int]]
     block: int = 1
 
-    def total(self, begin: int, end: int) -> int:
-        """What some of the changes in a row add up to, as the allocator counts."""
-        sizes = self.changes[begin:end]
-        return sum((1 if size > 0 else -1) * -(-abs(size) // self.block) * self.block for size in sizes)
-
 
 @dataclass(frozen=True)
 class FakeStep:
