@@ -70,6 +70,11 @@ Quick = Annotated[
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute it anew, and keep no answer for the next time.")]
 Fsdp = Annotated[int, typer.Option(min=1, help="Processes over which FSDP2 shards; the figures are those of one.")]
+Zero = Annotated[
+    int | None, typer.Option(min=2, max=3, help="Stage of DeepSpeed's ZeRO over --processes; the figures are of one.")
+]
+Processes = Annotated[int, typer.Option(min=1, help="Over which --zero divides.")]
+Trl = Annotated[bool, typer.Option("--trl", help="The loss of TRL's trainers, whose fused head makes no logits whole.")]
 TargetLen = Annotated[
     int | None, typer.Option(min=1, help="Tokens of the labels of an encoder-decoder model; by default --seq-len.")
 ]

@@ -27,12 +27,15 @@ from .common import (
     Model,
     NoCache,
     Optimizer,
+    Processes,
     Qlora,
     Quantization,
     Quick,
     SeqLen,
     TargetLen,
+    Trl,
     TrustRemoteCode,
+    Zero,
     busy,
     card_option,
     exit_codes,
@@ -74,6 +77,9 @@ def estimate(
     device: Device = "cuda",
     engine: Engine = "eager",
     fsdp: Fsdp = 1,
+    zero: Zero = None,
+    processes: Processes = 1,
+    trl: Trl = False,
     target_len: TargetLen = None,
     trust_remote_code: TrustRemoteCode = False,
     html: Html = None,
@@ -90,11 +96,13 @@ def estimate(
     room, (weights, autocast) = card_option(gpu), precision(dtype, bf16, fp16)
     if max_context and room is None:
         raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
+    if (zero is None) != (processes == 1) or (zero is not None and fsdp > 1):
+        raise typer.BadParameter("--zero goes with --processes (2 or more), and without --fsdp")
     writable("--html", html)
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank), "trust_remote_code": trust_remote_code}
     options["quantization"] = quantization_of(quantization, qlora)
-    options |= {"fsdp": fsdp, "target_len": target_len}
+    options |= {"fsdp": fsdp, "zero": zero, "processes": processes, "target_len": target_len, "trl": trl}
     if quick:
         return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
     sizes, table = (batch_size, seq_len, max_context), EstimateTable(model, columns_of(room, max_context), room, gpu)
@@ -192,11 +200,15 @@ def _assumed(several: Estimates, options: dict[str, Any], batch: str) -> str:
             f"batch {batch} without padding"
             + (f", labels of {options['target_len']}" if options["target_len"] else ""),
             f"weights {'/'.join(dtypes)}" + (f" with {options['quantization']}" if options["quantization"] else ""),
-            f"autocast {options['autocast']}" if options["autocast"] else "no autocast",
+            f"autocast {options['autocast']}" if options["autocast"] and not options["zero"] else "no autocast",
             adapters.get(rank) or f"LoRA of rank {rank} on all linear layers",
             options["optimizer"],
             f"engine {options['engine']}",
+            "the loss of TRL's fused head"
+            if options["trl"]
+            else "the model's own loss (--trl: that of TRL's trainers)",
             *([f"one of {options['fsdp']} processes under FSDP2"] if options["fsdp"] > 1 else []),
+            *([f"one of {options['processes']} under ZeRO-{options['zero']}"] if options["zero"] else []),
             "CUDA's fused attention" if options["device"] == "cuda" else "a CPU's attention",
         )
     )

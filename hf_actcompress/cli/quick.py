@@ -113,10 +113,11 @@ def by_formula(
     Raises:
         typer.Exit: No row fits.
     """
-    asked_for = tuple(options[name] for name in ("device", "engine", "fsdp", "target_len"))
-    if more or asked_for != ("cuda", "eager", 1, None):
+    asked_for = tuple(options[name] for name in ("device", "engine", "fsdp", "zero", "target_len", "trl"))
+    if more or asked_for != ("cuda", "eager", 1, None, None, False):
         raise typer.BadParameter(
-            "--quick goes without --preset, --html, --fsdp, --target-len, --device cpu and --engine compile"
+            "--quick goes without --preset, --html, --fsdp, --zero, --target-len, --trl, --device cpu and "
+            "--engine compile"
         )
     with exit_codes():
         training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}

@@ -54,7 +54,7 @@ def remedies(
             continue
         yield Remedy(name, nbytes, nbytes <= room)
     elsewhere = several.frozen_elsewhere()
-    if elsewhere and options.get("fsdp", 1) == 1:
+    if elsewhere and _is_whole(options):
         nbytes = several.device_bytes(batch_size, seq_len, "exact", True) - elsewhere
         yield Remedy(f"{_ON_HOST} ({readable_size(elsewhere)} less)", nbytes, nbytes <= room)
 
@@ -68,7 +68,12 @@ def _changes(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[str,
     if not lora:
         yield "LoRA (--lora)", batch_size, {"lora": True}
     # several processes are not estimated with quantised weights
-    if options.get("quantization") is None and options.get("fsdp", 1) == 1:
+    if options.get("quantization") is None and _is_whole(options):
         yield "QLoRA (--qlora)", batch_size, {"lora": lora or True, "quantization": "nf4"}
         if batch_size > 1:
             yield "QLoRA and a batch of 1", 1, {"lora": lora or True, "quantization": "nf4"}
+
+
+def _is_whole(options: Mapping[str, Any]) -> bool:
+    """Whether each process has all weights."""
+    return bool(options.get("fsdp", 1) == 1 and options.get("zero") != 3)

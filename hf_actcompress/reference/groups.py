@@ -90,7 +90,7 @@ def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         return
     features, start = x.size(-1), 0
     # q, k and v are transposed views that do not flatten: one sequence of them is copied at a time
-    for part in (x,) if x.is_contiguous() or x.dim() <= 2 else x.unbind(0):
+    for part in (x,) if x.is_contiguous() or x.dim() <= 2 else (x[i] for i in chunk_starts(x.size(0), 1)):
         rows = part.reshape(-1, features)
         step = min(chunk_rows(features, x.device), rows.size(0))
         for first in chunk_starts(rows.size(0), step):

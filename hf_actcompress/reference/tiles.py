@@ -22,7 +22,7 @@ def tiles(x: Tensor, tile: int) -> Iterator[slice]:
     """The rows of x [..., N, C], `tile` at a time; the first of them alone if x has no data."""
     rows = x.shape[-2]
     parts = (slice(start, min(start + tile, rows)) for start in range(0, rows, tile))
-    return islice(parts, _FAKE_TILES) if isinstance(x, FakeTensor) else parts
+    return islice(parts, _FAKE_TILES) if isinstance(x, FakeTensor) or x.is_meta else parts
 
 
 def goes_in_tiles(*tensors: Tensor) -> bool:

@@ -41,6 +41,17 @@ def test_an_estimate_of_compiled_models(model):
     assert run("estimate", model, *SIZES, "--engine", "jit").exit_code == Exit.USAGE
 
 
+def test_an_estimate_with_the_head_of_trl(model):
+    kept = {}
+    for flags in ((), ("--trl",)):
+        result = run("estimate", model, *SIZES, "--preset", "exact", *flags, "--json")
+        assert result.exit_code == Exit.OK, result.output
+        found = json.loads(result.stdout)
+        kept[flags] = found["rows"][0]["estimate"]["kept_bytes"]
+        assert ("TRL's fused head" in found["assumed"]) == bool(flags)
+    assert kept["--trl",] < kept[()]
+
+
 def test_an_estimate_of_one_process_of_several(model):
     sizes = {}
     for ranks in ("1", "4"):
@@ -49,6 +60,12 @@ def test_an_estimate_of_one_process_of_several(model):
         found = json.loads(result.stdout)
         sizes[ranks] = found["rows"][1]["estimate"]["weights_bytes"]
     assert sizes["4"] < 0.5 * sizes["1"] and "one of 4 processes under FSDP2" in found["assumed"]
+    result = run("estimate", model, *SIZES, "--preset", "exact", "--zero", "3", "--processes", "4")
+    assert result.exit_code == Exit.OK, result.output
+    assert "one of 4 under ZeRO-3" in result.stdout and "not measured" in result.stdout
+    for wrong in (("--zero", "3"), ("--processes", "4"), ("--zero", "2", "--processes", "4", "--fsdp", "4")):
+        assert run("estimate", model, *SIZES, *wrong).exit_code == Exit.USAGE
+    assert run("estimate", model, *SIZES, "--zero", "2", "--processes", "2", "--quick").exit_code == Exit.USAGE
     assert run("estimate", model, *SIZES, "--fsdp", "2", "--quick").exit_code == Exit.USAGE
     assert run("estimate", model, *SIZES, "--target-len", "4").exit_code == Exit.NO_MODEL
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from hf_actcompress import PRESETS, kept_bytes, measure_step, patch_model
+from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, measure_step, patch_model
 from hf_actcompress.memory import estimate
 from hf_actcompress.memory.estimation.estimates import Estimates
 from tests.slopes import bert, gpt2, llama
@@ -150,3 +150,11 @@ def test_attention_dropout_takes_the_path_of_a_cpu():
     kept, peak = real(model, "stock", 2, 128)
     assert found.kept_bytes == pytest.approx(kept, rel=0.01)
     assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
+
+
+def test_shared_prompts_are_estimated_as_if_there_were_none():
+    model, options = BUILDS["llama"](FEW), {"batch_size": 4, "seq_len": 32}
+    found = estimate(model, config=CompressionConfig(share_prompts=True), **options)
+    alone = estimate(model, config=CompressionConfig(programs=False), **options)
+    assert (found.kept_bytes, found.step_peak_bytes) == (alone.kept_bytes, alone.step_peak_bytes)
+    assert any("share_prompts" in note for note in found.notes) and not alone.notes

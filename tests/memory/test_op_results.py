@@ -27,7 +27,7 @@ OPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", OPS)
 def test_the_second_result_is_as_torch_makes_it(name: str) -> None:
     op, arguments = OPS[name]
-    known: OpResults = {}
+    known = OpResults()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         # a part of a larger tensor, so that offset and strides count
@@ -49,8 +49,40 @@ def test_the_second_result_is_as_torch_makes_it(name: str) -> None:
         assert (mine is xs[2]) == (torchs is xs[0])
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_a_result_of_another_size_is_as_torch_makes_it(name: str) -> None:
+    op, arguments = OPS[name]
+    known = OpResults()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        calls, torchs = OpCalls(known), OpCalls(OpResults())
+        for rows in (5, 9):
+            x, y = (torch.empty(rows, 6, dtype=torch.bfloat16)[1:] for _ in range(2))
+            found, expected = (one(op, (z, *arguments), {}) for one, z in ((calls, x), (torchs, y)))
+            for mine, torch_s in zip(
+                *(z if isinstance(z, (tuple, list)) else [z] for z in (found, expected)), strict=True
+            ):
+                assert (mine.shape, mine.stride(), mine.dtype) == (torch_s.shape, torch_s.stride(), torch_s.dtype)
+                assert mine.storage_offset() == torch_s.storage_offset() and mine.device == torch_s.device
+                shared = torch_s.untyped_storage()._cdata == y.untyped_storage()._cdata
+                assert (mine.untyped_storage()._cdata == x.untyped_storage()._cdata) == shared
+    # what writes on its argument is asked of torch each time
+    assert list(known.kinds.values()) == ([] if name == "in place" else [True])
+
+
+def test_what_the_meta_device_says_otherwise_is_asked_of_torch() -> None:
+    known, normed = OpResults(), []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for rows in (4, 8):
+            x, weight = torch.empty(rows, 6, dtype=torch.bfloat16), torch.empty(6, dtype=torch.bfloat16)
+            arguments = (x, [6], weight, weight, 1e-5)
+            normed.append(OpCalls(known)(aten.native_layer_norm.default, arguments, {})[1])
+            assert normed[-1].dtype == aten.native_layer_norm.default(*arguments)[1].dtype
+    real: list[bool] = list(known.kinds.values())
+    assert len(real) == 1
+
+
 def test_what_changes_an_argument_and_what_is_real_goes_to_torch() -> None:
-    known: OpResults = {}
+    known = OpResults()
     calls = OpCalls(known)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(4, 6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +11,24 @@ from torch import nn
 
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError, UnknownOptionError
-from ...models.root import root_module
 from ..measurement.compiled import compiled_modules, uncompiled
-from ..measurement.saved_tensors import layer_names
+from .assembly import ENGINES, assembled, extrapolated
+from .copies import Copies
 from .extrapolation import Extrapolated, whole_step
-from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
-from .fake_step.step import FakeStep, run_evaluation, run_step
+from .fake_step.step import run_evaluation
+from .fake_step.trl_head import check_trl
 from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
-from .optimizers import OptimizerRule, optimizer_rule
+from .optimizers import optimizer_rule
 from .result import Estimate
 from .states import States, context_bytes, frozen_elsewhere, state_bytes
+from .units import Unit
+from .zero import Zero
 
 __all__ = ["Estimate", "estimate"]
 
 DEVICES = ("cuda", "cpu")
-ENGINES = ("eager", "compile")
 
 
 def estimate(
@@ -48,6 +48,9 @@ def estimate(
     trust_remote_code: bool = False,
     target_len: int | None = None,
     fsdp: int = 1,
+    zero: int | None = None,
+    processes: int = 1,
+    trl: bool = False,
 ) -> Estimate:
     """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
 
@@ -79,6 +82,11 @@ def estimate(
         target_len: Tokens of the labels of an encoder-decoder model; by default as many as of the inputs.
         fsdp: Processes over which `fully_shard` (FSDP2) shards the model, each layer for itself; the batch is that of
             one process, and so are all bytes. What a backend takes inside of a collective is not in them.
+        zero: Stage 2 or 3 of DeepSpeed's ZeRO, by its documented defaults, which nobody has measured here; a note says
+            so. With `autocast` all weights have that dtype, as DeepSpeed's `bf16` and `fp16` hold them.
+        processes: Over which ZeRO divides; the batch and all bytes are those of one.
+        trl: With the loss of TRL's trainers, whose fused head makes no logits whole, stock or patched; else with the
+            model's own.
 
     Returns:
         The estimate: `.print()`, `.to_json()`, bytes by part and role.
@@ -101,6 +109,9 @@ def estimate(
         trust_remote_code=trust_remote_code,
         target_len=target_len,
         fsdp=fsdp,
+        zero=zero,
+        processes=processes,
+        trl=trl,
     )
     return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
 
@@ -110,7 +121,7 @@ class Estimates:
 
     Args:
         model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code,
-            target_len, fsdp: As for `estimate`.
+            target_len, fsdp, zero, processes, trl: As for `estimate`.
 
     Raises:
         As `estimate`.
@@ -130,6 +141,9 @@ class Estimates:
         trust_remote_code: bool = False,
         target_len: int | None = None,
         fsdp: int = 1,
+        zero: int | None = None,
+        processes: int = 1,
+        trl: bool = False,
     ) -> None:
         if device not in DEVICES:
             raise UnknownOptionError("device", device, DEVICES)
@@ -141,18 +155,28 @@ class Estimates:
             raise UnknownOptionError("engine", engine, ENGINES)
         if fsdp < 1 or (fsdp > 1 and compiled):
             raise ModelConfigError(f'fsdp is a number of processes, and not for engine="compile"; got {fsdp}')
+        if (zero is not None and fsdp > 1) or (zero is None and processes != 1):
+            raise ModelConfigError("zero is a stage (2 or 3) over a number of `processes`, and goes without fsdp")
+        self._zero = None if zero is None else Zero(zero, processes)
+        if zero is not None:
+            dtype, autocast = autocast or dtype, None
+        if trl and (compiled or fsdp > 1):
+            raise ModelConfigError('TRL\'s head is estimated without fsdp and with engine="eager"')
         self._rule = optimizer_rule(optimizer)
-        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len, fsdp)
+        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len, fsdp, trl)
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}
         self._states: dict[bool, States] = {}
         # (config, checkpointing) -> `Extrapolated.alike`
         self._alike: dict[Any, bool] = {}
+        # likewise -> `Extrapolated.unit`
+        self._units: dict[Any, Unit | None] = {}
         # what a config has for single layers -> the runs of equal layers
         self._runs: dict[Any, list[LayerRun]] = {}
         # (setting, checkpointing, whether the roles were asked for) -> the step
         self._steps: dict[Any, Extrapolated] = {}
+        self._copies = Copies()
 
     def changed(self, *, optimizer: str | None = None, lora: Any = None, quantization: Any = None) -> Estimates:
         """Estimates with something else than these; what was found out and holds there is not found out again.
@@ -168,6 +192,8 @@ class Estimates:
             source[2], source[4] = lora or source[2], quantization or source[4]
             other._source = tuple(source)
             other._models, other._states, other._alike, other._runs, other._steps = {}, {}, {}, {}, {}
+            other._units = {}
+            other._copies = Copies()
         return other
 
     @property
@@ -186,7 +212,8 @@ class Estimates:
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing, roles=True)
         whole, states = self._model(gradient_checkpointing), self._state_bytes(gradient_checkpointing)
-        return _estimate(found, whole, setting, states, _named(config))
+        notes = () if self._zero is None else (self._zero.note(states),)
+        return assembled(found, whole, setting, states, _named(config), notes)
 
     def device_bytes(
         self,
@@ -207,7 +234,8 @@ class Estimates:
         """
         setting, whole = self._case(batch_size, seq_len, None), self._model(False)
         found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))
-        return sum(self._state_bytes(False)[:3]) + found.step.peak + context_bytes(setting)
+        states = self._state_bytes(False)
+        return sum(states[:3]) + found.step.peak + states.in_evaluation + context_bytes(setting)
 
     def frozen_elsewhere(self) -> int:
         """Bytes of frozen weights that could be on the host, with those of two layers on the card at a time."""
@@ -224,11 +252,16 @@ class Estimates:
             # out of the other one, which is there already
             source = (self._model(False), None, None, True) if checkpointing else self._source
             self._models[checkpointing] = skeleton(*source)
+            if self._zero is not None:
+                self._zero.prepare(self._models[checkpointing])
+            if self._setting.trl_head:
+                check_trl(self._models[checkpointing])
         return self._models[checkpointing]
 
     def _state_bytes(self, checkpointing: bool) -> States:
         if checkpointing not in self._states:
-            self._states[checkpointing] = state_bytes(self._model(checkpointing), self._setting, self._rule)
+            of = state_bytes if self._zero is None else self._zero.states
+            self._states[checkpointing] = of(self._model(checkpointing), self._setting, self._rule)
         return self._states[checkpointing]
 
     def _step(self, setting: Setting, checkpointing: bool, *, roles: bool) -> Extrapolated:
@@ -243,48 +276,12 @@ class Estimates:
         # layers that are alike under one config are alike under another; that they are not is looked at again
         key = setting.config, checkpointing
         alike = self._alike.get(key, True if True in self._alike.values() else None)
-        found = _step(whole, setting, self._runs[single], roles, alike)
-        self._alike[key] = found.alike
+        step = self._copies.run_step(setting, checkpointing, self._runs[single])
+        unit = None if roles else self._units.get(key)
+        found = extrapolated(whole, setting, self._runs[single], roles, alike, step, unit)
+        self._alike[key], self._units[key] = found.alike, found.unit
         self._steps[setting, checkpointing, roles] = found
         return found
-
-
-def _step(
-    whole: nn.Module, setting: Setting, layers: Sequence[LayerRun], roles: bool, alike: bool | None = None
-) -> Extrapolated:
-    def run(part: nn.Module, wanted: bool) -> FakeStep:
-        return run_step(part, setting, roles=roles and wanted)
-
-    return whole_step(whole, run, layers, alike)
-
-
-def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
-    """The estimate of a model on the meta device; `name` is what its config is called."""
-    setting, config = with_names(setting, whole)
-    found = _step(whole, setting, find_runs(whole, config), True)
-    return _estimate(found, whole, setting, state_bytes(whole, setting, rule), name)
-
-
-def _estimate(found: Extrapolated, whole: nn.Module, setting: Setting, states: States, name: str) -> Estimate:
-    return Estimate(
-        model=type(root_module(whole)).__name__,
-        device="cuda" if setting.cuda else "cpu",
-        batch_size=setting.batch_size,
-        seq_len=setting.seq_len,
-        config=name,
-        engine=ENGINES[setting.compiled],
-        weights_bytes=states.weights,
-        gradients_bytes=states.gradients,
-        optimizer_bytes=states.optimizer,
-        optimizer_step_bytes=states.optimizer_step,
-        kept_bytes=found.step.kept,
-        kept_by_role=found.step.all_roles,
-        kept_per_layer=found.per_layer,
-        layers=len(list(layer_names(whole))),
-        step_peak_bytes=found.step.peak,
-        context_bytes=context_bytes(setting),
-        notes=(described(whole),) if takes_pictures(whole) else (),
-    )
 
 
 def _named(config: Any) -> str:

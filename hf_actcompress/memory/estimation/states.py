@@ -18,16 +18,26 @@ CONTEXT_BYTES = 640 * 2**20
 
 
 class States(NamedTuple):
-    """Bytes on one of the processes; `optimizer_step` is what an optimizer's own step makes for a while."""
+    """Bytes on one of the processes.
+
+    Args:
+        weights, gradients, optimizer: Of all; between the steps, too.
+        optimizer_step: What an optimizer's own step makes for a while.
+        workspace: What is there beside a forward and backward throughout.
+        in_evaluation: The same of an evaluation.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     optimizer_step: int
+    workspace: int = 0
+    in_evaluation: int = 0
 
     def at_peak(self, step_peak: int) -> int:
         """With the larger one of a step's forward and backward, and the optimizer's step behind it."""
-        return self.weights + self.gradients + self.optimizer + max(step_peak, self.optimizer_step)
+        largest = max(step_peak + self.workspace, self.optimizer_step)
+        return self.weights + self.gradients + self.optimizer + largest
 
 
 def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> States:

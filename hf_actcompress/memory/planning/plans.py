@@ -15,7 +15,7 @@ from ...models.checkpointing import checkpointable
 from ...models.root import root_module
 from ...quick.headroom import HEADROOM, usable
 from ...quick.sizes import parse_size, readable_size
-from ..estimation.estimates import estimate_of
+from ..estimation.assembly import estimate_of
 from ..estimation.fake_step.setting import Setting
 from ..estimation.fake_step.step import run_step
 from ..estimation.largest import max_batch_size, max_seq_len

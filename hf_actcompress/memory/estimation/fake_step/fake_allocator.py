@@ -78,7 +78,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
-        self._calls = OpCalls({} if results is None else results)
+        self._calls = OpCalls(OpResults() if results is None else results)
         self.live_bytes = self.peak_bytes = self.draws = 0
         self.timeline: list[int] = []
         self.changes: list[int] = []

@@ -7,6 +7,7 @@ of ops, so it runs once for each set of shapes; after that its results are made 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -17,9 +18,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from .... import reference
 from ....kernels import KERNELS, TIMED
-from ....private_apis import FakeTensor
+from ....models.probe import REFUSALS
+from ....private_apis import FakeTensor, without_dispatch_modes
 from ....reference.linear_cross_entropy import chunk_sizes
 from .fake_allocator import FakeAllocator
+from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
 
 # what kernels take while they run, beside their results, from their arguments
 _WORKING: dict[str, Callable[..., Sequence[int]]] = {
@@ -61,8 +64,8 @@ class Result:
         return tree_unflatten([x.made() if isinstance(x, Fresh) else x for x in self.leaves], self.form)
 
 
-# (name, arguments) -> the result, None for one that has to be computed each time
-KernelResults = dict[Hashable, Result | None]
+class KernelResults(Results[Result]):
+    """(name, arguments) -> the result; None for one that has to be computed each time."""
 
 
 class Kernels:
@@ -89,36 +92,70 @@ class Kernels:
         return kernel
 
     def _run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        key = _key(name, args, kwargs)
-        result = self._known.get(key) if key is not None else None
+        key, known = _key(name, args, kwargs), self._known
+        kind = None
+        if key is not None and key not in known:
+            kind = _kind(name, args, kwargs)
+            if known.kinds.get(kind):
+                known[key] = _on_meta(function, args, kwargs)
+        result = known.get(key) if key is not None else None
         with self._allocator.results_only():
             made = function(*args, **kwargs) if result is None else result.made()
         if name in _WORKING:
             self._allocator.works_in(*_WORKING[name](*args, **kwargs))
-        if result is None and key is not None and key not in self._known:
-            self._known[key] = self._described(made, (args, kwargs))
+        if key is not None and key not in known:
+            found = known[key] = self._described(made, (args, kwargs))
+            if kind is not None and kind not in known.kinds:
+                known.kinds[kind] = found is not None and _on_meta(function, args, kwargs) == found
         return made
 
     def _described(self, made: Any, arguments: Any) -> Result | None:
         """None if a result is part of an argument or of another one, or the device has it in another size."""
-        leaves, form = tree_flatten(made)
-        taken = {x.untyped_storage()._cdata for x in tree_leaves(arguments) if isinstance(x, Tensor)}
-        found: list[Any] = []
-        for x in leaves:
-            if not isinstance(x, Tensor):
-                if not isinstance(x, _PLAIN):
-                    return None
-                found.append(x)
-                continue
-            fresh = Fresh(tuple(x.shape), x.stride(), x.dtype)
-            storage = x.untyped_storage()
-            whole = type(x) is FakeTensor and not x.requires_grad and fresh.nbytes == storage.nbytes()
-            counted = self._allocator.size_of(storage) == self._allocator.rounded(fresh.nbytes)
-            if storage._cdata in taken or not whole or not counted:
+
+        def counted(x: Tensor) -> bool:
+            nbytes = x.untyped_storage().nbytes()
+            return type(x) is FakeTensor and self._allocator.size_of(x.untyped_storage()) == self._allocator.rounded(
+                nbytes
+            )
+
+        return _described(made, arguments, counted)
+
+
+def _described(made: Any, arguments: Any, is_plain: Callable[[Tensor], bool]) -> Result | None:
+    leaves, form = tree_flatten(made)
+    taken = {x.untyped_storage()._cdata for x in tree_leaves(arguments) if isinstance(x, Tensor)}
+    found: list[Any] = []
+    for x in leaves:
+        if not isinstance(x, Tensor):
+            if not isinstance(x, _PLAIN):
                 return None
-            taken.add(storage._cdata)
-            found.append(fresh)
-        return Result(tuple(found), form)
+            found.append(x)
+            continue
+        fresh = Fresh(tuple(x.shape), x.stride(), x.dtype)
+        storage = x.untyped_storage()
+        whole = is_plain(x) and not x.requires_grad and fresh.nbytes == storage.nbytes()
+        if storage._cdata in taken or not whole:
+            return None
+        taken.add(storage._cdata)
+        found.append(fresh)
+    return Result(tuple(found), form)
+
+
+def _kind(name: str, args: Any, kwargs: Any) -> Hashable | None:
+    """What calls have in common that differ in sizes."""
+    try:
+        return name, torch.is_autocast_enabled("cpu"), kind_of(args), kind_of(tuple(sorted(kwargs.items())))
+    except NoKind:
+        return None
+
+
+def _on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> Result | None:
+    """The result as the meta device has it."""
+    over: list[Tensor] = []
+    with without_dispatch_modes(), suppress(*REFUSALS):
+        made = function(*aliases(args, over), **aliases(kwargs, over))
+        return _described(made, over, is_plain_meta)
+    return None
 
 
 def _key(name: str, args: Any, kwargs: Any) -> Hashable:

@@ -8,13 +8,15 @@ further call with such arguments makes tensors of that kind.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....models.probe import REFUSALS
 from ....private_apis import (
     FakeTensor,
     FakeTensorMode,
@@ -23,6 +25,7 @@ from ....private_apis import (
     unset_fake_temporarily,
     without_torch_function_modes,
 )
+from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset(
@@ -82,8 +85,8 @@ class _Result:
     several: type | None
 
 
-# (op, arguments) -> its result; None: it is not the same for all such arguments
-OpResults = dict[Hashable, _Result | None]
+class OpResults(Results[_Result]):
+    """(op, arguments) -> its result."""
 
 
 class OpCalls:
@@ -107,6 +110,11 @@ class OpCalls:
             if mode is None:
                 # of real tensors
                 key = None
+            kind = None
+            if key is not None and key not in self._known:
+                kind = _kind(func, args, kwargs, arguments)
+                if self._known.kinds.get(kind):
+                    self._known[key] = _on_meta(func, args, kwargs)
             found = self._known.get(key) if key is not None else None
             if found is not None and mode is not None:
                 return self._made(found, arguments, mode)
@@ -116,7 +124,9 @@ class OpCalls:
             with without_torch_function_modes():
                 # not of an op that gives an argument another shape or memory
                 same = _storages(arguments) == before and _key(func, args, kwargs, []) == key
-                self._known[key] = _described(result, arguments, before) if same else None
+                found = self._known[key] = _described(result, arguments, before) if same else None
+                if kind is not None and kind not in self._known.kinds:
+                    self._known.kinds[kind] = found is not None and _on_meta(func, args, kwargs) == found
         return result
 
     def _made(self, result: _Result, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
@@ -170,7 +180,32 @@ def _storages(arguments: Sequence[Any]) -> list[tuple[int, int]]:
     return [(storage._cdata, storage.nbytes()) for storage in (x.untyped_storage() for x in arguments)]
 
 
-def _described(result: Any, arguments: Sequence[Any], storages: Sequence[tuple[int, int]]) -> _Result | None:
+def _kind(func: Any, args: Any, kwargs: Any, arguments: Sequence[Any]) -> Hashable | None:
+    """What calls have in common that differ in sizes; None for a call that makes nothing new out of tensors."""
+    schema = getattr(func, "_schema", None)
+    if not arguments or schema is None or schema.is_mutable:
+        return None
+    try:
+        return func, kind_of(args), kind_of(tuple(kwargs.items()))
+    except NoKind:
+        return None
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> _Result | None:
+    """The result as the meta device has it."""
+    over: list[Tensor] = []
+    with unset_fake_temporarily(), suppress(*REFUSALS):
+        result = func(*aliases(args, over), **{name: aliases(x, over) for name, x in kwargs.items()})
+        return _described(result, over, _storages(over), is_plain_meta)
+    return None
+
+
+def _described(
+    result: Any,
+    arguments: Sequence[Any],
+    storages: Sequence[tuple[int, int]],
+    is_plain: Callable[[Any], bool] = _is_plain,
+) -> _Result | None:
     """None for what is no tensor of torch's plain kind, or shares a storage in another way than a view does."""
     several = type(result) if type(result) in (tuple, list) else None
     owners = {key: index for index, (key, _) in reversed(list(enumerate(storages)))}
@@ -181,7 +216,7 @@ def _described(result: Any, arguments: Sequence[Any], storages: Sequence[tuple[i
         if position is not None or type(x) in _PLAIN:
             leaves.append(x if position is None else _Same(position))
             continue
-        if not _is_plain(x) or x.requires_grad:
+        if not is_plain(x) or x.requires_grad:
             return None
         storage = x.untyped_storage()
         made = _Made(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, owners.get(storage._cdata))

@@ -25,6 +25,7 @@ class Setting:
         compiled: As torch.compile divides it, where it is one graph.
         target_len: Tokens of an encoder-decoder model's labels; None: `seq_len`.
         ranks: Processes over which the model is sharded by FSDP; 1: it is not.
+        trl_head: With the loss of TRL's trainers.
         kernels: What each kernel was found to make, by the shapes of its arguments; a copy by `replace` shares it.
         ops: What each op was found to make; shared likewise.
         answers: Of the probes, by what they looked at; shared likewise.
@@ -38,8 +39,9 @@ class Setting:
     compiled: bool = False
     target_len: int | None = None
     ranks: int = 1
-    kernels: KernelResults = field(default_factory=dict, compare=False, repr=False)
-    ops: OpResults = field(default_factory=dict, compare=False, repr=False)
+    trl_head: bool = False
+    kernels: KernelResults = field(default_factory=KernelResults, compare=False, repr=False)
+    ops: OpResults = field(default_factory=OpResults, compare=False, repr=False)
     answers: Answers = field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -15,18 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ....config import CompressionConfig
 from ....errors import ActCompressError, ModelConfigError
-from ....models.checkpointing import below, checkpointable
-from ....models.probe import answers_kept
-from ....models.root import name_default_loss
-from ....patching import apply_config, unpatch_model
 from ....private_apis import FakeTensor, FakeTensorMode, run_backward
 from ....reference.device_rules import under_rules
 from ...measurement.allocator import loss_of
-from ...measurement.memory_report import module_roles, role_of
+from ...measurement.memory_report import role_of
 from ...measurement.saved_tensors import saved_tensors, storages
-from ..meta_model import empty_like
 from .batch import fake_batch
 from .compiled import CompiledStep
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
@@ -34,9 +27,11 @@ from .fake_allocator import FakeAllocator
 from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
 from .positions import check_length
+from .ready import Ready, fake_copy, ready
 from .setting import Setting
 from .sharding import local, resizes_counted, sharded
-from .stand_ins import StepRules, counted_checkpoints
+from .stand_ins import StepRules
+from .trl_head import trl_loss
 from .workspaces import CPU_WORKSPACES
 
 
@@ -48,12 +43,14 @@ class History:
         changes, marks: As `FakeAllocator` has them; the marks of the forward come first.
         at_end: How many changes there were when the backward began.
         kept: (role, bytes) of each tensor that is kept; empty where no roles were asked for.
+        block: Of the allocator.
     """
 
     changes: Sequence[int]
     marks: Sequence[int]
     at_end: int
     kept: Sequence[tuple[str, int]]
+    block: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,19 +98,14 @@ def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
         setting: How.
         roles: Attribute what is kept.
     """
-    mode, fake, batch = _fake(model, setting)
-    # probes run on real tensors; what they ask of the weights is answered as for those of a new model
-    with FakeAllocator(), answers_kept(setting.answers):
-        names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
-        if setting.config is not None:
-            apply_config(fake, _present(setting.config, fake))
-    if setting.compiled:
-        # a stock model that is estimated beside a patched one has one graph if that has
-        name_default_loss(fake)
-    else:
-        counted_checkpoints(fake, cuda=setting.cuda)
-    with sharded(fake, mode, setting.ranks, setting.autocast):
-        return _measure(fake, batch, setting, mode, names)
+    return run_again(ready(model, setting, roles=roles), setting, roles=roles)
+
+
+def run_again(copy: Ready, setting: Setting, *, roles: bool) -> FakeStep:
+    """As `run_step`, of a copy that is there already; `roles` only if it has them."""
+    batch = _batch(copy.model, copy.mode, setting)
+    with sharded(copy.model, copy.mode, setting.ranks, setting.autocast):
+        return _measure(copy.model, batch, setting, copy.mode, copy.roles if roles else {})
 
 
 def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
@@ -122,7 +114,8 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     The model is stock's, whatever `setting.config` is: a patched one needs less (hf_actcompress/ops/README.md). `kept`
     are the outputs.
     """
-    mode, fake, batch = _fake(model, setting)
+    mode, fake = fake_copy(model, setting)
+    batch = _batch(fake, mode, setting)
     fake.eval()
     with sharded(fake, mode, setting.ranks, setting.autocast):
         allocator = _allocator(fake, batch, setting)
@@ -133,22 +126,10 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     return FakeStep(kept, allocator.peak_bytes, {}, allocator.timeline)
 
 
-def _fake(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Module, dict[str, Any]]:
-    """A mode, a stock copy of the model on its fake tensors, and a batch of them."""
+def _batch(model: nn.Module, mode: FakeTensorMode, setting: Setting) -> dict[str, Any]:
+    """A batch of fake tensors."""
     check_length(model, max(setting.seq_len, setting.target_len or 0))
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
-        fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
-    fake = copy.deepcopy(model, fakes)
-    unpatch_model(fake)
-    return mode, fake, fake_batch(fake, setting, mode)
-
-
-def _present(config: CompressionConfig, model: nn.Module) -> CompressionConfig:
-    """The config without checkpoints of layers that a shortened model has not."""
-    layers = checkpointable(model)
-    parts = (part for part in config.checkpoint if any(below(name, part) for name in layers))
-    return replace(config, checkpoint=tuple(parts))
+    return fake_batch(model, setting, mode)
 
 
 @contextmanager
@@ -227,7 +208,7 @@ def _measure(
     by_role: Counter[str] = Counter()
     for role, nbytes in saved:
         by_role[role] += nbytes
-    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved)
+    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved, allocator.block)
     return FakeStep(kept, allocator.peak_bytes, dict(by_role), timeline[:allocations], timeline[allocations:], history)
 
 
@@ -266,6 +247,8 @@ class _Eager:
 
     def loss(self, allocator: FakeAllocator) -> Tensor:
         with _autocast(self._setting), _pictures_named(self._model):
+            if self._setting.trl_head:
+                return trl_loss(self._model, self._batch)
             return loss_of(self._model(**self._batch))
 
     def module_of(self, x: Tensor) -> str | None:

@@ -1,0 +1,81 @@
+"""From the steps of short models to the estimate of the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from ...models.root import root_module
+from ..measurement.saved_tensors import layer_names
+from .copies import RunStep
+from .extrapolation import Extrapolated, whole_step
+from .fake_step.pictures import described, takes_pictures
+from .fake_step.setting import Setting
+from .fake_step.step import FakeStep, run_step
+from .layers import LayerRun, find_runs, with_names
+from .optimizers import OptimizerRule
+from .result import Estimate
+from .states import States, context_bytes, state_bytes
+from .units import Unit
+
+ENGINES = ("eager", "compile")
+
+
+def extrapolated(
+    whole: nn.Module,
+    setting: Setting,
+    layers: Sequence[LayerRun],
+    roles: bool,
+    alike: bool | None = None,
+    step: RunStep = run_step,
+    unit: Unit | None = None,
+) -> Extrapolated:
+    """The step of a model on the meta device; the other arguments as for `whole_step` and of `Copies.run_step`."""
+
+    def run(part: nn.Module, wanted: bool) -> FakeStep:
+        return step(part, setting, roles=roles and wanted)
+
+    return whole_step(whole, run, layers, alike, unit)
+
+
+def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
+    """The estimate of a model on the meta device; `name` is what its config is called."""
+    setting, config = with_names(setting, whole)
+    found = extrapolated(whole, setting, find_runs(whole, config), True)
+    return assembled(found, whole, setting, state_bytes(whole, setting, rule), name)
+
+
+def assembled(
+    found: Extrapolated, whole: nn.Module, setting: Setting, states: States, name: str, notes: Sequence[str] = ()
+) -> Estimate:
+    """The estimate of a model out of its step and what it holds beside it."""
+    return Estimate(
+        model=type(root_module(whole)).__name__,
+        device="cuda" if setting.cuda else "cpu",
+        batch_size=setting.batch_size,
+        seq_len=setting.seq_len,
+        config=name,
+        engine=ENGINES[setting.compiled],
+        weights_bytes=states.weights,
+        gradients_bytes=states.gradients,
+        optimizer_bytes=states.optimizer,
+        optimizer_step_bytes=states.optimizer_step,
+        kept_bytes=found.step.kept,
+        kept_by_role=found.step.all_roles,
+        kept_per_layer=found.per_layer,
+        layers=len(list(layer_names(whole))),
+        step_peak_bytes=found.step.peak + states.workspace,
+        context_bytes=context_bytes(setting),
+        notes=(*_notes(whole, setting), *notes),
+    )
+
+
+def _notes(whole: nn.Module, setting: Setting) -> Iterator[str]:
+    if takes_pictures(whole):
+        yield described(whole)
+    if setting.config is not None and setting.config.share_prompts:
+        yield (
+            "share_prompts=True is estimated for sequences that begin with different tokens: where they begin with the "
+            "same ones less is kept, and memory_report(model, batch) measures it"
+        )

@@ -1,0 +1,87 @@
+"""Copies of a model on fake tensors, patched: what a step is run on, and may be run on again with another batch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from torch import nn
+
+from ....codecs import CODECS, Codec, Offload
+from ....config import CompressionConfig
+from ....models.checkpointing import below, checkpointable
+from ....models.probe import answers_kept
+from ....models.root import name_default_loss
+from ....patching import apply_config, unpatch_model
+from ....private_apis import FakeTensorMode
+from ...measurement.memory_report import module_roles
+from ..meta_model import empty_like
+from .fake_allocator import FakeAllocator
+from .setting import Setting
+from .stand_ins import counted_checkpoints
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A copy of a model.
+
+    Args:
+        model: The copy.
+        mode: Of its tensors.
+        roles: Of its modules by name; empty where they were not asked for.
+    """
+
+    model: nn.Module
+    mode: FakeTensorMode
+    roles: dict[str, str]
+
+
+def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
+    """The copy of a model on the meta device under a setting, whose batch does not matter."""
+    mode, fake = fake_copy(model, setting)
+    # probes run on real tensors; what they ask of the weights is answered as for those of a new model
+    with FakeAllocator(), answers_kept(setting.answers):
+        names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
+        if setting.config is not None:
+            apply_config(fake, without_copies(_present(setting.config, fake)))
+    if setting.compiled:
+        # a stock model that is estimated beside a patched one has one graph if that has
+        name_default_loss(fake)
+    else:
+        counted_checkpoints(fake, cuda=setting.cuda)
+    return Ready(fake, mode, names)
+
+
+def without_copies(config: CompressionConfig) -> CompressionConfig:
+    """What a config is for a batch in which no two sequences begin alike, as far as anybody knows."""
+    return replace(config, share_prompts=False, programs=False) if config.share_prompts else config
+
+
+def is_reusable(setting: Setting) -> bool:
+    """Whether a step leaves a copy as it was: nothing is sharded, traced, or learnt in training."""
+    config = setting.config or CompressionConfig()
+    codecs = map(CODECS.__getitem__, config.codecs)
+    found = [codec.inner if isinstance(codec, Offload) else codec for codec in codecs]
+    learns = any(type(codec).used_in is not Codec.used_in for codec in found)
+    return setting.ranks == 1 and not setting.compiled and not learns
+
+
+def fake_copy(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Module]:
+    """A mode, and a stock copy of the model on its fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if not setting.compiled:
+        # what ops make is noted by `OpCalls`: torch would note it a second time
+        mode.cache_enabled = False
+    with mode:
+        fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
+    fake = copy.deepcopy(model, fakes)
+    unpatch_model(fake)
+    return mode, fake
+
+
+def _present(config: CompressionConfig, model: nn.Module) -> CompressionConfig:
+    """The config without checkpoints of layers that a shortened model has not."""
+    layers = checkpointable(model)
+    parts = (part for part in config.checkpoint if any(below(name, part) for name in layers))
+    return replace(config, checkpoint=tuple(parts))
