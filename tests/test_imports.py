@@ -21,7 +21,7 @@ NAME = PACKAGE.name
 
 # a part imports from its own and lower levels; parts of one level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "private_apis"),
+    ("errors", "private_apis", "roles"),
     ("config_file",),
     # a formula over data, which imports no torch
     ("quick",),

@@ -10,10 +10,11 @@ from torch import Tensor
 from ..dispatch import implementation
 from ..reference.int_running import group_ranges
 from ..reference.rng import Generators, drawn_from
+from ..roles import Role
 from .codec import Codec, TensorMeta, meta_of
 
 # the roles whose modules store one tensor: of several, such as q, k and v, one place would mix the ranges
-_ONE_TENSOR = ("activation", "conv2d", "linear", "norm")
+_ONE_TENSOR = (Role.ACTIVATION, Role.CONV2D, Role.LINEAR, Role.NORM)
 
 
 @dataclass(frozen=True)
