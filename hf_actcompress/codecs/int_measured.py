@@ -61,7 +61,7 @@ class IntMeasured(Codec):
     generators: Generators | None = field(default=None, compare=False, repr=False)
 
     def _now(self) -> IntGroup | None:
-        # a graph holds for one width
+        # a compiled graph is made for one width
         bits = self.bits if self.width is None or torch.compiler.is_compiling() else self.width.bits
         if not bits:
             return None
