@@ -33,18 +33,17 @@ class ActivationDerivativeFunction(torch.autograd.Function):
 def activation_derivative(
     x: Tensor,
     stock: Callable[[Tensor], Tensor],
-    kind: str | None = None,
+    kind: str,
     options: tuple[float, ...] = (),
     *,
     codec: Codec = IDENTITY,
 ) -> Tensor:
-    """A pointwise function of any composition that keeps one tensor, its derivative, however many stock keeps.
+    """A pointwise activation that keeps one tensor, its derivative, however many stock keeps.
 
     Args:
         x: Any shape, floating point.
         stock: The stock forward, pointwise; its values are returned unchanged.
-        kind: A row of ``reference.ACTIVATIONS``, or None: then f' is had by forward-mode differentiation of ``stock``
-            in fp32, which needs no row.
+        kind: A row of ``reference.ACTIVATIONS``, whose derivative is f'.
         options: Constants of that row.
         codec: How f'(x) is stored.
 
@@ -61,10 +60,6 @@ def activation_derivative(
         Nested forward automatic differentiation (arXiv 2209.10778).
     """
     with torch.no_grad():
-        # not inside the Function, where forward-mode differentiation is switched off
-        if kind is None:
-            slope = implementation("forward_derivative", x)(x, stock)
-        else:
-            slope = implementation("activation_derivative", x, kind)(x, kind, options)
+        slope = implementation("activation_derivative", x, kind)(x, kind, options)
     y: Tensor = applied(ActivationDerivativeFunction, x, slope, stock, codec)
     return y
