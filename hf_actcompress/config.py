@@ -194,10 +194,10 @@ PRESETS: dict[str, CompressionConfig] = {
     "exact": CompressionConfig(),
     # exact, too, for long contexts: MLPs keep their input alone and are computed again in tiles, logits in chunks
     "long": CompressionConfig(tiled_mlp="auto", logits=False),
-    # presets that store every role through a codec. q, k and v have 8 bits at least. A few channels of the residual
-    # stream are far larger than the rest; kept apart they cost under 1% of the bytes, and most of the error is gone.
-    # Few linear inputs are stored at all (those of heads and poolers), and errors in them matter. From its input a
-    # checkpointed layer computes everything again, q and k too; that input is small, so it never has fewer
+    # storage: every role through a codec; q, k and v never below 8 bits. a few channels of the residual stream are
+    # far larger than the rest: kept apart, they cost under 1% of the bytes and most of the error goes. few linear
+    # inputs are stored at all (heads, poolers), and those matter
+    # the input of a checkpointed layer makes all of that layer, q and k too, and costs little: none stores it coarser
     "int8": CompressionConfig(
         linear="int8",
         norm="int8_outliers",
