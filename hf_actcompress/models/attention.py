@@ -25,7 +25,7 @@ from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice, transforms_active
 from ..records import padding_in, shares_rows
 from ..reference import packed_kernel, packed_sdpa
-from ..reference.device_rules import on_cpu
+from ..reference.device_rules import device_rules
 from ..reference.sequences import Sequences
 from .eager_attention import find_eager
 from .keys_and_values import keys_and_values
@@ -230,6 +230,12 @@ def _traced(
     if settings.keeps == "recomputed":
         return compilation.recompute(out)
     return out if name == compilation.PLAIN else compilation.keep(out, name)
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether a CPU's kernels run, in an estimate those of the device that is estimated."""
+    rules = device_rules()
+    return x.device.type == "cpu" if rules is None else rules.on_cpu
 
 
 def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:
