@@ -17,10 +17,10 @@ RMSNorm's mean of squares, tried at each width when it is met first.
 Rotary embeddings keep nothing in stock either: their kernels are there for the passes over memory, one for q and one
 for k in place of five to seven, with the reference's bits both ways.
 
-What has no kernel here. LayerNorm's forward, which also rebuilds its output: torch has it as one kernel. Dropout's
-replay: torch's own kernel under the generator's old state draws the stock mask, whose layout over threads is torch's
-and changes with its version. Residual sums and dropout fused into a norm: leaf modules are patched one by one, and
-none sees its neighbour. Packing by size (entries, tiles, rows): a sort.
+What is none. LayerNorm's forward, which also rebuilds its output: torch has it as one kernel. Dropout's replay: torch's
+own kernel under the generator's old state draws the stock mask, whose layout over threads is torch's and changes with
+its version. Residual sums and dropout fused into a norm: leaf modules are patched one by one, and none sees its
+neighbour. Packing by size (entries, tiles, rows): a sort.
 
 What runs where it is faster. Weight gradients out of what a codec kept: a product that decodes, gathers or pools inside
 of its tiles has to be faster than a pass that does so and torch's product, and which of the two is depends on the shape

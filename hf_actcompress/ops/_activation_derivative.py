@@ -33,17 +33,18 @@ class ActivationDerivativeFunction(torch.autograd.Function):
 def activation_derivative(
     x: Tensor,
     stock: Callable[[Tensor], Tensor],
-    kind: str,
+    kind: str | None = None,
     options: tuple[float, ...] = (),
     *,
     codec: Codec = IDENTITY,
 ) -> Tensor:
-    """A pointwise activation that keeps one tensor, its derivative, however many stock keeps.
+    """A pointwise function of any composition that keeps one tensor, its derivative, however many stock keeps.
 
     Args:
         x: Any shape, floating point.
         stock: The stock forward, pointwise; its values are returned unchanged.
-        kind: A row of ``reference.ACTIVATIONS``, whose derivative is f'.
+        kind: A row of ``reference.ACTIVATIONS``, or None: then f' is had by forward-mode differentiation of ``stock``
+            in fp32, which needs no row.
         options: Constants of that row.
         codec: How f'(x) is stored.
 
@@ -60,6 +61,10 @@ def activation_derivative(
         Nested forward automatic differentiation (arXiv 2209.10778).
     """
     with torch.no_grad():
-        slope = implementation("activation_derivative", x, kind)(x, kind, options)
+        # not inside the Function, where forward-mode differentiation is switched off
+        if kind is None:
+            slope = implementation("forward_derivative", x)(x, stock)
+        else:
+            slope = implementation("activation_derivative", x, kind)(x, kind, options)
     y: Tensor = applied(ActivationDerivativeFunction, x, slope, stock, codec)
     return y

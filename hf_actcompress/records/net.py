@@ -58,7 +58,7 @@ class Net:
 
     def __init__(self, codec: Codec | None) -> None:
         self.codec = codec
-        # the hooks that were on before ours: they get what is kept
+        # those that were on before get what is kept
         self.outside = hooks_outside()
         stands_before(self, self.outside)
         self.hooks = self.pack, self.unpack
@@ -74,7 +74,7 @@ class Net:
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
         held = held or self._smaller(x, own) or self._kept(x)
-        # autograd numbers a node right before the node saves its tensors
+        # a node takes its number, and then it saves
         number = next_sequence_number() - 1
         self._by_node.setdefault(number, []).append(weakref.ref(held))
         if x.grad_fn is not None and x.grad_fn._sequence_nr() == number:
@@ -117,10 +117,10 @@ class Net:
         return Kept(tuple(outside[0](x) for x in parts), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
-        """By the record of x, if one of our ops has declared x."""
+        """Made again through the registry, which knows what our ops made."""
         record = known_record(x)
         if record is None or is_dropped(record):
-            # a record without padding rows is only for ops that check the gradient of those rows
+            # padding rows are dropped only where somebody looks at the gradient there
             return None
         lossless = is_lossless(record)
         if (lossless and not isinstance(record, Derived)) or not (lossless or self.codec):
@@ -142,7 +142,7 @@ class Net:
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor) -> Made | None:
-        """By what the autograd node that made x, or the tensor of which x is a view, has saved."""
+        """Made again by the autograd node that made x, or the tensor of which x is a view."""
         base = x._base if x._base is not None else x
         if base.numel() != x.numel():
             return None
@@ -162,7 +162,7 @@ class Net:
 
     def _by_its_node(self, x: Tensor) -> Made | None:
         if x._version:
-            # a write under no_grad changes the tensor and leaves its node as it was
+            # somebody may have written on it without a gradient, which its node does not show
             return None
         found = self._copied(x) or self._pointwise(x)
         if found is None:
@@ -230,7 +230,7 @@ def netted(codec: Codec) -> Iterator[None]:
 
 
 class _Off:
-    """The net is off while one of our ops runs, which knows itself what to keep. That saves the host's time.
+    """The net is off for one of our ops, which knows itself what to keep: that saves the host's time.
 
     It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs.
     """
@@ -256,7 +256,7 @@ class _Off:
 
 
 def applied(function: _Function, *inputs: Any) -> Any:
-    """``function.apply(*inputs)`` of one of our ops. The net is off, unless hooks outside are to get what is kept."""
+    """``function.apply(*inputs)`` of one of our ops. Without the net, where no hooks outside must get what is kept."""
     net = None if torch.compiler.is_compiling() else current.net
     if net is None or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -271,7 +271,7 @@ def applied(function: _Function, *inputs: Any) -> Any:
 
 
 def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function without the net, so that autograd keeps all that it saves: the net could save nothing of it."""
+    """The function's result without the net, so that autograd keeps all: for what the net could save nothing of."""
     net = None if torch.compiler.is_compiling() else current.net
     if net is None or net.outside is not None or not net.is_innermost():
         return function(*args, **kwargs)

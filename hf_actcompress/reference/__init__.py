@@ -9,7 +9,7 @@ from .attention import attention_bwd, attention_fwd
 from .attention_tempo import attention_tempo_bwd, attention_tempo_fwd
 from .block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
 from .conv2d import ConvGeometry, conv2d_bwd, conv2d_fwd
-from .derivative import activation_derivative
+from .derivative import activation_derivative, forward_derivative
 from .dropout import draws_like_any, dropout_fwd, dropout_replay, replayed_rng, rng_state
 from .fewbit import FEWBIT_METHODS, TABLE_OPTIONS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .float8 import float8_grad_weight, float8_pack, float8_unpack
@@ -75,6 +75,7 @@ __all__ = [
     "float8_grad_weight",
     "float8_pack",
     "float8_unpack",
+    "forward_derivative",
     "gated_product",
     "gated_product_and_bwd",
     "gated_product_bwd",
