@@ -95,8 +95,8 @@ class CompressionConfig(ConfigFile):
             its input alone, which costs nothing where it is a norm's output, and is computed twice; in a checkpointed
             layer (but with ``use_reentrant=True``) not once more. Exact, with the weights' gradients summed over tiles
             in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants have no effect
-            inside. Evaluation under ``no_grad`` goes in tiles, too. Whole are: MLPs with hooks on their layers, sharded
-            ones (ZeRO-3), compiled ones, and experts.
+            inside. Evaluation under ``no_grad`` goes in tiles, too. Not computed in tiles: MLPs with hooks on their
+            layers, sharded ones (ZeRO-3), compiled ones, and experts.
         programs: Run layers as programs: one autograd Function per layer where torch runs its attention by a fused
             kernel, else two and the attention, in code that is written down from what the layer's own code does, with
             the same bits and kept bytes for less of the host's time. A layer that is checkpointed as torch does it by
@@ -224,7 +224,7 @@ PRESETS: dict[str, CompressionConfig] = {
     "offload": CompressionConfig(
         linear="offload", norm="offload", mlp="offload", attention="offload", checkpoint_input="offload"
     ),
-    # other tensors
+    # presets whose ops keep other tensors
     "tempo": CompressionConfig(activation_variant="output", norm_variant="output", attention_variant="tempo"),
     "inverted": CompressionConfig(activation_variant="output"),
     "fewbit": CompressionConfig(activation_variant="steps3"),

@@ -86,7 +86,7 @@ def patch_model(
 
 
 def apply_config(model: nn.Module, config: CompressionConfig, generators: Generators | None = None) -> None:
-    """Patch what is not patched yet: all of it, or nothing if something goes wrong. Says nothing and seeds nothing.
+    """Patch what is not patched yet: all of it, or nothing if something goes wrong. No warning, no seed.
 
     Args:
         generators: From which the stochastic codecs draw; None: the model's own, or new ones.
@@ -126,7 +126,7 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
         if settings_of(module) is not None or is_parametrization(name):
             continue
         if isinstance(module, PatchedModule):
-            # of a patched class without settings: somebody made it with the class of a patched layer
+            # its class is patched and it has no settings: somebody made it with the class of a patched layer
             unpatch_instance(module)  # type: ignore[arg-type]
         local = config.at(name)
         if id(module) in of_rank:
@@ -142,7 +142,7 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
 
 
 def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
-    """Let the layers that are proved run as programs; their leaves stay patched for the calls that do not."""
+    """Let the layers that are proved run as programs. Their leaves stay patched for calls that run leaf by leaf."""
     for layer in list(model.modules()):
         settings = settings_of(layer)
         if settings is not None and is_outdated(layer):
@@ -162,7 +162,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
 
 
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
-    """Let modules run again whose leaves are patched and whose own code keeps much: the outermost of them."""
+    """Let modules whose own code keeps much run again in backward: the outermost ones. Their leaves are patched."""
     inside: set[int] = set()
     for name, module in list(_named(model, prefix)):
         found = find_selective(module, config.at(name)) if id(module) not in inside else None

@@ -1,4 +1,4 @@
-"""Make the tables by which a GELU-like activation's derivative is had from its output: reference/tables/inverted.py.
+"""Fit a GELU-like activation's derivative as a function of its output: reference/tables/inverted.py.
 
 f has one minimum, y* = f(x*). On either side of it f'(x) is a smooth function of a coordinate that y gives:
 

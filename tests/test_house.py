@@ -39,7 +39,16 @@ def test_every_module_says_what_it_is():
 
 
 def test_one_op_has_one_basename_in_every_layer():
-    """A file of kernels/ has one of the same name in reference/, but for what all kernels share."""
-    shared = {"common", "fallback", "probe", "timing"}
-    names = {path.stem for path in (PACKAGE / "reference").glob("*.py")} | shared
-    assert {path.stem for path in (PACKAGE / "kernels").glob("*.py") if path.stem[0] != "_"} <= names
+    """A file of kernels/ has one of the same place and name in reference/, but for what many kernels share."""
+    shared = {"common", "fallback", "grad_weight", "probe", "timing"}
+    reference, kernels = (
+        {path.relative_to(PACKAGE / layer).with_suffix("") for path in (PACKAGE / layer).rglob("*.py")}
+        for layer in ("reference", "kernels")
+    )
+    assert not {str(name) for name in kernels - reference} - shared
+
+
+def test_every_file_of_a_published_method_is_in_the_readmes_table():
+    table = (PACKAGE / "README.md").read_text()
+    files = [path for path in FILES if "methods" in path.parts and path.stem != "__init__"]
+    assert not [path for path in files if f"{path.stem}`" not in table]

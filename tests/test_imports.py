@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ NAME = PACKAGE.name
 
 # a part imports from its own and lower levels; parts of one level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "private_apis"),
+    ("errors", "private_apis", "roles"),
     ("config_file",),
     # a formula over data, which imports no torch
     ("quick",),
@@ -58,17 +59,22 @@ CONFINED = {
 }
 
 
-def modules() -> Iterator[tuple[Path, str, ast.Module]]:
+@cache
+def modules() -> tuple[tuple[Path, str, ast.Module], ...]:
     """Every file of the package: its path, the part it belongs to, its tree."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        relative = path.relative_to(PACKAGE)
-        part = relative.parts[0].removesuffix(".py")
-        if part not in ("__init__", "__main__"):
-            yield path, part, ast.parse(path.read_text())
+    paths = sorted(PACKAGE.rglob("*.py"))
+    parts = {path: path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in paths}
+    found = [path for path in paths if parts[path] not in ("__init__", "__main__")]
+    return tuple((path, parts[path], ast.parse(path.read_text())) for path in found)
 
 
-def imported(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+@cache
+def imported(path: Path, tree: ast.Module) -> tuple[tuple[int, str], ...]:
     """Absolute dotted names of what a file imports, with the line; lazy imports and type-checking ones too."""
+    return tuple(_imported(path, tree))
+
+
+def _imported(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -184,11 +190,13 @@ print("trained", "triton" in sys.modules)
 
 def _graph() -> dict[str, set[str]]:
     """Module -> the package's modules that it names in imports, lazy ones and type-checking ones too."""
-    paths = [path for path, _, _ in modules()]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (path, tree)
+        for path, _, tree in modules()
+    }
     graph = {}
-    for name, path in names.items():
-        targets = {target for _, target in imported(path, ast.parse(path.read_text()))}
+    for name, file in names.items():
+        targets = {target for _, target in imported(*file)}
         # a name in a module, or a module in a package
         found = {target if target in names else target.rpartition(".")[0] for target in targets}
         graph[name] = {target for target in found if target in names and target != name}

@@ -14,7 +14,7 @@ from hf_actcompress.private_apis import PRIVATE_APIS, PrivateAPI
 PACKAGE = Path(__file__).parent.parent / "hf_actcompress"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # private as a matter of Python's own conventions, or of what the package says of its own objects by a string
-PYTHON = {"_missing_", "_asdict", "_replace", "_getframe"}
+PYTHON = {"_missing_", "_value_", "_asdict", "_replace", "_getframe"}
 
 
 def evaluated(name: str) -> Any:

@@ -10,6 +10,9 @@ import transformers as hf
 from torch import nn
 
 from hf_actcompress import CompressionConfig, memory_report, patch_model, patch_report
+from hf_actcompress.config_checks import CODEC_ROLES
+from hf_actcompress.memory.planning.costs import GROUPS
+from hf_actcompress.roles import Role
 from tests.families import BODY, BY_NAME
 
 _SIZES = {
@@ -72,6 +75,18 @@ def test_what_no_rule_knows_has_a_reason(name: str, role: str) -> None:
         model.set_experts_implementation("eager")
     reasons = [row.reason for row in patch_report(patch_model(model)).left_alone if row.role == role]
     assert reasons and all("stock" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_roles_are_those_of_the_enum(name: str) -> None:
+    roles = {row.role for row in patch_report(patch_model(build(name))).rows}
+    assert roles and not roles - {role.value for role in Role}
+
+
+def test_roles_name_fields_of_a_config_and_groups_of_a_plan() -> None:
+    assert {role.field for role in Role} - {""} == {*CODEC_ROLES, "other"}
+    assert {role.group for role in Role} - {""} == set(GROUPS)
+    assert all(role.field for role in Role if role.group)
 
 
 def test_batch_norm_and_attention_of_its_own_are_named() -> None:

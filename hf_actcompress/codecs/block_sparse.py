@@ -18,8 +18,8 @@ QUOTAS = ("column", "row", "global")
 class BlockSparse(Codec):
     """Keep the tiles of largest norm, exactly; the others come back as zero. dW is made of the kept tiles alone.
 
-    Stored as block-sparse rows are, a dense tile and its position for each; where every column or row of tiles keeps as
-    many, the row pointers of that format are implied.
+    The format is that of block-sparse rows: for each kept tile its elements and its position. Where every column or row
+    of tiles keeps the same number, the row pointers of that format are not needed.
 
     Bytes: ``f (b + 4 / (br bc))`` per element of b bytes, f the kept fraction (tiles at the end count whole).
     Bias: yes, the weight gradient shrinks; deterministic.

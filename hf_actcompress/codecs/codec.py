@@ -47,7 +47,7 @@ class Codec(Protocol):
         ...
 
     def has_grad_weight(self, dy: Tensor) -> bool:
-        """Whether `grad_weight` may return something else than None for such a dy: for who has to fetch the tensors."""
+        """Whether `grad_weight` may return a gradient for such a dy. `Offload` asks before it fetches the tensors."""
         return type(self).grad_weight is not Codec.grad_weight
 
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
@@ -58,18 +58,18 @@ class Codec(Protocol):
         return None
 
     def drawing_from(self, generators: Generators) -> Codec:
-        """The same format, equal to this one, which draws from a model's generators; itself if it draws nothing."""
+        """A codec equal to this one that draws from a model's generators. A codec that draws nothing returns itself."""
         return self
 
     def used_in(self, module: str, role: str) -> Codec:
-        """The same format in the module of that name, for who learns there in training; itself if it learns nothing.
+        """An equal codec for the module of that name, if it learns something there in training; else itself.
 
         Called after `drawing_from`: what is learnt belongs to the model, as its generators do.
         """
         return self
 
     def keeping_sign(self) -> Codec:
-        """The same format, whose decoded values are above zero where x is; itself if it promises nothing of that kind.
+        """The same format with decoded values above zero where x is. A codec that cannot do so returns itself.
 
         For what is kept of a ReLU: there the sign decides whether a gradient goes through.
         """

@@ -61,7 +61,7 @@ class Float8(Codec):
 
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         if not self.has_grad_weight(dy):
-            # torch has nothing better than to unpack
+            # without the kernel, unpacking and torch's product are the fastest
             return None
         args = dy.reshape(-1, dy.size(-1)), *tensors, self._group_size(meta_of(meta).features)
         if not kernel_wins("float8_grad_weight", _unpacked_product, *args):

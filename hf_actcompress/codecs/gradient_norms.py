@@ -1,4 +1,4 @@
-"""How large the gradient of each token of each sample was the last time, for those who sample tokens."""
+"""How large each token's gradient was when its sample came last: codecs that sample tokens draw by it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _FLOOR = 0.1
 class SiteNorms:
     """Norms of dy [samples, positions] at one place of a model, on the host, in fp32.
 
-    What is in it is of consequence to the variance of an estimate alone: it never depends on the draw that it steers.
+    The norms change the variance of an estimated gradient, and never its mean: they do not depend on the draw that they
+    steer.
     """
 
     def __init__(self, samples: int, positions: int) -> None:
         self.squares = torch.zeros(samples, positions)
         self.seen = torch.zeros(samples, dtype=torch.bool)
-        # samples of a batch that is being used: the next gradient is the first of theirs, others are added
+        # the samples whose next gradient replaces what is known of them; gradients after it are added
         self.awaited = torch.zeros(samples, dtype=torch.bool)
 
     def fits(self, rows: int, samples: Tensor) -> bool:
@@ -30,7 +31,7 @@ class SiteNorms:
         return rows % len(samples) == 0 and rows // len(samples) <= self.squares.size(1)
 
     def expect(self, rows: int, samples: Tensor) -> Tensor:
-        """What to multiply the norms of x [rows] by; for samples that were not here yet the mean of those that were."""
+        """Factors [rows] for the norms of x. Samples that are new get the mean of those that are known."""
         self.awaited[samples] = True
         return _factors(self.squares[samples, : rows // len(samples)].sqrt(), self.seen[samples])
 
@@ -41,7 +42,7 @@ class SiteNorms:
         squares = norms.square().view(len(samples), -1)
         fresh, positions = self.awaited[samples], squares.size(1)
         before = self.squares[samples, :positions].masked_fill(fresh.unsqueeze(1), 0)
-        # of a batch with loss scaling that overflowed, nothing is learnt
+        # nothing is learnt from a batch whose loss scaling has overflowed
         self.squares[samples, :positions] = torch.where(squares.isfinite(), before + squares, before)
         self.awaited[samples], self.seen[samples] = False, True
 
@@ -58,8 +59,8 @@ def _factors(norms: Tensor, seen: Tensor) -> Tensor:
 class RememberedNorms(SiteNorms):
     """The same of the last `capacity` samples that came, by numbers that tell them apart, such as hashes.
 
-    It grows in backward, by 4 bytes per sample and position on the host. A copy (deepcopy, pickle) starts empty: it is
-    of another training, and what was learnt here lowers no error there.
+    It grows in backward, by 4 bytes per sample and position on the host. A copy (deepcopy, pickle) starts empty: it
+    belongs to another training, for which these norms mean nothing.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -91,7 +92,7 @@ class RememberedNorms(SiteNorms):
         super().note(dy, at)
 
     def _row_of(self, number: int) -> int:
-        """The row of a sample; of a new one the next, or the oldest one's where all are taken."""
+        """The row of a sample. A new sample gets the next free row; if none is free, the row of the oldest sample."""
         if number not in self._row:
             row = self._given % self.capacity
             self._given += 1

@@ -94,7 +94,7 @@ class IntGroup(Codec):
 
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         if not self.has_grad_weight(dy):
-            # torch has nothing better than to unpack
+            # without the kernel, unpacking and torch's product are the fastest
             return None
         (codes, scale, zero, *outliers), known = tensors, meta_of(meta)
         packed = codes, scale, zero, known.features, self.bits, self.group_size

@@ -38,8 +38,9 @@ class WidthMeta:
 class IntMeasured(Codec):
     """Group quantisation with stochastic rounding, whose bits differ between layers and roles and change in training.
 
-    `models/sensitivity.py` measures how much the gradient suffers from each layer's rounding, and sets the bits of all
-    of them so that their mean is `bits`. Before that, and outside of a patched model, all have `bits`.
+    `models/sensitivity.py` measures how much the gradient suffers from each layer's rounding. It then
+    sets the bits of all of them so that their mean is `bits`. Before that, and outside of a patched model, all have
+    `bits`.
 
     Bytes: on average ``bits / 8 + 4 / group_size`` per element; 2, 3, 4 or 8 bits at one place.
     Bias: as `IntGroup` with stochastic rounding: none. The bits depend on earlier batches alone.
@@ -60,7 +61,7 @@ class IntMeasured(Codec):
     generators: Generators | None = field(default=None, compare=False, repr=False)
 
     def _now(self) -> IntGroup | None:
-        # a graph holds for one width
+        # a compiled graph is made for one width
         bits = self.bits if self.width is None or torch.compiler.is_compiling() else self.width.bits
         if not bits:
             return None

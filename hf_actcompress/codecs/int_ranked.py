@@ -64,7 +64,7 @@ class IntRanked(Codec):
         meta = TensorMeta.of(x)
         count, wide = self._counts(x.numel())
         flat, missing = x.reshape(-1), -x.numel() % self.group_size
-        # its last number again, which widens no range
+        # padded with the last number, which does not widen the range of its group
         flat = torch.cat((flat, flat[-1:].expand(missing))) if missing else flat
         groups = flat.view(count, self.group_size)
         # a group with a NaN or inf is the widest

@@ -10,19 +10,20 @@ from torch import Tensor
 from ..dispatch import implementation
 from ..reference.int_running import group_ranges
 from ..reference.rng import Generators, drawn_from
+from ..roles import Role
 from .codec import Codec, TensorMeta, meta_of
 
 # the roles whose modules store one tensor: of several, such as q, k and v, one place would mix the ranges
-_ONE_TENSOR = ("activation", "conv2d", "linear", "norm")
+_ONE_TENSOR = (Role.ACTIVATION, Role.CONV2D, Role.LINEAR, Role.NORM)
 
 
 @dataclass(frozen=True)
 class IntRunning(Codec):
     """8 bits with stochastic rounding; one range for all tokens, of each head or of each chunk of other features.
 
-    The range follows the tensors of the last steps: ``decay`` of what it was and the rest of what this tensor has. A
-    value outside of it is clamped. Where the module stores several tensors (q, k and v; gate and up), in compiled
-    graphs and outside of a patched model, the range is that of the tensor itself.
+    The range follows the tensors of the last steps: the new one is ``decay`` times the former one plus ``1 - decay``
+    times this tensor's. A value outside of it is clamped. Where the module stores several tensors (q, k and v; gate and
+    up), in compiled graphs and outside of a patched model, the range is that of the tensor itself.
 
     Bytes: ``1`` per element, and 8 per group for the whole tensor.
     Bias: none inside of the range. What lies outside is clamped, which pulls it towards the range.
@@ -70,7 +71,7 @@ class IntRunning(Codec):
             return ranges
         before: Tensor | None = self.generators.learnt.get(self.place)
         if before is not None and before.shape == ranges.shape and before.device == ranges.device:
-            # of a step that overflowed nothing is learnt, and its gradient is to show it
+            # a step that overflowed teaches no range, and its gradient has to show the overflow
             followed = before.to(ranges.dtype).lerp(ranges, 1 - self.decay)
             self.generators.learnt[self.place] = torch.where(ranges.isfinite(), followed, before.to(ranges.dtype))
             return torch.where(ranges.isfinite(), followed, ranges)

@@ -78,7 +78,7 @@ class Offload(Codec):
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         assert isinstance(meta, OffloadedMeta)
         if not self.has_grad_weight(dy):
-            # not for nothing: unpacking would bring them once more
+            # the tensors are not fetched here, because unpacking would fetch them a second time
             return None
         return self.inner.grad_weight(dy, _to_device(tensors, meta), meta.inner)
 

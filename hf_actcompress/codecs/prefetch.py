@@ -101,7 +101,7 @@ class Lane:
         return self.link.finish(arrival)
 
     def _begin_backward(self, task: int) -> None:
-        # what is left over is from one that raised, or from the one around this
+        # these are left over from a backward that raised, or belong to one that is around this one
         self._drop()
         self._task, self._place = task, -1
         at_end_of_backward(self._drop)

@@ -18,7 +18,7 @@ DRAWS = ("independent", "stratified")
 
 @dataclass(frozen=True)
 class SampledMeta(TensorMeta):
-    """Of rows whose sequences are known by number."""
+    """The static half, of rows whose sequences are known by number."""
 
     samples: tuple[int, ...]
 

@@ -1,9 +1,8 @@
-"""Pictures of memory: bytes by role, bytes over time, peaks over batch sizes. matplotlib is imported to draw."""
+"""Pictures of memory: bytes by role, bytes over time. matplotlib is imported to draw."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..errors import MissingExtraError
@@ -14,22 +13,6 @@ if TYPE_CHECKING:
 
 # a path whose suffix decides the format, or a binary file for a PNG
 Target: TypeAlias = "str | PathLike[str] | IO[bytes]"
-
-# GiB; what cards are sold with
-CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
-
-
-@dataclass(frozen=True)
-class PeakLine:
-    """Peaks of one strategy.
-
-    Args:
-        batch_sizes: Ascending.
-        peak_bytes: One for each.
-    """
-
-    batch_sizes: Sequence[int]
-    peak_bytes: Sequence[int]
 
 
 class Curve(Protocol):
@@ -118,35 +101,6 @@ def draw_timelines(timelines: Mapping[str, Curve], target: Target) -> None:
     axes.set_ylim(bottom=0)
     if any(timelines):
         axes.legend()
-    _save(figure, target)
-
-
-def draw_batch_sizes(lines: Mapping[str, PeakLine], target: Target, cards: Iterable[int] = CARDS) -> None:
-    """Peak over batch size, one line per strategy, with the sizes of cards drawn in.
-
-    Args:
-        lines: Strategy -> its peaks.
-        target: A path, or a binary file for a PNG.
-        cards: In GiB; those below all peaks and far above them are left out.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    figure = new_figure("a picture of batch sizes", figsize=(9, 4.5))
-    axes = figure.add_subplot()
-    for name, line in lines.items():
-        axes.plot(line.batch_sizes, [peak / 2**30 for peak in line.peak_bytes], "o-", markersize=3, label=name)
-    highest = max((max(line.peak_bytes) / 2**30 for line in lines.values()), default=0.0)
-    left = min((min(line.batch_sizes) for line in lines.values()), default=0)
-    lowest = min((min(line.peak_bytes) / 2**30 for line in lines.values()), default=0.0)
-    sizes = sorted(card for card in cards if card > lowest)
-    for card in [card for card in sizes if card <= highest] + [card for card in sizes if card > highest][:1]:
-        axes.axhline(card, color="gray", linestyle="--", linewidth=0.8)
-        axes.annotate(f"{card} GiB", (left, card), textcoords="offset points", xytext=(0, 3), fontsize=8)
-    axes.set(xlabel="batch size", ylabel="peak in GiB")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper")
     _save(figure, target)
 
 

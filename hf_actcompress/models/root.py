@@ -23,7 +23,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..records import dropping, frame, in_frame, netted, sharing
+from ..records import Copies, Padding, dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .chosen_tokens import choice_of_call, choosing
 from .heads import deferred_logits
@@ -131,14 +131,18 @@ class PatchedForward:
         self._patch_new_modules()
         if self.config.refresh_bits and not self._measuring:
             self._refresh_bits(args, kwargs)
-        padding = padding_of_call(self.model, stock, args, kwargs) if self.config.drop_padding else None
-        copies = copies_of_call(self.model, stock, args, kwargs) if self.config.share_prompts else None
+        # a config asks for one of them at most
+        rows: Padding | Copies | None = None
+        if self.config.drop_padding:
+            rows = padding_of_call(self.model, stock, args, kwargs)
+        elif self.config.share_prompts:
+            rows = copies_of_call(self.model, stock, args, kwargs)
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, stock, args, kwargs)
         on = self.config.net and self.config.derive_linear
         net = netted(CODECS[self.config.other]) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
-        with frame(), dropping(padding), sharing(copies), choosing(choice), net:
+        with frame(), dropping(rows), choosing(choice), net:
             yield
 
     def measure_bits_next(self) -> None:

@@ -14,6 +14,7 @@ from ..config import CompressionConfig
 from ..modules.base import Settings, settings_of
 from ..modules.selective import SelectiveMixin
 from ..private_apis import BatchNormBase
+from ..roles import Role
 from .empty_cache import EmptyCache
 from .sites import Site
 from .source import names_in
@@ -22,9 +23,14 @@ from .source import names_in
 _KEEPING = frozenset({"baddbmm", "bmm", "cumsum", "einsum", "exp", "logsumexp", "matmul", "softmax", "softplus"})
 # decisions that must not be taken twice: a codec changes what they are taken by
 _DECIDING = frozenset({"argmax", "argmin", "argsort", "bucketize", "multinomial", "nonzero", "sort", "topk", "unique"})
-_LINEAR = frozenset({"conv2d", "linear", "own_linear"})
+_LINEAR = frozenset({Role.CONV2D, Role.LINEAR, Role.OWN_LINEAR})
 # modules that know themselves what to keep, or that hold whole layers
-_OTHERS = frozenset({"attention", "batch_norm", "checkpoint", "experts", "layer", "loss_head", "selective"})
+_OTHERS = frozenset(
+    {
+        Role.ATTENTION, Role.BATCH_NORM, Role.CHECKPOINT_INPUT, Role.EXPERTS, Role.LAYER, Role.LOSS_HEAD,
+        Role.SELECTIVE,
+    }
+)  # fmt: skip
 _LAYERS = (BatchNormBase, PreTrainedModel, nn.ModuleList, nn.RNNBase)
 # of the weights of the linear layers: what may be multiplied a second time
 _SMALL = 0.25

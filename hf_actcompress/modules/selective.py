@@ -54,12 +54,12 @@ class SelectiveMixin(_Module):
         return out
 
     def kwargs_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The keywords that are others in a second run; None if there can be none."""
+        """The keyword arguments that a second run gets in place of the first one's; None if it must not run again."""
         return {}
 
     @staticmethod
     def run_again(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The second run: the stock forward with what `kwargs_again` has given."""
+        """The second run: the stock forward with what `kwargs_again` has returned."""
         return stock(*args, **kwargs)
 
 

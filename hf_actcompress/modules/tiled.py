@@ -54,7 +54,7 @@ class TiledMixin(_Module):
         return self._modules[options[0]] if options else None
 
     def _unread(self) -> nn.Module | None:
-        """The layer whose product no gradient reads: the last one, also inside of plain LoRA, which adds to it."""
+        """The layer whose output no gradient depends on: the last one, also inside of plain LoRA, which adds to it."""
         last: Any = self.last()
         if isinstance(last, PatchedModule) and last.stock_class.__module__ == _LORA:
             # other forms of LoRA scale by what the base layer returns
@@ -62,7 +62,7 @@ class TiledMixin(_Module):
         return last  # type: ignore[no-any-return]
 
     def _may_be_tiled(self) -> bool:
-        """Not in a graph or a module that runs again, nor where hooks would see tiles, or weights come and go."""
+        """Not in a graph or a module that runs again, nor where hooks would see tiles or weights are sharded."""
         if torch.compiler.is_compiling() or current.call is not None:
             return False
         return not any(is_sharded(part) or (part is not self and has_hooks(part)) for part in self.modules())

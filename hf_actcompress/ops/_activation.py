@@ -51,8 +51,7 @@ class ActivationFunction(torch.autograd.Function):
         # derived from what a codec has rounded (a BatchNorm's input), x has the wrong sign somewhere
         rounded = kind in _BY_MASK and isinstance(record, Derived) and not is_lossless(record)
         save(ctx, raw(pack_mask(x > 0)) if rounded else record)
-        if not torch.compiler.is_compiling():
-            declare(y, rebuild, record)
+        declare(y, rebuild, record)
         ctx.kind, ctx.options, ctx.by_mask = kind, options, rounded
         return y
 

@@ -54,7 +54,7 @@ class RopeFunction(torch.autograd.Function):
 
 def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Declare y as x rotated, if x can be rebuilt from what is kept anyway (behind a norm of queries and keys)."""
-    record = None if torch.compiler.is_compiling() else known_record(x)
+    record = known_record(x)
     if not isinstance(record, Derived) or not is_lossless(record) or is_dropped(record):
         return
     if _large_sources(record, y.numel()) <= y.nbytes:

@@ -43,12 +43,8 @@ class GatedProductFunction(torch.autograd.Function):
         of_gate = codec.keeping_sign() if kind in SIGN_DECIDES else codec
         gate_record, up_record = record_of(gate, of_gate), record_of(up, codec)
         save(ctx, gate_record, up_record)
-        if not torch.compiler.is_compiling():
-            ctx.stock = SameAutocast(stock, gate)
-            declare(h, _Rebuild(ctx.stock, kind, options, h.dtype), gate_record, up_record)
-        else:
-            ctx.stock = stock
-        ctx.kind, ctx.options = kind, options
+        ctx.stock, ctx.kind, ctx.options = SameAutocast(stock, gate), kind, options
+        declare(h, _Rebuild(ctx.stock, kind, options, h.dtype), gate_record, up_record)
         return h
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ._apart import apart
 from ._current import current, stock_only
-from .copies import Copies, copies_of, sharing
+from .copies import Copies, copies_of
 from .hooks import kept_through
 from .net import netted
 from .outside import hooks_outside
@@ -81,7 +81,6 @@ __all__ = [
     "shared_copy",
     "shared_derivation",
     "shares_rows",
-    "sharing",
     "stock_only",
     "storage_sizes",
     "storages_of",

@@ -12,15 +12,13 @@ In a region under `torch.utils.checkpoint` all rows are kept, as under `drop_pad
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import SharedRowsError
-from ..private_apis import at_end_of_backward, current_backward
+from .guard import Guard
 
 # features that are compared, the first and the last ones, and how far apart they may be, relative to the largest of
 # them: roundings of 16 bits that have gone through many layers
@@ -29,38 +27,12 @@ _COMPARED, _APART = 8, 0.1
 _WORTH = 1 / 8
 
 
-class Guard:
+class RepetitionGuard(Guard):
     """Raises at the end of a backward in which rows were read that were no repetitions."""
 
-    __slots__ = ("_found", "_lock")
+    __slots__ = ()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[int, dict[torch.device, Tensor]] = {}
-
-    def note(self, excess: Tensor) -> None:
-        """excess [], above zero where rows differed."""
-        task = current_backward()
-        if task == -1:
-            _raise_if_any([excess])
-            return
-        with self._lock:
-            if task not in self._found:
-                self._found[task] = {}
-                at_end_of_backward(lambda: self._look(task))
-            found = self._found[task]
-            before = found.get(excess.device)
-            found[excess.device] = excess if before is None else torch.maximum(before, excess)
-
-    def _look(self, task: int) -> None:
-        with self._lock:
-            found = self._found.pop(task, {})
-        _raise_if_any(list(found.values()))
-
-
-def _raise_if_any(excesses: list[Tensor]) -> None:
-    # the one time in a backward that the host waits
-    if any(float(excess) > 0 for excess in excesses):
+    def fail(self, sizes: dict[str, float]) -> None:
         raise SharedRowsError(
             "share_prompts=True keeps rows of tokens once that begin several sequences of the batch, and they were not "
             "the same in a layer: something draws for each row, or tokens see what follows them. The gradients of this "
@@ -79,7 +51,7 @@ class Copies:
     __slots__ = ("_indices", "guard", "shape")
 
     def __init__(self, shape: tuple[int, int], first: Tensor) -> None:
-        self.shape, self.guard = shape, Guard()
+        self.shape, self.guard = shape, RepetitionGuard()
         own = first == torch.arange(first.numel())
         repeated = (~own).nonzero()[:, 0]
         numbers = (own.cumsum(0) - 1)[first]
@@ -115,36 +87,12 @@ class SharedRows:
 
     __slots__ = ("guard", "shape")
 
-    def __init__(self, guard: Guard, shape: torch.Size) -> None:
+    def __init__(self, guard: RepetitionGuard, shape: torch.Size) -> None:
         self.guard, self.shape = guard, shape
 
     def __call__(self, rows: Tensor, numbers: Tensor, excess: Tensor) -> Tensor:
-        self.guard.note(excess)
+        self.guard.note("excess", excess)
         return rows.index_select(0, numbers).view(self.shape)
-
-
-class _State(threading.local):
-    def __init__(self) -> None:
-        self.copies: Copies | None = None
-
-
-_state = _State()
-
-
-@contextmanager
-def sharing(copies: Copies | None) -> Iterator[None]:
-    """While the block runs in this thread, the rows that repeat others are not kept."""
-    before = _state.copies
-    _state.copies = copies
-    try:
-        yield
-    finally:
-        _state.copies = before
-
-
-def current_copies() -> Copies | None:
-    """The repeated rows of the forward in progress."""
-    return _state.copies
 
 
 def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | None:

@@ -26,7 +26,7 @@ class _Held:
 
 @contextmanager
 def kept_through(codec: Codec, x: Tensor) -> Iterator[None]:
-    """While it is on, x [any shape] is saved as what `codec` packs, and any other tensor as without it.
+    """While the block runs, autograd saves x [any shape] through `codec`, and every other tensor as it is.
 
     For x alone, because what else is saved may be a mask, a weight or an index. Hooks that are on outside of it
     (`save_on_cpu`, a report) get the packed tensors.

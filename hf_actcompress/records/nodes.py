@@ -1,6 +1,7 @@
 """What torch's own autograd nodes say about their output: what they save makes it again, and how.
 
-A product `y = a * b` in stock code keeps a and b. Who saves y after that need not keep it: its node has all of it. Only
+A product `y = a * b` in stock code keeps a and b. Whoever saves y after that need not keep
+it, because its node has all that y is made of. Only
 functions of single elements are listed. They are cheap, and computed again they have the same bits.
 """
 
@@ -188,7 +189,7 @@ _proved: dict[tuple[Any, ...], bool] = {}
 def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether what such a node saves makes its output again, bit by bit: tried once per kind, dtype and device.
 
-    What a node saves, and in which order, is torch's own affair and may be otherwise in its next version.
+    Torch may change from one version to the next what a node saves, and in which order.
     """
     key = type(node), dtype, device.type
     if key not in _proved:

@@ -37,8 +37,8 @@ from ..codecs import (
     TopK,
 )
 from ..errors import PaddingError
-from ..private_apis import at_end_of_backward, current_backward
-from .copies import Copies, SharedRows, current_copies
+from .copies import Copies, SharedRows
+from .guard import Guard
 from .outside import hooks_outside
 from .record import Derived, Pending, Recipe, Record, Stored, raw
 
@@ -49,48 +49,22 @@ _ATTENTION = "an attention mask lets real tokens attend to padding"
 _OF_ROWS = (BlockSparse, Float8, Identity, IntGroup, IntMeasured, IntRanked, IntRunning, RowSample, TopK)
 
 
-class Guard:
-    """Looks once per backward whether dropping was right. Notes stay on the device until then."""
+class PaddingGuard(Guard):
+    """Raises at the end of a backward in which dropping rows was wrong."""
 
-    __slots__ = ("_found", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[int, dict[tuple[str, torch.device], Tensor]] = {}
+    __slots__ = ()
 
     def note_gradient(self, dy: Tensor, padding_rows: Tensor, total: int) -> None:
         """dy [..., *], whose leading dimensions are `total` rows, has to be zero on `padding_rows`."""
         low, high = dy.reshape(total, -1).index_select(0, padding_rows).aminmax()
         worst = torch.maximum(high, -low).float()
-        self._note(_GRADIENT, torch.where(worst.isfinite(), worst, 0.0))
+        self.note(_GRADIENT, torch.where(worst.isfinite(), worst, 0.0))
 
     def note_attention(self, seen: Tensor) -> None:
         """seen [], bool: whether a real token has attended to padding."""
-        self._note(_ATTENTION, seen.float())
+        self.note(_ATTENTION, seen.float())
 
-    def _note(self, what: str, size: Tensor) -> None:
-        task = current_backward()
-        if task == -1:
-            _raise_if_any({(what, size.device): size})
-            return
-        with self._lock:
-            if task not in self._found:
-                self._found[task] = {}
-                at_end_of_backward(lambda: self._look(task))
-            found = self._found[task]
-            before = found.get((what, size.device))
-            found[what, size.device] = size if before is None else torch.maximum(before, size)
-
-    def _look(self, task: int) -> None:
-        with self._lock:
-            found = self._found.pop(task, {})
-        _raise_if_any(found)
-
-
-def _raise_if_any(found: dict[tuple[str, torch.device], Tensor]) -> None:
-    # the one time in a backward that the host waits
-    sizes = {what: size.item() for (what, _), size in found.items() if size > 0}
-    if sizes:
+    def fail(self, sizes: dict[str, float]) -> None:
         reasons = "; ".join(what.format(size) for what, size in sizes.items())
         raise PaddingError(
             f"drop_padding=True does not keep padding rows for backward, and {reasons}. The gradients of this backward "
@@ -105,7 +79,7 @@ class Padding:
     __slots__ = ("_made", "_orders", "guard", "mask", "real")
 
     def __init__(self, mask: Tensor, real: int) -> None:
-        self.mask, self.real, self.guard = mask, real, Guard()  # mask [B, S], bool, True for real
+        self.mask, self.real, self.guard = mask, real, PaddingGuard()  # mask [B, S], bool, True for real
         self._orders: dict[torch.device, Tensor] = {}
         self._made: list[tuple[weakref.ref[Tensor], int, Tensor]] = []
 
@@ -143,37 +117,35 @@ def padding_of(mask: Tensor) -> Padding | None:
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.padding: Padding | None = None
+        self.rows: Padding | Copies | None = None
 
 
 _state = _State()
 
 
 @contextmanager
-def dropping(padding: Padding | None) -> Iterator[None]:
-    """While the block runs in this thread, the rows of this padding are dropped from what is kept."""
-    before = _state.padding
-    _state.padding = padding
+def dropping(rows: Padding | Copies | None) -> Iterator[None]:
+    """While the block runs in this thread, these rows are not kept: padding, or what repeats other rows."""
+    before = _state.rows
+    _state.rows = rows
     try:
         yield
     finally:
-        _state.padding = before
+        _state.rows = before
+
+
+def _rows_in(x: Tensor) -> Padding | Copies | None:
+    """Which rows of x are not kept here and now."""
+    if torch.compiler.is_compiling():
+        return None
+    rows = _state.rows
+    return rows if rows is not None and rows.fits(x) and not checkpointed() else None
 
 
 def padding_in(x: Tensor) -> Padding | None:
     """The padding whose rows of x are dropped here and now, or None."""
-    if torch.compiler.is_compiling():
-        return None
-    padding = _state.padding
-    return padding if padding is not None and padding.fits(x) and not checkpointed() else None
-
-
-def _rows_in(x: Tensor) -> Padding | Copies | None:
-    """Which rows of x are not kept here and now: padding, or what repeats other rows."""
-    copies = None if torch.compiler.is_compiling() else current_copies()
-    if copies is not None and copies.fits(x) and not checkpointed():
-        return copies
-    return padding_in(x)
+    rows = _rows_in(x)
+    return rows if isinstance(rows, Padding) else None
 
 
 def shares_rows(x: Tensor) -> bool:
@@ -242,7 +214,7 @@ class RealRows:
 
     __slots__ = ("guard", "real", "shape")
 
-    def __init__(self, guard: Guard, shape: torch.Size, real: int) -> None:
+    def __init__(self, guard: PaddingGuard, shape: torch.Size, real: int) -> None:
         self.guard, self.shape, self.real = guard, shape, real
 
     @property

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,10 +122,8 @@ class Recipe:
         self._left = 0
         self._task = -1
         self._value: Tensor | None = None
-        # consumers on several devices run in several autograd threads; under torch.compile nothing is shared, and a
-        # lock cannot be traced
-        compiling = torch.compiler.is_compiling()
-        self._lock: AbstractContextManager[Any] = nullcontext() if compiling else threading.RLock()
+        # consumers on several devices run in several autograd threads
+        self._lock = threading.RLock()
 
     def value(self, load_sources: Callable[[], Sequence[Tensor]]) -> Tensor:
         """The rebuilt activation; `load_sources` is called only if it is not at hand from an earlier consumer."""

@@ -7,7 +7,8 @@ seen here either.) An entry ends with its tensor object, with the forward of the
 the innermost saved-tensor hooks change: that is how a checkpointed region is entered and left, and a record must not
 cross that boundary.
 
-The registry is per thread and only ever describes a forward in progress. Under `torch.compile` there is none.
+The registry is per thread and only ever describes a forward in progress. A traced forward has none: there modules run
+stock's code, but for ops that store a tensor which they could derive (`encoded`).
 """
 
 from __future__ import annotations
@@ -140,26 +141,25 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
         sources: Records of what y is made from; weights, statistics and RNG states as `raw`.
     """
-    if not torch.compiler.is_compiling():
-        declare_as(y, Derived(Recipe(recompute), sources))
+    declare_as(y, Derived(Recipe(recompute), sources))
 
 
 def declare_as(y: Tensor, record: Derived) -> None:
     """Say that y need not be kept: `record` rebuilds it, same shape, dtype, values. Ignored unless y is contiguous."""
-    if not torch.compiler.is_compiling() and y.is_contiguous():
+    if y.is_contiguous():
         _insert(y, record)
 
 
 def declare_in_order(y: Tensor, order: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
     """As `declare`, for y whose data are contiguous as its view `order` sees them, which `recompute` returns."""
-    entry = None if torch.compiler.is_compiling() or not order.is_contiguous() else _insert(y, None)
+    entry = _insert(y, None) if order.is_contiguous() else None
     if entry is not None:
         entry.describe(order, Derived(Recipe(recompute), sources))
 
 
 def known_record(x: Tensor) -> Record | None:
     """The record that x has already: what its producer declared, or what an earlier consumer keeps."""
-    entry = None if torch.compiler.is_compiling() else _find(x)
+    entry = _find(x)
     if entry is None or not entry.describes(x):
         return None
     assert entry.record is not None
@@ -185,8 +185,6 @@ def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor
     The consumers share one recipe, so the value is rebuilt once per backward.
     """
     source = record_of(x, codec)
-    if torch.compiler.is_compiling():
-        return Derived(Recipe(recompute), (source,))
     entry = _find(x) or _insert(x, None)
     if entry is None:
         return Derived(Recipe(recompute), (source,))
@@ -199,7 +197,7 @@ def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor
 
 def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Record:
     """The record of a copy of x (a narrower cast) that is kept in x's stead, made once for all consumers, by name."""
-    entry = None if torch.compiler.is_compiling() else _find(x) or _insert(x, None)
+    entry = _find(x) or _insert(x, None)
     if entry is None:
         return keep(make(), IDENTITY)
     key = (name, x.shape, x.stride())
@@ -224,8 +222,6 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
 
     For heads in a permuted memory order, which other consumers see in this one. The value is `order`'s.
     """
-    if torch.compiler.is_compiling():
-        return Stored(codec, *codec.pack(order)) if codec != IDENTITY else Stored(IDENTITY, (order,))
     entry = _find(x)
     if entry is not None and entry.describes(order):
         assert entry.record is not None

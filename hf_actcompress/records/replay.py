@@ -63,7 +63,7 @@ class Replay:
                 yield
         finally:
             current.net, current.call = before
-            # the hooks are methods: they would hold this for ever
+            # the hooks are methods, so they and this would hold each other
             del self.hooks
 
     def check(self) -> None:

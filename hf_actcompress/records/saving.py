@@ -141,13 +141,9 @@ def save(ctx: Any, *records: Record | None) -> None:
 
 def _stored_tensor(record: Record) -> Tensor:
     """Under `torch.compile`: the value, made of what is marked as kept, so that the partitioner makes it again."""
-    if isinstance(record, Pending):
-        record = record.packed()
-    if isinstance(record, Stored):
-        kept = (x if isinstance(x, Parameter) else compilation.keep(x) for x in record.tensors)
-        return record.codec.unpack(tuple(kept), record.meta)
-    assert not isinstance(record, Pending)
-    return record.recipe.recompute(*(_stored_tensor(source) for source in record.sources))
+    assert isinstance(record, Stored), "nothing is derived in a graph"
+    kept = (x if isinstance(x, Parameter) else compilation.keep(x) for x in record.tensors)
+    return record.codec.unpack(tuple(kept), record.meta)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from .storages import storage_sizes
 
 # elements; smaller tensors are kept
 _SMALL = 256
-# of the bytes that are kept instead: what must be saved beyond them, for the time that it costs
+# a second run costs time: beyond the bytes that it keeps itself, it has to save this share of them
 _WORTH = 0.125
 
 
@@ -100,8 +100,8 @@ class Call:
         self._task = -1
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What a linear layer returns for x, which it keeps; noted."""
-        # what the linear layer itself saves does not concern this call
+        """What a linear layer returns for x. It is noted, and so is x, which the layer itself keeps."""
+        # what the linear layer itself saves is no part of what this call saves
         current.call = None
         try:
             y = compute()
@@ -130,7 +130,7 @@ class Call:
         if saved and self._may_run_again(saved) and self._is_same(forward, saved):
             self._hold(net)
         else:
-            # from here on nobody asks this call
+            # the module does not run again, so this call is asked for no value
             self._given, self._inputs, self._linear, self._drawn = None, [], [], None
             for again in saved:
                 again.held = _held(again, net)
@@ -179,7 +179,7 @@ class Call:
                 seen.forget()
 
     def value(self, index: int, outside: Hooks | None) -> Tensor:
-        """What the module's code saves at that position: it runs again for the first who asks, up to the last."""
+        """What the module's code saves at that position. The first who asks lets it run again."""
         if index not in self._values:
             inputs = self._inputs_again(outside)
             linear = [None if held is None else value_of(held, outside) for held in self._held_linear]
@@ -199,7 +199,7 @@ class Call:
         try:
             return [value_of(held, outside) for held in self._held_inputs]
         except RuntimeError as error:
-            # stock may not have saved it
+            # stock, which may not have saved this input, would not raise here
             raise RuntimeError(
                 "a module is to run again for its backward, and one of its inputs has been written on since; patch the "
                 "model with CompressionConfig(selective=False)"

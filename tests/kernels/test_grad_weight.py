@@ -90,8 +90,8 @@ def test_in_shares_of_the_tokens(name: str, dtype: torch.dtype, monkeypatch: pyt
         seen.append(made.sums.size(0))
         return made
 
-    for module in ("linear", "block_sparse", "pooled"):
-        monkeypatch.setattr(f"hf_actcompress.kernels.{module}.plan", plan)
+    for codec in ("int_group", "block_sparse", "pooled"):
+        monkeypatch.setattr(f"hf_actcompress.kernels.{KERNELS[f'{codec}_grad_weight']}.plan", plan)
     # of which half are kept, or a quarter
     args = next(samples(name, dtype, 300, 24))
     within_the_law(name, args)

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hf_actcompress.display.html import HtmlSection, write_html
-from hf_actcompress.display.pictures import PeakLine, draw_batch_sizes, draw_roles, draw_timelines
+from hf_actcompress.display.pictures import draw_roles, draw_timelines
 from hf_actcompress.display.tables import Table
 from hf_actcompress.errors import MissingExtraError
 from hf_actcompress.memory import MemoryTimeline
@@ -20,7 +20,6 @@ DRAWINGS = {
     "roles": lambda target: draw_roles({"stock": {"mlp": 3 * GIB, "norm": GIB}, "exact": {"mlp": GIB}}, target),
     "timelines": lambda target: draw_timelines({"stock": TIMELINE, "exact": TIMELINE}, target),
     "timeline": TIMELINE.plot,
-    "batch_sizes": lambda target: draw_batch_sizes({"stock": PeakLine((1, 2, 4), (GIB, 9 * GIB, 25 * GIB))}, target),
 }
 every = pytest.mark.parametrize("draw", DRAWINGS.values(), ids=DRAWINGS)
 
@@ -56,17 +55,6 @@ def texts(draw, tmp_path, monkeypatch):
 def test_names_roles_and_strategies(tmp_path, monkeypatch):
     found = texts(DRAWINGS["roles"], tmp_path, monkeypatch)
     assert {"stock", "exact", "mlp", "norm", "GiB kept for backward"} <= found
-
-
-def test_cards_up_to_the_first_that_is_large_enough(tmp_path, monkeypatch):
-    found = texts(DRAWINGS["batch_sizes"], tmp_path, monkeypatch)
-    assert {name for name in found if re.fullmatch(r"\d+ GiB", name)} == {
-        "8 GiB",
-        "12 GiB",
-        "16 GiB",
-        "24 GiB",
-        "32 GiB",
-    }
 
 
 class Page(HTMLParser):

@@ -137,6 +137,7 @@ def test_inputs_of_checkpointed_layers_go_to_the_host_where_the_card_is_full():
     assert found.time > roomy.time and found.config.lossless and found.config.offloads
 
 
+@lru_cache
 def plan_floor(allow: tuple[str, ...], device: str = "cpu") -> int:
     """The least budget for which there is a plan."""
     with pytest.raises(DoesNotFitError) as caught:

@@ -41,7 +41,6 @@ def fused_attention_cases() -> list[Case]:
             3,
             # and the logsumexp, [B, H, S]
             lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0]),
-            compiles=False,
         )
         for mask in ("bool", "additive")
         for kv_heads in (4, 2)
@@ -73,7 +72,7 @@ def packed_attention_cases() -> list[Case]:
     return [
         Case(
             f"packed_{kv_heads}", ours, separate, partial(inputs, kv_heads=kv_heads), 3,
-            lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0]), compiles=False,
+            lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0]),
         )
         for kv_heads in (4, 2)
     ] + [_band_case(causal, kv_heads) for causal, kv_heads in ((True, 4), (False, 2))]  # fmt: skip
@@ -110,10 +109,10 @@ def recomputed_attention_cases() -> list[Case]:
         return size(x[0], x[1], x[2]) + RNG_STATE
 
     return [
-        Case("recomputed_bias", partial(ops.recomputed_attention, sdpa), sdpa, with_bias, 3, kept, compiles=False),
+        Case("recomputed_bias", partial(ops.recomputed_attention, sdpa), sdpa, with_bias, 3, kept),
         Case(
             "recomputed_grouped", partial(ops.recomputed_attention, sdpa), sdpa,
-            partial(attention_inputs, kv_heads=2, mask="bool"), 3, kept, compiles=False,
+            partial(attention_inputs, kv_heads=2, mask="bool"), 3, kept,
         ),
         Case(
             "recomputed_dropout",
@@ -123,6 +122,6 @@ def recomputed_attention_cases() -> list[Case]:
                     lambda q, k, v, mask, bias: functional.scaled_dot_product_attention(q, k, v, mask, 0.3),
                 )
             ),
-            dropped, masked, 3, kept, compiles=False,
+            dropped, masked, 3, kept,
         ),
     ]  # fmt: skip

@@ -170,7 +170,6 @@ def dropout_cases() -> list[Case]:
             1,
             lambda x: RNG_STATE,
             strided=False,
-            compiles=False,
         )
         for p in (0.1, 0.5, 1.0)
     ]

@@ -34,7 +34,6 @@ class Case:
     gradcheck: bool = True
     # the memory order of the inputs is free
     strided: bool = True
-    compiles: bool = True
     # a frozen weight (this index) makes the op keep none of its first input
     weight_only: int | None = None
 

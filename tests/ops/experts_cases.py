@@ -64,7 +64,7 @@ def experts_cases() -> list[Case]:
 
         functions = (partial(function, transposed=transposed) for function in (_ours, _stock))
         make = partial(inputs, transposed=transposed, bias=bias, wide=wide)
-        options = {"bits": (), "gradcheck": False, "strided": False, "compiles": False}
+        options = {"bits": (), "gradcheck": False, "strided": False}
         return Case(f"experts_{name}", *functions, make, 1, kept, **options)
 
     return [case("plain"), case("bias", bias=True), case("transposed", transposed=True), case("wide", wide=True)]
@@ -83,6 +83,5 @@ def recomputed_cases() -> list[Case]:
             lambda batch, dtype: [rand(batch, 3, 8, dtype=dtype)],
             1,
             lambda x: size(x[0]),
-            compiles=False,
         )
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_actcompress import ops
 from hf_actcompress.records import frame, live_entries
-from tests.ops.cases import BUILDERS, CASES, ELSEWHERE
+from tests.ops.cases import BUILDERS, CASES, ELSEWHERE, conv2d_cases, linear_cases
 from tests.ops.contract_case import DTYPES, Case
 from tests.oracle import (
     assert_equal_bits,
@@ -239,9 +240,11 @@ def test_output_written_in_place(case):
         torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.compiles], ids=lambda case: case.id)
+# of these ops, those that stand in a graph: elsewhere a traced module runs stock's code and marks what the op keeps
+@pytest.mark.parametrize("case", [*linear_cases(), *conv2d_cases()], ids=lambda case: case.id)
 def test_compiled_equals_eager(case):
     torch._dynamo.reset()
-    compiled = torch.compile(case.ours, fullgraph=True, backend="aot_eager")
+    ours = partial(case.ours, derive=False)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     inputs = case.inputs(2, torch.float32)
-    assert_equal_bits(gradients(compiled, inputs), gradients(case.ours, inputs))
+    assert_equal_bits(gradients(compiled, inputs), gradients(ours, inputs))

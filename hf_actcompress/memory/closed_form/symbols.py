@@ -19,7 +19,6 @@ SYMBOLS = (
 Term = tuple[int, ...]
 # nothing is stored in fewer bytes per element than the scales of scales
 _LEAST = Fraction(1, 2**13)
-ONE: Term = (0,) * len(SYMBOLS)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ...errors import MeasurementError
 from ...models.root import root_module
 from ...patching import patch_model, unpatch_model
 from ...reporting import PatchReport, patch_report
+from ...roles import Role
 from ..measurement.allocator import loss_of
 from ..measurement.restore import patch_restored, training_forward
 from ..measurement.saved_tensors import saved_tensors, storages
@@ -26,7 +27,7 @@ from .gradient_error import gradients, relative_error
 
 # the roles whose bits vary. attention stays where the base config has it: below 8 bits q and k no longer fit the
 # exact logsumexp
-_ROLE = {"norm": "norm", "activation": "mlp", "gated_mlp": "mlp", "linear": "linear", "dropout": "linear"}
+_VARIED = frozenset({Role.NORM, Role.ACTIVATION, Role.GATED_MLP, Role.LINEAR, Role.DROPOUT})
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _kept(
 
 
 def _roles(report: PatchReport) -> dict[str, str]:
-    return {row.name: _ROLE[row.role] for row in report.patched if row.role in _ROLE}
+    return {row.name: Role(row.role).field for row in report.patched if row.role in _VARIED}
 
 
 def _sensitivities(

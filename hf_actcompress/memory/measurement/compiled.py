@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ...compilation.observation import observed
 
-# the attribute that `nn.Module.compile` sets
-_CALL = "_compiled_call_impl"
+# the attribute that `nn.Module.compile` sets, and `nn.Module.__call__` calls in place of what it does itself
+CALL = "_compiled_call_impl"
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -30,7 +30,7 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if module.__dict__.get(_CALL) is not None and module not in inside:
+        if module.__dict__.get(CALL) is not None and module not in inside:
             found.append(module)
             inside.update(module.modules())
     return found
@@ -67,7 +67,7 @@ def watched(model: nn.Module, compiled: list[nn.Module]) -> Iterator[Names]:
     with calls_exchanged(compiled):
         for module in compiled:
             call = of_its_own_code(module._call_impl)
-            module.__dict__[_CALL] = torch.compile(call, backend=backend, dynamic=False)
+            module.__dict__[CALL] = torch.compile(call, backend=backend, dynamic=False)
         yield names
 
 
@@ -85,15 +85,15 @@ def of_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def calls_exchanged(compiled: list[nn.Module]) -> Iterator[None]:
+def calls_exchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
     """While the block runs, these modules are not compiled, or as somebody inside sees to it."""
-    before = [(module, module.__dict__.get(_CALL)) for module in compiled]
+    before = [(module, module.__dict__.get(CALL)) for module in modules]
     try:
         for module, _ in before:
-            module.__dict__.pop(_CALL, None)
+            module.__dict__.pop(CALL, None)
         yield
     finally:
         for module, call in before:
-            module.__dict__.pop(_CALL, None)
+            module.__dict__.pop(CALL, None)
             if call is not None:
-                module.__dict__[_CALL] = call
+                module.__dict__[CALL] = call

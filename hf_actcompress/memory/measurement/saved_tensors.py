@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...ops import DeferredLogits
 from ...records import current, hooks_outside, storage_sizes, storages_of
+from .compiled import CALL, calls_exchanged
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
 # where hooks of our own are, which stand between an op and these
@@ -204,10 +205,6 @@ def layer_names(model: nn.Module) -> Iterator[str]:
             yield from (f"{name}.{index}" for index in range(len(module)))
 
 
-# the attribute that `nn.Module.compile` sets, and `nn.Module.__call__` calls in place of what it does itself
-_CALL = "_compiled_call_impl"
-
-
 @contextmanager
 def _noted_calls(collector: _Collector) -> Iterator[None]:
     """Every call of these modules goes through the collector.
@@ -215,17 +212,11 @@ def _noted_calls(collector: _Collector) -> Iterator[None]:
     Without hooks: those of a module make a patched parent treat it differently, and torch's hooks for all modules are
     seen by every other model of the process.
     """
-    before = [(module, module.__dict__.get(_CALL)) for module in collector.names]
-    try:
-        for module, compiled in before:
-            stock = module._call_impl if compiled is None else compiled
-            module.__dict__[_CALL] = partial(collector.call, module, stock)
+    calls = {module: module.__dict__.get(CALL) or module._call_impl for module in collector.names}
+    with calls_exchanged(calls):
+        for module, stock in calls.items():
+            module.__dict__[CALL] = partial(collector.call, module, stock)
         yield
-    finally:
-        for module, compiled in before:
-            module.__dict__.pop(_CALL, None)
-            if compiled is not None:
-                module.__dict__[_CALL] = compiled
 
 
 def storages(tensors: Iterable[Any]) -> set[int]:

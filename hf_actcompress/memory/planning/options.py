@@ -11,6 +11,7 @@ from torch import nn
 from ...codecs import CODECS, Offload
 from ...config import PRESETS, CompressionConfig
 from ...errors import UnsupportedModelError
+from ...roles import Role
 from ..estimation.fake_step.step import FakeStep
 from ..estimation.layers import LayerRun, find_runs, shortened
 from .costs import GROUPS, DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
@@ -30,10 +31,8 @@ OPTIONS = (*STORAGE, *CHECKPOINTS)
 # a step's time that any error is worth avoiding for: more than that of all layers of a model
 _AVOIDED = 1e6
 
-# role of a report -> group
-_GROUP = {"norm": "norm", "activation": "mlp", "gated_mlp": "mlp", "attention": "attention", "linear": "attention"}
-# what a linear keeps where attention's output is no record of attention's own goes with attention
-_FIELDS = {"norm": ("norm",), "mlp": ("mlp",), "attention": ("attention", "linear")}
+# group -> the fields of a config that name the codecs of its roles
+_FIELDS = {group: tuple(dict.fromkeys(role.field for role in Role if role.group == group)) for group in GROUPS}
 
 
 @dataclass(frozen=True)
@@ -131,10 +130,10 @@ def _stored(
     offloaded = {group for group, preset in packed.items() if preset == "offload"}
     names = list(dict.fromkeys(choice.values()))
     settings = tuple(
-        (role, codec)
+        (field, codec)
         for group, preset in packed.items()
-        for role in _FIELDS[group]
-        if (codec := getattr(PRESETS[preset], role)) != "identity"
+        for field in _FIELDS[group]
+        if (codec := getattr(PRESETS[preset], field)) != "identity"
     )
     main = (codec_error(getattr(PRESETS[preset], group)) for group, preset in packed.items())
     return LayerOption(
@@ -149,8 +148,8 @@ def _stored(
 def _by_group(step: FakeStep) -> dict[str, int]:
     sizes = dict.fromkeys(GROUPS, 0)
     for role, nbytes in step.by_role.items():
-        if role in _GROUP:
-            sizes[_GROUP[role]] += nbytes
+        if group := Role(role).group:
+            sizes[group] += nbytes
     return sizes
 
 
