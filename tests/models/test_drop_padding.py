@@ -253,11 +253,12 @@ def test_encoder_decoders_are_left_alone():
     family = BY_NAME["t5"]
     batch = family.make_batch("right")
     model = family.build(dropout=0.1)
-    assert_same(both(model, batch))
+    # leaf by leaf both ways: programs add up what decoder layers read of the encoder in another order
+    assert_same(both(model, batch, programs=False))
     kept = [
         kept_bytes(lambda: model(**batch), "cpu")
         for drop in (False, True)
-        if patch_model(model, CompressionConfig(drop_padding=drop))
+        if patch_model(model, CompressionConfig(drop_padding=drop, programs=False))
     ]
     assert kept[0] == kept[1]
     reasons = [row.reason for row in patch_report(model).left_alone if row.role == "padding"]
