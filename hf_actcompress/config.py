@@ -21,7 +21,8 @@ class CompressionConfig(ConfigFile):
         linear: Codec of linear inputs that have to be kept (most are derived and cost nothing).
         norm: Codec of the norms' inputs.
         mlp: Codec of activation inputs and of gate and up.
-        attention: Codec of q, k, v; with another codec than "identity" every attention call goes through our op.
+        attention: Codec of q, k, v and the output; with another codec than "identity" every attention call goes through
+            our op. Codecs along tokens, such as "int5_channels", need the variant "recomputed".
         other: Codec of large activations that code without a rule keeps (`net`); another one than "identity" takes
             nothing that is made of weights alone, and no masks, statistics, indices or losses.
         derive_linear: Rebuild a linear's input in backward where that is possible, at no cost in bytes. False: each
@@ -194,9 +195,9 @@ PRESETS: dict[str, CompressionConfig] = {
     "exact": CompressionConfig(),
     # exact, too, for long contexts: MLPs keep their input alone and are computed again in tiles, logits in chunks
     "long": CompressionConfig(tiled_mlp="auto", logits=False),
-    # storage: every role through a codec; q, k and v never below 8 bits. a few channels of the residual stream are
-    # far larger than the rest: kept apart, they cost under 1% of the bytes and most of the error goes. few linear
-    # inputs are stored at all (heads, poolers), and those matter
+    # storage: every role through a codec; q, k and v not below 8 bits where they have to fit the exact statistics. a
+    # few channels of the residual stream are far larger than the rest: kept apart, they cost under 1% of the bytes and
+    # most of the error goes. few linear inputs are stored at all (heads, poolers), and those matter
     # the input of a checkpointed layer makes all of that layer, q and k too, and costs little: none stores it coarser
     "int8": CompressionConfig(
         linear="int8",
@@ -211,6 +212,16 @@ PRESETS: dict[str, CompressionConfig] = {
         norm="int4_128_outliers",
         mlp="int4_outliers",
         attention="int8",
+        other="int8",
+        checkpoint_input="int8_outliers",
+    ),
+    # attention in 5 bits, too: it is run again in backward, so that its statistics fit what was stored
+    "int4_attention": CompressionConfig(
+        linear="int8",
+        norm="int4_128_outliers",
+        mlp="int4_outliers",
+        attention="int5_channels",
+        attention_variant="recomputed",
         other="int8",
         checkpoint_input="int8_outliers",
     ),

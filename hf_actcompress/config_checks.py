@@ -56,8 +56,17 @@ def check(config: Any) -> None:
     for field, variants in VARIANTS.items():
         if getattr(config, field) not in variants:
             raise UnknownOptionError(field, getattr(config, field), variants)
+    _check_attention(config)
     _check_checkpoints(config)
     _check_tokens(config)
+
+
+def _check_attention(config: Any) -> None:
+    """Attention keeps its output with heads before features, which a codec along tokens would take for tokens."""
+    codecs = [config.attention, *(value for _, field, value in config.overrides if field == "attention")]
+    along = [name for name in codecs if CODECS[name].along_tokens]
+    if along and config.attention_variant != "recomputed":
+        raise UnknownOptionError(f"attention_variant with {along[0]}", config.attention_variant, ["recomputed"])
 
 
 def _check_checkpoints(config: Any) -> None:

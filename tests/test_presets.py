@@ -23,6 +23,7 @@ ERRORS = {
     "int8": 0.03,
     "fp8": 0.08,
     "int4": 0.25,
+    "int4_attention": 0.25,
     "tempo": 0.02,
     "inverted": 0.02,
     "mesa": 0.06,

@@ -11,6 +11,7 @@ from .codec import Codec
 from .feature_maps import FeatureMaps, on_feature_maps
 from .float8 import Float8
 from .identity import Identity
+from .int_channels import IntChannels
 from .int_group import IntGroup
 from .int_measured import IntMeasured
 from .int_ranked import IntRanked
@@ -28,6 +29,7 @@ __all__ = [
     "FeatureMaps",
     "Float8",
     "Identity",
+    "IntChannels",
     "IntGroup",
     "IntMeasured",
     "IntRanked",
@@ -58,6 +60,9 @@ CODECS: dict[str, Codec] = {
     "int4_128_outliers": IntGroup(4, group_size=128, outliers=4),
     "int3_outliers": IntGroup(3, group_size=32, outliers=4),
     "int2_outliers": IntGroup(2, group_size=32, outliers=4),
+    # groups of tokens, for q, k and v
+    "int4_channels": IntChannels(4),
+    "int5_channels": IntChannels(5),
     # of the papers' own making: ActNN, Mesa, GACT
     "int2_ranked": IntRanked(),
     "int8_running": IntRunning(),

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .int_group import BITS
+# what a tensor may get
+BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True)

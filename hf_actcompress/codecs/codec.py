@@ -38,6 +38,11 @@ class Codec(Protocol):
         """Whether it stores feature maps [..., H, W], the inputs of convolutions, and not features of tokens."""
         return False
 
+    @property
+    def along_tokens(self) -> bool:
+        """Whether neighbours along the axis before the last share something: these have to be tokens, and not heads."""
+        return False
+
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         """Encode x, of any shape: the tensors to keep, and static Python data (shape, dtype)."""
         ...

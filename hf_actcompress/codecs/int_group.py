@@ -1,4 +1,4 @@
-"""Integers of 8, 4, 3 or 2 bits in groups along the feature axis."""
+"""Integers of 8, 5, 4, 3 or 2 bits in groups along the feature axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..reference.int_group import outlier_channels
 from ..reference.rng import Generators, drawn_from
 from .codec import Codec, TensorMeta, meta_of
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 5, 8)
 ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -37,7 +37,7 @@ class IntGroup(Codec):
     Source: ActNN (arXiv 2104.14129), GACT (arXiv 2206.11357); outlier channels as HyC-LoRA (MLSys 2025) has them.
 
     Args:
-        bits: 8, 4, 3 or 2 per element.
+        bits: 8, 5, 4, 3 or 2 per element.
         group_size: Features that share a scale and a zero point; the last group of a row may be shorter.
         rounding: "nearest" or "stochastic".
         outliers: How many channels, those with the largest magnitude, are kept apart as they are.
@@ -89,8 +89,8 @@ class IntGroup(Codec):
         return rows.view(known.shape)
 
     def has_grad_weight(self, dy: Tensor) -> bool:
-        # codes of 3 bits lie in two fields, which the kernel does not read
-        return self.bits != 3 and runs_kernel("int_group_grad_weight", dy)
+        # codes of 3 and of 5 bits lie in two fields, which the kernel does not read
+        return self.bits not in (3, 5) and runs_kernel("int_group_grad_weight", dy)
 
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         if not self.has_grad_weight(dy):

@@ -56,6 +56,10 @@ class Offload(Codec):
         return self.inner.for_images
 
     @property
+    def along_tokens(self) -> bool:
+        return self.inner.along_tokens
+
+    @property
     def lossless(self) -> bool:
         return self.inner.lossless
 

@@ -158,7 +158,7 @@ def _unpack_kernel(
 
 def _kernel_bits(features: int, bits: int, group_size: int) -> int:
     """8 where groups do not end with a byte, or codes with a field: the kernel makes, or takes, a byte per code."""
-    return bits if bits != 3 and (group_size * bits % 8 == 0 or group_size >= features) else 8
+    return bits if bits not in (3, 5) and (group_size * bits % 8 == 0 or group_size >= features) else 8
 
 
 def _is_dense(features: int, group: int, width: int, codes: Tensor) -> bool:
@@ -254,7 +254,7 @@ def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int
     x = (torch.randn(rows, width, device=device) * 3 + 1).to(dtype)
     # of a group without others, the range is nobody's
     channels = torch.randperm(width, device=device)[: min(3, width - 1)] if width > 1 else None
-    for bits in (8, 4, 3, 2):
+    for bits in (8, 5, 4, 3, 2):
         for group_size, skipped in ((64, None), (5, None), (max(width, 1), channels)):
             yield x, bits, group_size, False, skipped
             yield x, bits, group_size, False, skipped, True
@@ -265,7 +265,7 @@ def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int
 
 
 def _sample_unpack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    for bits in (8, 4, 3, 2):
+    for bits in (8, 5, 4, 3, 2):
         for group_size in (64, 5, max(width, 1)):
             codes = torch.randint(256, (rows, row_bytes(width, bits)), device=device, dtype=torch.uint8)
             scale = torch.rand(rows, group_count(width, group_size), device=device).to(torch.bfloat16)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import applied, load, raw, save
+from ..records import applied, load, raw, record_in_order_of, save
 from .autocast import SameAutocast, autocast_dtype
 from .first_order import once_differentiable
 from .heads import keep_heads, keep_output_heads, keep_row_heads
@@ -119,7 +119,11 @@ class RecomputedAttentionFunction(torch.autograd.Function):
                 return (attend(*leaves).detach(),)
 
         # a second run of a layer has to draw what the first has drawn
-        return (compute() if draws else result_in_region(compute))[0]
+        out = (compute() if draws else result_in_region(compute))[0]
+        if codec != IDENTITY:
+            # for the next linear, which would keep it; nothing is packed if it does not
+            record_in_order_of(out, out.flatten(2), codec)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -159,7 +163,8 @@ def recomputed_attention(
         mask: Bool or additive mask, or None.
         bias: A position bias that may need a gradient, or None.
         is_causal: Whether the call masks the upper triangle itself: then padding on the right needs no mask.
-        codec: How q, k and v are stored. The statistics are made again from what was stored, so that they fit it.
+        codec: How q, k and v are stored. The statistics are made again from what was stored, so that they fit it. The
+            next linear keeps the output through it, too, of which only its weight's gradient is made.
         draws: Whether the call draws random numbers, as with dropout.
 
     Returns:

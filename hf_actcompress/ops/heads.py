@@ -45,11 +45,20 @@ def keep_heads(
     if padding is None and not shared:
         # no record that other consumers made without padding: attention looks across rows
         return [whole_record_of(x, codec) for x in (q, k, v)], False
-    q_record, k_record, v_record = (record_in_order_of(x, x.transpose(1, 2), codec) for x in (q, k, v))
+    q_record, k_record, v_record = (_rows_of(x, codec) for x in (q, k, v))
     keys = Derived(Recipe(_swap), (k_record,))
     if padding is not None:
         keys = Derived(Recipe(_Keys(padding)), (k_record, raw(_seen(padding, mask))))
     return [Derived(Recipe(_swap), (q_record,)), keys, Derived(Recipe(_swap), (v_record,))], True
+
+
+def _rows_of(x: Tensor, codec: Codec) -> Record:
+    """The record of x [B, H, S, D] as [B, S, H, D]."""
+    order = x.transpose(1, 2)
+    if not codec.along_tokens:
+        return record_in_order_of(x, order, codec)
+    # the neighbour of a row has to be the next token, not the next head
+    return Derived(Recipe(_Apart(x.size(1))), (keep(order.flatten(2), codec),))
 
 
 def keep_output_heads(out: Tensor, codec: Codec, dropped: bool) -> Record:
@@ -80,6 +89,18 @@ def tokens_first(out: Tensor, codec: Codec) -> Tensor:
 def _swap(rows: Tensor) -> Tensor:
     """Recompute function of [B, H, S, ...] from [B, S, H, ...]."""
     return rows.transpose(1, 2)
+
+
+class _Apart:
+    """Recompute function of [B, S, H, D] from [B, S, H D]."""
+
+    __slots__ = ("heads",)
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return rows.view(*rows.shape[:-1], self.heads, -1)
 
 
 class _Keys:

@@ -27,6 +27,7 @@ from ..codecs import (
     Codec,
     Float8,
     Identity,
+    IntChannels,
     IntGroup,
     IntMeasured,
     IntRanked,
@@ -46,7 +47,7 @@ _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a los
 _ATTENTION = "an attention mask lets real tokens attend to padding"
 
 # codecs that take any number of rows, from whatever sequences
-_OF_ROWS = (BlockSparse, Float8, Identity, IntGroup, IntMeasured, IntRanked, IntRunning, RowSample, TopK)
+_OF_ROWS = (BlockSparse, Float8, Identity, IntChannels, IntGroup, IntMeasured, IntRanked, IntRunning, RowSample, TopK)
 
 
 class PaddingGuard(Guard):

@@ -79,7 +79,7 @@ def unpack_rows(packed: Tensor, bits: int) -> Tensor:
 
 def row_bytes(features: int, bits: int) -> int:
     """Bytes of one row of codes: every row begins with a new byte, and with one for each field."""
-    return bits * -(-features // 8) if bits == 3 else -(-features * bits // 8)
+    return bits * -(-features // 8) if len(_fields(bits)) > 1 else -(-features * bits // 8)
 
 
 def packed_bytes(count: int, bits: int) -> int:

@@ -136,7 +136,7 @@ def _operands(steps: float, of: Callable[..., Tensor], dtype: torch.dtype, half:
 
 
 # numbers of steps that the formats have
-_STEPS = (3.0, 7.0, 15.0, 255.0, 448.0, 57344.0)
+_STEPS = (3.0, 7.0, 15.0, 31.0, 255.0, 448.0, 57344.0)
 _ON_CPU = {
     (steps, dtype): _operands(
         steps,

@@ -32,14 +32,14 @@ def int_group_pack(
 
     Args:
         x: bf16, fp16, fp32 or fp64.
-        bits: 8, 4, 3 or 2.
+        bits: 8, 5, 4, 3 or 2.
         group_size: Features that share a scale and a zero point.
         stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
         channels: int64 [k], features that do not count for the ranges and whose codes nobody reads, or None.
         keep_sign: Whether what is decoded has to be above zero where x is; a code is then up to one step further off.
 
     Returns:
-        codes uint8 [R, ceil(D bits / 8)] (with 3 bits [R, 3 ceil(D / 8)]), scale bf16 [R, n], zero bf16 [R, n].
+        codes uint8 [R, ceil(D bits / 8)] (with 3 and 5 bits [R, bits ceil(D / 8)]); scale and zero bf16 [R, n].
     """
     rows, features = rows_features(x)
     size = min(features, group_size)

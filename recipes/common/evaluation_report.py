@@ -20,6 +20,7 @@ COLUMNS = (
     "x step",
     "held-out loss",
     "against stock",
+    "told apart",
 )
 
 # 97.5% quantiles of Student's t by degrees of freedom; beyond, that of the normal distribution within a tenth
@@ -33,10 +34,27 @@ def interval(values: list[float]) -> float | None:
     return _T.get(len(values) - 1, 1.96) * statistics.stdev(values) / len(values) ** 0.5
 
 
+def gaps_of(row: dict[str, Any], stock: dict[str, Any]) -> list[float]:
+    """The row's losses less stock's from the same seeds, in percent of stock's mean."""
+    scale = statistics.mean(stock["losses"])
+    # a lossless row has the first seed alone
+    return [100 * (a - b) / scale for a, b in zip(row["losses"], stock["losses"], strict=False)]
+
+
+def told_apart(gap: float, half: float | None) -> str:
+    """Whether a mean difference from stock, in percent, lies outside of its confidence interval.
+
+    What is written as 0.00% is rounding.
+    """
+    if half is None or abs(gap) <= max(half, 0.005):
+        return ""
+    return "worse" if gap > 0 else "better"
+
+
 def _row(name: str, row: dict[str, Any], stock: dict[str, Any], bf16_error: float | None) -> tuple[str, ...]:
-    losses, gaps = row["losses"], [a - b for a, b in zip(row["losses"], stock["losses"], strict=True)]
-    spread, scale = statistics.stdev(losses) if len(losses) > 1 else 0.0, statistics.mean(stock["losses"])
-    half = interval(gaps)
+    losses, gaps = row["losses"], gaps_of(row, stock)
+    half, gap = interval(gaps), statistics.mean(gaps)
+    loss = f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else "one seed"
     return (
         name,
         f"{row['kept_h']:.2f}",
@@ -45,8 +63,9 @@ def _row(name: str, row: dict[str, Any], stock: dict[str, Any], bf16_error: floa
         f"{row['gradient_error'] / bf16_error:.2f}" if bf16_error else "",
         f"{row['cosine']:.5f}",
         f"{row['step_ratio']:.2f}",
-        f"{statistics.mean(losses):.4f} ± {spread:.4f}",
-        f"{statistics.mean(gaps) / scale:+.2%}" + (f" ± {half / scale:.2%}" if half is not None else ""),
+        loss,
+        f"{gap:+.2f}%" + (f" ± {half:.2f}%" if half is not None else ""),
+        told_apart(gap, half),
     )
 
 
@@ -87,16 +106,16 @@ def _table(job: str, rows: dict[str, Any], bf16_error: float | None) -> list[str
 
 
 def _plot(jobs: dict[str, Any], path: Path) -> None:
-    """Loss against stock over kept bytes, a panel per model."""
+    """Loss against stock, with its 95% interval, over kept bytes, a panel per model."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(jobs), 4.2), layout="constrained")
     for axes, (job, rows) in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs.items(), strict=True):
         stock = rows["stock"]
         for name, row in rows.items():
-            gaps = [100 * (a / b - 1) for a, b in zip(row["losses"], stock["losses"], strict=True)]
+            gaps = gaps_of(row, stock)
             x, y = row["kept_h"] / stock["kept_h"], statistics.mean(gaps)
-            axes.errorbar(x, y, [[y - min(gaps)], [max(gaps) - y]], fmt="o", capsize=2)
+            axes.errorbar(x, y, interval(gaps) or 0, fmt="o", capsize=2)
             axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 3), fontsize=8)
         axes.set(title=job, xlim=(0, 1.15), xlabel="kept bytes of the layers, share of stock")
         axes.set_ylabel("held-out loss against stock, %")

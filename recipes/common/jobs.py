@@ -5,6 +5,7 @@ one half of the text, so that their activations have the outliers that training 
 """
 
 import argparse
+import copy
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,7 +43,10 @@ def minilm_folder() -> Path:
 
 @dataclass
 class Job:
-    """A model to start from, batches in a fixed order, and held-out batches."""
+    """A model to start from, batches in a fixed order, and held-out batches.
+
+    `untrained` is the same model before its training, where that is done here, and None for pretrained weights.
+    """
 
     name: str
     model: Any
@@ -51,6 +55,7 @@ class Job:
     held_out: list[Example]
     batch_size: int
     frozen: tuple[str, ...] = field(default=())
+    untrained: Any = None
 
     def batches(self, seed: int, count: int) -> Iterator[Example]:
         """The first `count` batches in the order of `seed`."""
@@ -109,11 +114,13 @@ def _causal(name: str, build: Any, steps: int, batch_size: int = 4, seq_len: int
     half = len(blocks) // 2
     torch.manual_seed(0)
     model = build(len(tokenizer), tokenizer.eos_token_id)
+    untrained = copy.deepcopy(model)
     first = Job(name, model, 2e-3, list(CausalBlocks(blocks[:half])), [], batch_size)
     fit(first, seed=0, steps=steps)
     order = shuffled_order(len(held_out), 0, 128)
     rows = [CausalBlocks(held_out)[i] for i in order]
-    return Job(name, model, 5e-4, list(CausalBlocks(blocks[half:])), _chunks(rows, 32), batch_size)
+    train = list(CausalBlocks(blocks[half:]))
+    return Job(name, model, 5e-4, train, _chunks(rows, 32), batch_size, untrained=untrained)
 
 
 def _chunks(examples: list[Example], size: int) -> list[Example]:

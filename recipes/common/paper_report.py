@@ -32,11 +32,11 @@ class Row:
 
 
 def verdict(claim: Claim, ours: float) -> tuple[str, str]:
-    """One of VERDICTS, and why. A NaN reproduces nothing."""
+    """One of VERDICTS, and why, or what else there is to know. A NaN reproduces nothing."""
     if claim.incomparable:
         return VERDICTS[2], claim.incomparable
     if ours >= UNITS[claim.unit].enough(claim.figure):
-        return VERDICTS[0], ""
+        return VERDICTS[0], claim.reason
     return VERDICTS[1], claim.reason or "the cause is not known"
 
 

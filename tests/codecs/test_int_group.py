@@ -21,7 +21,7 @@ from tests.codecs.helpers import DTYPES, activations, hoeffding, relative, round
 
 codecs = st.builds(
     IntGroup,
-    st.sampled_from((2, 3, 4, 8)),
+    st.sampled_from((2, 3, 4, 5, 8)),
     st.sampled_from((1, 5, 16, 64, 128)),
     st.sampled_from(("nearest", "stochastic")),
     st.sampled_from((0, 1, 3)),
@@ -85,7 +85,7 @@ def test_bytes_are_as_declared_and_the_input_is_not_touched(x: Tensor, codec: In
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stochastic_rounding_is_unbiased(bits: int, dtype: torch.dtype) -> None:
     seed_codecs(bits)
@@ -205,8 +205,8 @@ def test_transient_memory_is_a_chunk_and_not_a_copy() -> None:
 
 
 def test_wrong_options_and_dtypes_are_refused() -> None:
-    with pytest.raises(UnknownOptionError, match="2, 3, 4, 8"):
-        IntGroup(5)
+    with pytest.raises(UnknownOptionError, match="2, 3, 4, 5, 8"):
+        IntGroup(6)
     with pytest.raises(UnknownOptionError, match="'nearest', 'stochastic'"):
         IntGroup(8, rounding="up")
     with pytest.raises(ValueError, match="group_size >= 1"):

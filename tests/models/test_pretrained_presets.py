@@ -40,7 +40,10 @@ def job() -> tuple[Any, dict[str, Tensor]]:
     return model, {"input_ids": ids, "labels": ids.clone()}
 
 
-@pytest.mark.parametrize(("preset", "limit"), [("int8", 0.01), ("fp8", 0.04), ("int4", 0.11), ("adaptive", 0.11)])
+LIMITS = {"int8": 0.01, "fp8": 0.04, "int4": 0.11, "int4_attention": 0.12, "adaptive": 0.11}
+
+
+@pytest.mark.parametrize(("preset", "limit"), LIMITS.items())
 def test_gradient_error(job: Any, preset: str, limit: float) -> None:
     report = fidelity_report(*job, preset, seeds=1)
     assert 0 < report.relative_error <= limit

@@ -88,6 +88,14 @@ def test_evaluate_presets(tmp_path: Path) -> None:
     # of 1, 2, 3: Student's t of 2 degrees of freedom, times 1 / sqrt(3)
     report = importlib.import_module("common.evaluation_report")
     assert report.interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
+    # one seed tells nothing apart; three do where all differ alike, however far the seeds lie from each other
+    stock, rows = {"losses": [1.0, 2.0, 3.0]}, {"worse": 0.2, "better": -0.2}
+    for said, gap in rows.items():
+        row = {"losses": [x + gap * (1 + 0.01 * i) for i, x in enumerate(stock["losses"])]}
+        gaps = report.gaps_of(row, stock)
+        assert gaps == pytest.approx([50 * gap, 50.5 * gap, 51 * gap])
+        assert report.told_apart(sum(gaps) / 3, report.interval(gaps)) == said
+    assert report.told_apart(1.0, 1.1) == report.told_apart(1.0, None) == report.told_apart(0.004, 0.0) == ""
     # a second run has nothing left to measure
     before = path.stat().st_mtime_ns
     recipe.main([*options, "--output-dir", str(tmp_path)])
