@@ -15,10 +15,9 @@ from torch import nn
 
 from hf_actcompress import CompressionConfig, kept_bytes, measure_step, patch_model
 from hf_actcompress.memory import estimate
-from hf_actcompress.memory.estimation import copies
 from hf_actcompress.memory.estimation.estimates import Estimates
 from hf_actcompress.memory.estimation.extrapolation import whole_step
-from hf_actcompress.memory.estimation.fake_step.step import FakeStep, run_again
+from hf_actcompress.memory.estimation.fake_step.step import FakeStep
 from hf_actcompress.memory.estimation.layers import find_runs
 from tests.memory.test_estimate import BF16, BUILDS, check, lora
 
@@ -109,27 +108,6 @@ def test_what_estimates_share_changes_no_byte(family, checkpointing, device):
                 assert several.device_bytes(batch, length, config, checkpointing) == alone.device_bytes
             assert several.estimate(batch, length, config, checkpointing) == alone
             assert several.device_bytes(batch, length, config, checkpointing) == alone.device_bytes
-
-
-@pytest.mark.parametrize(
-    ("family", "config", "checkpointing"), [("bert", "stock", False), ("gpt2", "int8", False), ("llama", "exact", True)]
-)
-def test_a_further_batch_is_run_at_one_depth(family, config, checkpointing, monkeypatch):
-    ran: list[int] = []
-
-    def counted(copy: Any, setting: Any, *, roles: bool) -> FakeStep:
-        ran.append(setting.batch_size)
-        return run_again(copy, setting, roles=roles)
-
-    monkeypatch.setattr(copies, "run_again", counted)
-    model = BUILDS[family](TIMES * FEW, hidden=64)
-    several = Estimates(model)
-    several.estimate(3, 32, config, checkpointing)
-    assert ran == [3, 3, 3]
-    further = several.device_bytes(5, 64, config, checkpointing)
-    assert ran == [3, 3, 3, 5]
-    options = {"batch_size": 5, "seq_len": 64, "config": config, "gradient_checkpointing": checkpointing}
-    assert further == estimate(model, **options).device_bytes
 
 
 class Depths:

@@ -17,7 +17,6 @@ from .layers import LayerRun, find_runs, with_names
 from .optimizers import OptimizerRule
 from .result import Estimate
 from .states import States, context_bytes, state_bytes
-from .units import Unit
 
 ENGINES = ("eager", "compile")
 
@@ -29,14 +28,13 @@ def extrapolated(
     roles: bool,
     alike: bool | None = None,
     step: RunStep = run_step,
-    unit: Unit | None = None,
 ) -> Extrapolated:
     """The step of a model on the meta device; the other arguments as for `whole_step` and of `Copies.run_step`."""
 
     def run(part: nn.Module, wanted: bool) -> FakeStep:
         return step(part, setting, roles=roles and wanted)
 
-    return whole_step(whole, run, layers, alike, unit)
+    return whole_step(whole, run, layers, alike)
 
 
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:

@@ -23,7 +23,6 @@ from .meta_model import dtype_of, skeleton
 from .optimizers import optimizer_rule
 from .result import Estimate
 from .states import States, context_bytes, frozen_elsewhere, state_bytes
-from .units import Unit
 from .zero import Zero
 
 __all__ = ["Estimate", "estimate"]
@@ -170,8 +169,6 @@ class Estimates:
         self._states: dict[bool, States] = {}
         # (config, checkpointing) -> `Extrapolated.alike`
         self._alike: dict[Any, bool] = {}
-        # likewise -> `Extrapolated.unit`
-        self._units: dict[Any, Unit | None] = {}
         # what a config has for single layers -> the runs of equal layers
         self._runs: dict[Any, list[LayerRun]] = {}
         # (setting, checkpointing, whether the roles were asked for) -> the step
@@ -192,7 +189,6 @@ class Estimates:
             source[2], source[4] = lora or source[2], quantization or source[4]
             other._source = tuple(source)
             other._models, other._states, other._alike, other._runs, other._steps = {}, {}, {}, {}, {}
-            other._units = {}
             other._copies = Copies()
         return other
 
@@ -277,9 +273,8 @@ class Estimates:
         key = setting.config, checkpointing
         alike = self._alike.get(key, True if True in self._alike.values() else None)
         step = self._copies.run_step(setting, checkpointing, self._runs[single])
-        unit = None if roles else self._units.get(key)
-        found = extrapolated(whole, setting, self._runs[single], roles, alike, step, unit)
-        self._alike[key], self._units[key] = found.alike, found.unit
+        found = extrapolated(whole, setting, self._runs[single], roles, alike, step)
+        self._alike[key] = found.alike
         self._steps[setting, checkpointing, roles] = found
         return found
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from .fake_step.step import FakeStep
 from .layers import LayerRun, shortened
-from .units import Unit, unit_of
 
 # the first layer differs where nothing before it needs a gradient (LoRA), so one layer says nothing about the others
 _FEWEST = 2
@@ -26,13 +25,11 @@ class Extrapolated:
         step: Its bytes.
         per_layer: What one layer keeps, on average over the runs; 0 where no runs were found.
         alike: Whether further layers were found to add the same; otherwise all layers were run.
-        unit: Where the last layer of the shortest model is; None where that was not found.
     """
 
     step: FakeStep
     per_layer: int
     alike: bool
-    unit: Unit | None = None
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,7 @@ class Growth:
     backward: tuple[int, int]
 
 
-def whole_step(
-    model: nn.Module, run: Run, layers: Sequence[LayerRun], alike: bool | None = None, unit: Unit | None = None
-) -> Extrapolated:
+def whole_step(model: nn.Module, run: Run, layers: Sequence[LayerRun], alike: bool | None = None) -> Extrapolated:
     """The bytes of a step of the model, out of models with fewer layers where the layers are of one kind.
 
     What is kept grows along a line. The peak need not: with few layers it may be where none of them counts, in the
@@ -64,18 +59,13 @@ def whole_step(
         run: Gives the step of a model; its second argument asks for the roles.
         layers: Its runs of equal layers, under the config that `run` patches with.
         alike: What another batch or config said of this model; None: find out.
-        unit: What another batch under the same config said; the roles are then unknown.
     """
     runs = [found for found in layers if found.units > _FEWEST + 2]
     if not runs or alike is False:
         return Extrapolated(run(model, True), 0, False)
     with shortened(model, dict.fromkeys(runs, _FEWEST)):
         base = run(model, True)
-    if unit is not None and alike and unit.fits(base):
-        nbytes = unit.nbytes(base)
-        growth = Growth(FakeStep(nbytes, 0, {}), (unit.before, nbytes), (unit.after, nbytes))
-        return _whole(base, {runs[0]: growth}, unit)
-    growths, one_more = {}, base
+    growths = {}
     for longer in runs:
         one_more = _with(model, runs, longer, 1, run)
         growth = growths[longer] = growth_of(base, one_more)
@@ -86,18 +76,17 @@ def whole_step(
         kept = two_more.kept - one_more.kept == growth.step.kept
         if not (kept and followed and _peak(base, [(growth, 2)]) == two_more.peak):
             return Extrapolated(run(model, True), 0, False)
-    unit = unit_of(base, one_more, growth.forward, growth.backward) if len(runs) == 1 else None
-    return _whole(base, growths, unit)
+    return _whole(base, growths)
 
 
-def _whole(base: FakeStep, growths: Mapping[LayerRun, Growth], unit: Unit | None) -> Extrapolated:
+def _whole(base: FakeStep, growths: Mapping[LayerRun, Growth]) -> Extrapolated:
     more = [(growth, found.units - _FEWEST) for found, growth in growths.items()]
     total = base
     for growth, times in more:
         total = total.plus(growth.step, times)
     count = sum(found.units * found.period for found in growths)
     per_layer = sum(growth.step.kept * found.units for found, growth in growths.items()) // count
-    return Extrapolated(replace(total, peak=_peak(base, more)), per_layer, True, unit)
+    return Extrapolated(replace(total, peak=_peak(base, more)), per_layer, True)
 
 
 def growth_of(base: FakeStep, longer: FakeStep) -> Growth:

@@ -45,8 +45,7 @@ def kind_of(x: Any) -> Hashable:
     if kind is torch.device or isinstance(x, Tensor):
         # other tensors would be worked with as they are, with all their values
         raise NoKind
-    found: Hashable = (kind, x) if kind in (bool, str, torch.dtype) else kind
-    return found
+    return (kind, x) if kind in (bool, str, torch.dtype) else (kind,)
 
 
 def aliases(x: Any, found: list[Tensor]) -> Any:

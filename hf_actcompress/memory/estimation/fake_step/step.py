@@ -43,14 +43,12 @@ class History:
         changes, marks: As `FakeAllocator` has them; the marks of the forward come first.
         at_end: How many changes there were when the backward began.
         kept: (role, bytes) of each tensor that is kept; empty where no roles were asked for.
-        block: Of the allocator.
     """
 
     changes: Sequence[int]
     marks: Sequence[int]
     at_end: int
     kept: Sequence[tuple[str, int]]
-    block: int = 1
 
 
 @dataclass(frozen=True)
@@ -208,7 +206,7 @@ def _measure(
     by_role: Counter[str] = Counter()
     for role, nbytes in saved:
         by_role[role] += nbytes
-    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved, allocator.block)
+    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved)
     return FakeStep(kept, allocator.peak_bytes, dict(by_role), timeline[:allocations], timeline[allocations:], history)
 
 
