@@ -43,7 +43,9 @@ DTYPES = ("bfloat16", "float32")
 ROWS, WIDTH = 64, 4096
 # of the kernels whose tiles depend on the width: those that models have
 WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
-BY_WIDTH = frozenset(name for name, module in KERNELS.items() if module in {"layer_norm", "norm_output", "rms_norm"})
+# norms' rows, the heads of a token, one group per row, the vocabulary
+_SIZED = {"layer_norm", "norm_output", "rms_norm", "rope", "float8", "int_group", "linear_cross_entropy"}
+BY_WIDTH = frozenset(name for name, module in KERNELS.items() if module in _SIZED)
 OUT = Path(__file__).parent / "results" / "aot"
 
 # what a wide access moves
@@ -51,6 +53,8 @@ WIDE_BYTES = 16
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
 # from global to shared memory, past the registers
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
+# of the machine code, without what fills up its end
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP\b)\S", re.MULTILINE)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -72,6 +76,7 @@ class Row:
         variants: How many.
         widths: Of the rows that it was compiled for, where its tiles depend on them.
         widest: The share of wide accesses in the one that has most of them.
+        instructions: Of the machine code, per thread; without loops, each is run once.
     """
 
     name: str
@@ -88,6 +93,7 @@ class Row:
     variants: int = 1
     widest: float = 0.0
     widths: tuple[int, ...] = ()
+    instructions: int = 0
 
     @property
     def wide_share(self) -> float:
@@ -141,19 +147,19 @@ def _compiling(capability: int) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
         JITFunction.run = run
 
 
-def usage(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, shared bytes and spilled bytes of a kernel's machine code."""
+def usage(cubin: bytes) -> tuple[int, int, int, int]:
+    """Registers, shared bytes, spilled bytes and instructions of a kernel's machine code."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", "--dump-sass", file.name]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = _USAGE.search(text)
     assert found, text
     registers, stack, shared, local = map(int, found.groups())
-    return registers, shared, stack + local
+    return registers, shared, stack + local, len(_INSTRUCTION.findall(text))
 
 
 def accesses(ptx: str) -> tuple[dict[int, int], dict[int, int]]:
@@ -172,8 +178,8 @@ def compile_kernel(
     module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
     widths = tuple(widths) if name in BY_WIDTH else ()
     with _compiling(capability) as compiled:
+        # what was tried for another one
         if hasattr(module, "forget"):
-            # what was tried for another one
             module.forget()
         # products of fp32 are made in tf32 where torch's may be
         precisions = ("highest", "high") if dtype == "float32" else ("highest",)
@@ -189,20 +195,20 @@ def compile_kernel(
     rows = []
     for made, launch in compiled:
         assert made.metadata.target.arch == capability, "triton took what it had compiled for another one"
-        registers, shared, spilled = usage(made.asm["cubin"])
+        registers, shared, spilled, count = usage(made.asm["cubin"])
         options = {key: str(value) for key, value in launch.items() if key.isupper()}
         warps = made.metadata.num_warps
         loads, stores = accesses(made.asm["ptx"])
         shared = max(shared, made.metadata.shared)
         row = Row(name, made.name, options, dtype, capability, warps, registers, shared, spilled, loads, stores)
-        rows.append(replace(row, widest=round(row.wide_share, 3), widths=widths))
+        rows.append(replace(row, widest=round(row.wide_share, 3), widths=widths, instructions=count))
     return rows
 
 
 def worst(variants: list[Row]) -> Row:
     """What holds for all of them."""
     narrowest = min(variants, key=lambda row: row.wide_share)
-    names = ("warps", "registers", "shared_bytes", "spilled_bytes", "widest")
+    names = ("warps", "registers", "shared_bytes", "spilled_bytes", "widest", "instructions")
     largest = {name: max(getattr(row, name) for row in variants) for name in names}
     return replace(narrowest, variants=sum(row.variants for row in variants), **largest)
 
@@ -214,10 +220,6 @@ def grouped(rows: list[Row], *by: str) -> dict[tuple[Any, ...], list[Row]]:
     return dict(sorted(groups.items()))
 
 
-def _job(job: tuple[str, str, int, int | None, Sequence[int]]) -> list[Row]:
-    return compile_kernel(*job)
-
-
 def table(rows: list[Row]) -> str:
     """Markdown: per function and dtype, the worst of its variants on each architecture."""
     capabilities = sorted({row.capability for row in rows})
@@ -225,8 +227,8 @@ def table(rows: list[Row]) -> str:
         f"Compiled ahead of time by triton {metadata.version('triton')} with `python recipes/compile_kernels.py`; per",
         "architecture: registers per thread / shared bytes per block / spilled bytes per thread, the largest of a",
         "function's variants; wide: of the bytes that its loads and stores move, the share in instructions of 16 bytes",
-        "or more per thread, the smallest and the largest of its variants on any architecture. Norms: for rows of",
-        f"{', '.join(map(str, WIDTHS[:-1]))} and {WIDTHS[-1]} elements.",
+        "or more per thread, the smallest and the largest of its variants on any architecture. Functions with a * have",
+        f"other blocks for other widths: compiled for {', '.join(map(str, WIDTHS[:-1]))} and {WIDTHS[-1]}.",
         "",
         "| function | dtype | variants | " + " | ".join(f"sm_{c}" for c in capabilities) + " | wide |",
         "|---|---|---|" + "---|" * len(capabilities) + "---|",
@@ -239,6 +241,7 @@ def table(rows: list[Row]) -> str:
         columns = " | ".join(cells.get(capability, "") for capability in capabilities)
         overall = worst(group)
         wide = dict.fromkeys((f"{overall.wide_share:.0%}", f"{overall.widest:.0%}"))
+        name += " *" * bool(overall.widths)
         lines.append(f"| {name} | {dtype} | {overall.variants // len(cells)} | {columns} | {' to '.join(wide)} |")
     return "\n".join(lines) + "\n"
 
@@ -261,7 +264,7 @@ def kept(path: Path, made: set[tuple[str, str, int]]) -> list[Row]:
 def entry(row: Row) -> dict[str, Any]:
     """What the table keeps of a row."""
     found = {**asdict(row), "wide": round(row.wide_share, 3)}
-    return found if row.widths else {key: value for key, value in found.items() if key != "widths"}
+    return {key: value for key, value in found.items() if value or key not in ("widths", "instructions")}
 
 
 def main() -> None:
@@ -270,14 +273,15 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--name", nargs="+", default=sorted(KERNELS), choices=sorted(KERNELS))
     parser.add_argument("--samples", type=int, help="of each function, instead of all")
-    parser.add_argument("--width", type=int, nargs="+", default=WIDTHS, help="of the norms' rows")
+    parser.add_argument("--width", type=int, nargs="+", default=WIDTHS, help="where blocks depend on it")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", type=Path, default=OUT, help="where kernels.json and kernels.md go")
     args = parser.parse_args()
     jobs = [(*job, args.samples, args.width) for job in product(args.name, args.dtype, args.capability)]
     rows: list[Row] = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        done = pool.map(_job, jobs) if args.jobs > 1 else map(_job, jobs)
+        columns = zip(*jobs, strict=True)
+        done = pool.map(compile_kernel, *columns) if args.jobs > 1 else map(compile_kernel, *columns)
         for found in tqdm(done, total=len(jobs), desc="compiled", disable=None):
             rows += found
     args.out.mkdir(parents=True, exist_ok=True)

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import activations as hf
 
-from hf_actcompress import dispatch, reference
+from hf_actcompress import dispatch, ops, reference
 from hf_actcompress.dispatch import implementation, use
 from hf_actcompress.kernels import TORCH_HAS, activation_forward
 from hf_actcompress.kernels.activation_forward import COMPOSED, FORMS, Form, launch, shown_form
 from hf_actcompress.kernels.probe import NARROW, differing, every, identity, paired
-from tests.kernels.harness import DEVICE, check, moved, run, samples, specified
+from tests.kernels.harness import DEVICE, check, launched, moved, run, samples, specified
 from tests.oracle import assert_equal_bits
 
 pytestmark = pytest.mark.daily(3)
@@ -207,3 +207,13 @@ MOVED = {
 def test_bytes_moved(name: str, kind: str) -> None:
     args = next(args for args in samples(name, torch.bfloat16, 3, 200) if kind in args)
     assert moved(name, *args) == MOVED[name, kind] * 600 * 2
+
+
+def test_variant_that_keeps_the_derivative_makes_two_passes() -> None:
+    x, stock, kind = next(args for args in samples("activation_fwd", torch.bfloat16, 3, 200) if "quick_gelu" in args)
+    # its form is shown once
+    run("activation_fwd", (x, stock, kind))
+    with use("triton"), launched() as launches:
+        y = ops.activation_derivative(x.clone().requires_grad_(), stock, kind)
+    assert sorted(name for name, _ in launches) == ["_activation_kernel", "_fwd_kernel"]
+    assert_equal_bits([y.detach()], [stock(x)])

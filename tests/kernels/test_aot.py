@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,10 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from hf_actcompress.kernels import KERNELS
+from tests.kernels.harness import samples
 
 pytest.importorskip("triton")
+
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from hf_actcompress.kernels.common import POINTWISE_TILE  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "recipes" / "results" / "aot"
@@ -28,7 +37,8 @@ STREAMING = [
     if module in {"activation", "activation_forward", "gated_mlp", "rms_norm", "layer_norm", "rope"}
 ]
 # compiled for the widths that models have
-NORMS = {"rms_norm", "layer_norm", "norm_output"}
+BY_WIDTH = {"rms_norm", "layer_norm", "norm_output", "rope", "int_group", "float8", "linear_cross_entropy"}
+WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
 # the same where groups or outputs are many and even; odd ones begin anywhere
 GROUPED = [
     name
@@ -76,9 +86,44 @@ def test_some_kernels_for_the_others(tmp_path: Path) -> None:
     check(rows)
 
 
+def test_gradient_from_the_output_in_few_instructions(tmp_path: Path) -> None:
+    """Of 16 bits: a GPU of data centers affords some 10 per byte that it moves, and 6 bytes per element are moved."""
+    options = ("--capability", "80", "90", "--dtype", "bfloat16", "float16", "--name", "activation_output_bwd")
+    rows = compiled(tmp_path, *options, "--samples", "1")
+    assert len(rows) == 4
+    for row in rows:
+        assert row["instructions"] * 32 * row["warps"] <= 45 * POINTWISE_TILE, row
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_blocks_depend_on_widths_where_the_table_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are looked at, not run."""
+    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    # what is tried here would be wrong
+    monkeypatch.setattr(module, "_repeats", {}, raising=False)
+    if hasattr(module, "shown_form"):
+        form = lambda _, kind, dtype, *rest: module.Form(*module.FORMS[kind][0], dtype, dtype)  # noqa: E731
+        monkeypatch.setattr(module, "shown_form", form)
+    found: set[tuple[Any, ...]] = set()
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.add((kernel.__name__, *(f"{key} {x}" for key, x in sorted(options.items()) if not isinstance(x, Tensor))))
+
+    for kind in (JITFunction, InterpretedFunction):
+        monkeypatch.setattr(kind, "run", note)
+    blocks = []
+    for width in WIDTHS:
+        torch.manual_seed(0)
+        found.clear()
+        for args in samples(name, torch.bfloat16, 2, width):
+            getattr(module, name)(*args)
+        blocks.append(frozenset(found))
+    assert (len(set(blocks)) > 1) == (KERNELS[name] in BY_WIDTH)
+
+
 def test_committed_table_is_of_these_kernels() -> None:
     rows = json.loads((RESULTS / "kernels.json").read_text())["kernels"]
     assert {(row["name"], row["capability"]) for row in rows} == set(product(KERNELS, CAPABILITIES))
-    norms = [row["widths"] for row in rows if KERNELS[row["name"]] in NORMS]
-    assert norms and all({768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384} == set(widths) for widths in norms)
+    norms = [row["widths"] for row in rows if KERNELS[row["name"]] in {"rms_norm", "layer_norm", "norm_output"}]
+    assert norms and all(list(WIDTHS) == widths for widths in norms)
     check(rows)
