@@ -6,6 +6,7 @@ the gated product and the output of the second projection are not.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.experts import GroupedProducts
-from ..records import declare, known_record, raw, whole_record_of
+from ..records import declare, known_record, parameter, raw, whole_record_of
 from .base import PatchedModule, has_hooks, keeps_for_backward
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class ExpertsMixin(_Module):
         settings = self.actcompress
         if given is None or settings is None or not self._is_ordinary():
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        up, down = getattr(self, self._first), self.down_proj
+        up, down = _weight(self, self._first), _weight(self, "down_proj")
         up_bias = getattr(self, f"{self._first}_bias") if self.has_bias else None
         down_bias = self.down_proj_bias if self.has_bias else None
         if not keeps_for_backward(*given[::2], up, down, up_bias, down_bias):
@@ -97,6 +98,35 @@ class ExpertsMixin(_Module):
         counted = experts.float() if experts.device.type in ("cpu", "mps") else experts.int()
         counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
         return torch.cumsum(counts, dim=0, dtype=torch.int32)
+
+
+def _weight(module: Any, name: str) -> Any:
+    """A weight of all experts. What an adapter of PEFT has made of it is declared as made again."""
+    weight = getattr(module, name)
+    made = None if isinstance(weight, nn.Parameter) else module._modules.get("parametrizations")
+    if made is not None and name in made and len(made[name]) == 1:
+        adapter = made[name][0]
+        own = {name: value.detach() for name, value in vars(adapter).items() if isinstance(value, Tensor)}
+        # some hold a difference of the weight's own size
+        small = sum(value.nbytes for value in own.values()) < weight.nbytes
+        if type(adapter).__module__.startswith("peft.") and small and next(adapter.parameters(), None) is None:
+            declare(weight, _Adapted(adapter, tuple(own)), parameter(made[name].original), *map(raw, own.values()))
+    return weight
+
+
+class _Adapted:
+    """Recompute function of a weight with its adapter, such as LoRA's of `target_parameters`; it holds no tensor."""
+
+    def __init__(self, adapter: nn.Module, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.adapter = copy.copy(adapter)
+        self.adapter.__dict__.update(dict.fromkeys(names))
+
+    def __call__(self, weight: Tensor, *values: Tensor) -> Tensor:
+        adapter = copy.copy(self.adapter)
+        adapter.__dict__.update(zip(self.names, values, strict=True))
+        y: Tensor = adapter(weight)
+        return y
 
 
 def _three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..records import applied, load, parameter, raw, record_of, save
+from ..records import applied, known_record, load, parameter, raw, record_of, save
 from .first_order import once_differentiable
 
 
@@ -54,7 +54,7 @@ class ExpertsDownFunction(torch.autograd.Function):
         save(
             ctx,
             record_of(h, codec) if needs_h else None,
-            parameter(weight) if isinstance(weight, torch.nn.Parameter) else raw(weight),
+            parameter(weight) if isinstance(weight, torch.nn.Parameter) else known_record(weight) or raw(weight),
             None if bias is None else parameter(bias) if isinstance(bias, torch.nn.Parameter) else raw(bias),
             raw(routing),
             raw(experts) if bias is not None else None,
@@ -127,8 +127,8 @@ def experts_down(
         [S, out], in the dtype of the product promoted with that of `routing`. Stock's bits.
 
     Saves:
-        `routing`, `experts` and `offsets`, the weight by reference; h as `record_of` has it (stock: h, and the product
-        [S, out] for the gradient of `routing`).
+        `routing`, `experts` and `offsets`, the weight by reference, or what an adapter makes it from; h as `record_of`
+        has it (stock: h, and the product [S, out] for the gradient of `routing`).
 
     Gradient:
         Exact. In fp32 bit-equal to stock, at the cost of one more product. In 16 bits those of `weight` and `bias` are;

@@ -144,6 +144,48 @@ def test_other_implementations_are_left_alone_with_a_reason(implementation: str)
     assert implementation in str(patch_report(model))
 
 
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_the_net_knows_what_other_implementations_keep(implementation: str) -> None:
+    """Stock keeps the weights of batched experts once for each pair of token and expert."""
+    torch.manual_seed(0)
+    stock = MODELS["mixtral"]().train()
+    stock.set_experts_implementation(implementation)
+    ours = patch_model(copy.deepcopy(stock), CompressionConfig(loss_head=False))
+    batch = {"input_ids": torch.arange(2 * 24).view(2, 24), "labels": torch.arange(2 * 24).view(2, 24)}
+    for model in (stock, ours):
+        model(**batch).loss.backward()
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+    bytes_kept = [kept_bytes(lambda model=model: model(**batch).loss) for model in (stock, ours)]
+    weights = 2 * 24 * CHOICES * 3 * H * FFN * 4 if implementation == "batched_mm" else 0
+    assert bytes_kept[0] - bytes_kept[1] >= max(weights, 0.3 * bytes_kept[0])
+
+
+def test_weights_of_experts_with_lora_are_made_again() -> None:
+    """LoRA's `target_parameters`: stock keeps the weights of all experts, with what the adapter adds."""
+    peft = pytest.importorskip("peft")
+    if not hasattr(peft.tuners.lora.layer, "_LoraFactorsProxy"):
+        pytest.skip("this PEFT makes the whole difference of the weights")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    torch.manual_seed(0)
+    stock = peft.get_peft_model(MODELS["mixtral"](), peft.LoraConfig(target_modules=[], target_parameters=names, r=2))
+    for name, p in stock.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    ours = patch_model(copy.deepcopy(stock), CompressionConfig(loss_head=False))
+    batch = {"input_ids": torch.arange(2 * 24).view(2, 24), "labels": torch.arange(2 * 24).view(2, 24)}
+    for model in (stock.train(), ours.train()):
+        # as the Trainer does under gradient checkpointing: the first projection then needs its weight in backward
+        model.enable_input_require_grads()
+        model(**batch).loss.backward()
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
+    bytes_kept = [kept_bytes(lambda model=model: model(**batch).loss) for model in (stock, ours)]
+    assert bytes_kept[0] - bytes_kept[1] >= EXPERTS * 3 * H * FFN * 4
+
+
 def test_frozen_experts_and_unpatching() -> None:
     model = MODELS["mixtral"]().train()
     stock_class = type(model.model.layers[0].mlp.experts)
