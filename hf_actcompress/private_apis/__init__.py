@@ -57,6 +57,7 @@ __all__ = [
     "replace_random",
     "run_backward",
     "saved_tensor_hooks_allowed",
+    "tensors_holding",
     "traced_frame",
     "tracing_for_compiler",
     "transforms_active",
@@ -92,6 +93,18 @@ def pop_saved_tensor_hooks() -> None:
 def push_saved_tensor_hooks(hooks: tuple[Any, Any]) -> None:
     """Put saved-tensor hooks on, as (pack, unpack)."""
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def tensors_holding(storage: int) -> int:
+    """How many tensors hold the memory of a storage, which is given by its ``_cdata``."""
+    return torch._C._storage_Use_Count(storage) - _counted_beside_tensors()
+
+
+@cache
+def _counted_beside_tensors() -> int:
+    """What torch counts for the Python object of a storage, which is there once somebody has asked for ``_cdata``."""
+    x = torch.empty(1)
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
 
 
 def current_backward() -> int:

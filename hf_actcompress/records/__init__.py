@@ -11,8 +11,9 @@ from ._apart import apart
 from ._current import current, stock_only
 from .copies import Copies, copies_of, sharing
 from .hooks import kept_through
-from .net import applied, netted, unnetted
+from .net import netted
 from .outside import hooks_outside
+from .own_ops import applied, unnetted
 from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of, shares_rows
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, raw
 from .registry import (

@@ -3,8 +3,12 @@
 While the forward of a patched model runs, saved-tensor hooks look at every tensor that autograd saves. It is not kept
 
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads),
-- if the autograd node that made it keeps what makes it again (the product of gate and up),
+- if the autograd node that made it keeps what makes it again (the product of gate and up), or has taken it from a
+  parameter (the weights of batched experts, one for each token),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
+
+What is a part of a larger tensor is kept as a copy where nobody holds the rest (`parts.py`), and the indices of a
+max-pooling in as few bytes as the image needs.
 
 Under a lossy preset, what is left of large activations goes through a codec.
 
@@ -15,9 +19,8 @@ the hooks of the checkpoint are the innermost, and the net sees nothing.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,27 +33,24 @@ from ..codecs import IDENTITY, Codec, on_feature_maps
 from ..private_apis import (
     innermost_saved_tensor_hooks,
     next_sequence_number,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
     saved_tensor_hooks_allowed,
 )
 from ..reference.bits import pack_mask
-from ._current import Netting, current
+from ._current import current
 from .activations import is_activation, is_feature_map
+from .functional import dropout_of_mask, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .nodes import Pointwise, computation, copied_attention, pointwise, proved, tokens_first
+from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped
+from .parts import Parts
 from .record import Derived, Recipe, Record, is_lossless
 from .registry import known_record, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
 from .views import View, dense
 
-# what `torch.autograd.Function.apply` takes and gives
-_Function = type[torch.autograd.Function]
 # elements; smaller tensors are kept
 _SMALL = 256
-_DROPOUT = torch.nn.functional.dropout.__code__
 
 
 class Net:
@@ -62,6 +62,8 @@ class Net:
         self.outside = hooks_outside()
         stands_before(self, self.outside)
         self.hooks = self.pack, self.unpack
+        # of hooks outside, those of a report are known to hold what they are given
+        self._parts = Parts(self.outside) if self.outside is None or current.watcher is not None else None
         # what each node saved, in order, by its number
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
         # the output of each node that saved its own output, by its number
@@ -71,9 +73,11 @@ class Net:
 
     def pack(self, x: Tensor) -> Held:
         """What autograd is to hold in place of x [any shape], which it saves now."""
+        if self._parts is not None:
+            self._parts.settle()
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
-        held = held or self._smaller(x, own) or self._kept(x)
+        held = held or self._smaller(x, own) or (self._kept(x) if own else self._whole(x))
         # a node takes its number, and then it saves
         number = next_sequence_number() - 1
         self._by_node.setdefault(number, []).append(weakref.ref(held))
@@ -93,20 +97,31 @@ class Net:
     def close(self) -> None:
         """Forget what only a forward in progress needs. The hooks are methods: they would hold this for ever."""
         del self.hooks
+        if self._parts is not None:
+            self._parts.close()
         self._by_node.clear()
         self._outputs.clear()
         self._made.clear()
 
     def held_for(self, x: Tensor) -> Held:
         """What is to be held in place of x, which was saved a while ago, and has not been written on since."""
-        return self._smaller(x) or self._kept(x)
+        return self._smaller(x) or self._whole(x)
 
     def _smaller(self, x: Tensor, own: bool = False) -> Held | None:
         node = x.grad_fn
         if x.numel() < _SMALL or (node is None and isinstance(x, Parameter)):
             return None
         held = self._computed(x) if node is not None else None
-        return held if held is not None or own else self._recorded(x) or self._mask(x) or self._packed(x)
+        if held is not None or own:
+            return held
+        return self._recorded(x) or self._functional(x) or self._packed(x)
+
+    def _whole(self, x: Tensor) -> Kept:
+        """x as it is, or a copy of it if it is a part of what nobody else will hold."""
+        held = self._kept(x)
+        if self._parts is not None and x.grad_fn is not None:
+            self._parts.note(held, x)
+        return held
 
     def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
         # without their graph, which may hold this. A leaf is held itself: ZeRO-3 and FSDP2 change a parameter's data
@@ -164,7 +179,7 @@ class Net:
         if x._version:
             # somebody may have written on it without a gradient, which its node does not show
             return None
-        found = self._copied(x) or self._pointwise(x)
+        found = self._copied(x) or self._gathered(x) or self._pointwise(x)
         if found is None:
             return None
         compute, sources = found
@@ -182,31 +197,45 @@ class Net:
         return computation(row, node), sources
 
     def _copied(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """Made again from the output [B, H, S, D] of torch's attention, if x is its copy as [B, S, H, D]."""
-        attention = copied_attention(x)
-        reference = None if attention is None else self._outputs.get(attention._sequence_nr())
-        held = None if reference is None else reference()
-        return None if held is None else (tokens_first, [held])
+        """Made again from outputs [B, H, S, D] of torch's attention, if x is their copy as [B, S, H, D]."""
+        found = attention_in_order(x)
+        if found is None:
+            return None
+        references = [self._outputs.get(node._sequence_nr()) for node in found.nodes]
+        held = [reference() for reference in references if reference is not None]
+        sources = [source for source in held if source is not None]
+        return (found.compute, sources) if len(sources) == len(found.nodes) else None
+
+    def _gathered(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
+        """Made again from a weight and indices, if x is some rows of the weight: for experts one for each token."""
+        weight = gathered_from(x.grad_fn)
+        index = None if weight is None else self._saved_by(x.grad_fn)
+        return (rows, [self._kept(weight), *index]) if weight is not None and index and len(index) == 1 else None
+
+    def _saved_by(self, node: Any) -> list[Held]:
+        """What a node holds."""
+        saved = [reference() for reference in self._by_node.get(node._sequence_nr(), ())]
+        return [held for held in saved if held is not None]
 
     def _sources(self, row: Pointwise, node: Any) -> list[Held] | None:
         """What a node holds, if it holds all of its inputs; else None."""
-        saved = [reference() for reference in self._by_node.get(node._sequence_nr(), ())]
-        found = [held for held in saved if held is not None]
+        found = self._saved_by(node)
         if len(found) == 1 and isinstance(found[0], Mask) and found[0].dropped is not None:
             found.append(found[0].dropped)
         return found if len(found) == row.tensors else None
 
-    def _mask(self, x: Tensor) -> Mask | None:
-        """Kept as the bits that `torch.nn.functional.dropout` has drawn, if its node is what saves x now."""
-        frame = sys._getframe(3)
-        if frame.f_code is not _DROPOUT or x.grad_fn is not None or not x.is_contiguous():
+    def _functional(self, x: Tensor) -> Mask | Made | None:
+        """Kept in fewer bytes, if a function of torch.nn.functional saves x now of which it is known how."""
+        # from here to the function that saves
+        frames = 3
+        narrow = narrow_indices(x, frames)
+        if narrow is not None:
+            return Made(Recipe(widened), (self._kept(narrow),))
+        call = dropout_of_mask(x, frames)
+        if call is None:
             return None
-        called = frame.f_locals
-        given, p = called["input"], called["p"]
-        if x.shape != given.shape or p >= 1:
-            return None
-        dropped = self._computed(given) or self._recorded(given)
-        return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - p, dropped)
+        dropped = self._computed(call.given) or self._recorded(call.given)
+        return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - call.p, dropped)
 
 
 @contextmanager
@@ -227,70 +256,3 @@ def netted(codec: Codec) -> Iterator[None]:
     finally:
         current.net = before
         net.close()
-
-
-class _Off:
-    """The net is off for one of our ops, which knows itself what to keep: that saves the host's time.
-
-    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs.
-    """
-
-    __slots__ = ("hooks", "on")
-
-    def __init__(self, net: Netting) -> None:
-        self.hooks, self.on = net.hooks, False
-
-    def __enter__(self) -> None:
-        pop_saved_tensor_hooks()
-        own_tensors.asked = self._needed
-
-    def __exit__(self, *exception: object) -> None:
-        if not self.on:
-            push_saved_tensor_hooks(self.hooks)
-
-    def _needed(self, saved: Sequence[Tensor]) -> bool:
-        if not self.on and any(map(_is_made, saved)):
-            push_saved_tensor_hooks(self.hooks)
-            self.on = True
-        return self.on
-
-
-def applied(function: _Function, *inputs: Any) -> Any:
-    """``function.apply(*inputs)`` of one of our ops. Without the net, where no hooks outside must get what is kept."""
-    net = None if torch.compiler.is_compiling() else current.net
-    if net is None or not net.is_innermost():
-        return function.apply(*inputs)  # type: ignore[no-untyped-call]
-    try:
-        if net.outside is not None:
-            own_tensors.asked = _always
-            return function.apply(*inputs)  # type: ignore[no-untyped-call]
-        with _Off(net):
-            return function.apply(*inputs)  # type: ignore[no-untyped-call]
-    finally:
-        own_tensors.forget()
-
-
-def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's result without the net, so that autograd keeps all: for what the net could save nothing of."""
-    net = None if torch.compiler.is_compiling() else current.net
-    if net is None or net.outside is not None or not net.is_innermost():
-        return function(*args, **kwargs)
-    pop_saved_tensor_hooks()
-    current.net = None
-    try:
-        return function(*args, **kwargs)
-    finally:
-        push_saved_tensor_hooks(net.hooks)
-        current.net = net
-
-
-def _always(saved: Sequence[Tensor]) -> bool:
-    return True
-
-
-def _is_made(x: Tensor) -> bool:
-    """Whether a node that `nodes` knows made x, or the tensor of which x is a view."""
-    if x.grad_fn is None:
-        return False
-    base = x._base if x._base is not None else x
-    return pointwise(base.grad_fn) is not None or copied_attention(base) is not None

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 from ..private_apis import unset_fake_temporarily
@@ -51,6 +52,17 @@ def _glu(x: Tensor, dim: int) -> Tensor:
     return F.glu(x, dim if dim < 2**63 else dim - 2**64)
 
 
+def _weight_norm(g: Tensor, v: Tensor, norms: Tensor, dim: int) -> Tensor:
+    weight: Tensor = torch._weight_norm_interface(v, g, dim)[0]
+    return weight
+
+
+def _normed_weight(g: Tensor, v: Tensor, dim: int) -> Tensor:
+    v = v.view(*[1] * (dim - 1), *v.shape)
+    sizes = [v.size(i) if i == dim else 1 for i in range(v.dim())]
+    return _weight_norm(g.flatten()[: v.size(dim)].view(sizes), v, g, dim)
+
+
 def _drop(_: Tensor, x: Tensor, p: float) -> Tensor:
     return torch.native_dropout(x, p, True)[0]
 
@@ -76,6 +88,8 @@ POINTWISE: dict[str, Pointwise] = {
     "SiluBackward0": Pointwise(F.silu),
     "SinBackward0": Pointwise(torch.sin),
     "SoftplusBackward0": Pointwise(F.softplus, options=("beta", "threshold")),
+    # made of parameters alone; it saves the norms, too, which are its second result
+    "WeightNormInterfaceBackward0": Pointwise(_weight_norm, 3, ("dim",), _normed_weight),
 }
 
 
@@ -84,19 +98,59 @@ def pointwise(node: object) -> Pointwise | None:
     return POINTWISE.get(type(node).__name__)
 
 
-def copied_attention(x: Tensor) -> Any:
-    """The node of torch's attention with the output [B, H, S, D] of which x is a copy as [B, S, H, D]; None for others.
+class InOrder(NamedTuple):
+    """How a tensor [B, S, H, D] is made again from outputs [B, H, S, D] of torch's attention.
+
+    Attributes:
+        nodes: Those of the attention.
+        compute: Takes their outputs.
+    """
+
+    nodes: list[Any]
+    compute: Callable[..., Tensor]
+
+
+def attention_in_order(x: Tensor) -> InOrder | None:
+    """What makes x, if it is a copy [B, S, H, D] of an attention's output [B, H, S, D], or joins several; else None.
 
     The kernels write in the order of the query's memory. Where that is [B, H, S, D], the next layer reads a copy.
+    Vision models join the outputs of several images.
     """
     node: Any = x.grad_fn
-    if x.dim() != 4 or type(node).__name__ != "CloneBackward0":
+    kind = type(node).__name__
+    if x.dim() != 4 or kind not in ("CloneBackward0", "CatBackward0"):
         return None
-    node = _made_of(node)
+    if kind == "CloneBackward0":
+        attention = _exchanged(_made_of(node), x, x.size(1))
+        return None if attention is None else InOrder([attention], tokens_first)
+    before = [each for each, _ in node.next_functions]
+    before = [_made_of(each) if type(each).__name__ == "CloneBackward0" else each for each in before]
+    found = [attention for each in before if (attention := _exchanged(each, x)) is not None]
+    return InOrder(found, _joined) if len(found) == len(before) and _dim(node._saved_dim) == 1 else None
+
+
+def gathered_from(node: Any) -> Parameter | None:
+    """The parameter of which a node has taken rows by one tensor of indices, as batched experts do; None for others."""
+    if type(node).__name__ != "IndexBackward0" or len(node._saved_indices) != 1:
+        return None
+    leaf = getattr(_made_of(node), "variable", None)
+    return leaf if isinstance(leaf, Parameter) else None
+
+
+def rows(weight: Tensor, index: Tensor) -> Tensor:
+    """Recompute function of such rows."""
+    return weight[index]
+
+
+def _exchanged(node: Any, x: Tensor, tokens: int | None = None) -> Any:
+    """The attention's node, if this node makes tokens of x [B, S, H, D] of its output [B, H, S, D]; else None."""
     if type(node).__name__ != "TransposeBackward0" or {_dim(node._saved_dim0), _dim(node._saved_dim1)} != {1, 2}:
         return None
-    node, heads_first = _made_of(node), (x.size(0), x.size(2), x.size(1), x.size(3))
-    if type(node).__name__ == "ViewBackward0" and tuple(node._saved_self_sym_sizes) == heads_first:
+    node = _made_of(node)
+    if type(node).__name__ in ("ViewBackward0", "ReshapeAliasBackward0"):
+        batch, heads, length, width = [*node._saved_self_sym_sizes, 0, 0, 0, 0][:4]
+        if (batch, heads, width) != (x.size(0), x.size(2), x.size(3)) or tokens not in (None, length):
+            return None
         node = _made_of(node)
     return node if type(node).__name__.startswith("ScaledDotProduct") else None
 
@@ -113,6 +167,10 @@ def _dim(saved: int) -> int:
 def tokens_first(out: Tensor) -> Tensor:
     """Such a copy [B, S, H, D] of an attention's output [B, H, S, D]."""
     return out.transpose(1, 2).contiguous()
+
+
+def _joined(*outs: Tensor) -> Tensor:
+    return torch.cat([out.transpose(1, 2) for out in outs], 1)
 
 
 def computation(row: Pointwise, node: Any) -> Callable[..., Tensor]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.records import live_entries
@@ -144,4 +146,33 @@ def test_the_copy_of_an_attentions_output(swapped: tuple[int, int]) -> None:
     assert_equal_bits(results[0][1:], results[1][1:])
     x = torch.randn(SHAPE)
     saved = kept_bytes(lambda: stock(x, swapped)) - kept_bytes(lambda: ours(x, swapped))
-    assert saved == (x.nbytes if swapped in [(1, 2), (-3, -2)] else 0)
+    # of the queries, the half that goes into the sine is kept as a copy
+    assert saved == (x.nbytes if swapped in [(1, 2), (-3, -2)] else 0) + x.nbytes // 2
+
+
+def test_a_vision_models_fused_product_and_joined_images() -> None:
+    """Rotated queries and keys are new tensors: their product with the values is kept for the values alone."""
+    small = {
+        "depth": 1,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+        "mlp_ratio": 2,
+        "hidden_act": "gelu",
+    }
+    torch.manual_seed(0)
+    stock = Qwen2VisionTransformerPretrainedModel._from_config(Qwen2VLVisionConfig(**small)).train()
+    ours, bare = (patch_model(copy.deepcopy(stock), CompressionConfig(net=net)) for net in (True, False))
+    x, grid = torch.randn(128, 3 * 2 * 4 * 4), torch.tensor([[1, 8, 8], [1, 8, 8]])
+
+    def loss(model: nn.Module) -> Tensor:
+        y: Tensor = model(x, grid)[0]
+        return y.square().sum()
+
+    for model in (stock, ours):
+        loss(model).backward()
+    used = ([p.grad for p in model.parameters() if p.grad is not None] for model in (stock, ours))
+    assert_equal_bits(*used)
+    # two thirds of the product, and what the next layer reads
+    assert kept_bytes(lambda: loss(bare)) - kept_bytes(lambda: loss(ours)) >= 3 * 128 * 32 * 4

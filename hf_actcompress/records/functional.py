@@ -1,0 +1,45 @@
+"""Which function of torch.nn.functional saves a tensor now, and what is known of the tensor by that."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_DROPOUT = torch.nn.functional.dropout.__code__
+_MAX_POOL = torch.nn.functional._max_pool2d.__code__  # type: ignore[attr-defined]
+
+
+class Dropped(NamedTuple):
+    """A call of dropout: its input, and the probability."""
+
+    given: Tensor
+    p: float
+
+
+def dropout_of_mask(x: Tensor, frames: int) -> Dropped | None:
+    """The call of `torch.nn.functional.dropout`, that many frames up, whose node saves the mask x; None for others."""
+    frame = sys._getframe(frames + 1)
+    if frame.f_code is not _DROPOUT or x.grad_fn is not None or not x.is_contiguous():
+        return None
+    given, p = frame.f_locals["input"], frame.f_locals["p"]
+    return None if x.shape != given.shape or p >= 1 else Dropped(given, p)
+
+
+def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
+    """The indices x that a max-pooling of images saves, that many frames up, in fewer bytes; None for other tensors."""
+    if x.dtype != torch.int64:
+        return None
+    frame = sys._getframe(frames + 1)
+    if frame.f_code is not _MAX_POOL:
+        return None
+    # an index is that of a pixel in its image
+    height, width = frame.f_locals["input"].shape[-2:]
+    return x.to(torch.int16 if height * width <= 2**15 else torch.int32)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Recompute function of such indices."""
+    return x.long()

@@ -1,0 +1,84 @@
+"""Ops of ours under the net: they know themselves what to keep, so the net is off while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from ._current import Netting, current
+from .nodes import attention_in_order, pointwise
+from .saving import own_tensors
+
+# what `torch.autograd.Function.apply` takes and gives
+_Function = type[torch.autograd.Function]
+
+
+class _Off:
+    """The net is off for one of our ops, which knows itself what to keep: that saves the host's time.
+
+    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs.
+    """
+
+    __slots__ = ("hooks", "on")
+
+    def __init__(self, net: Netting) -> None:
+        self.hooks, self.on = net.hooks, False
+
+    def __enter__(self) -> None:
+        pop_saved_tensor_hooks()
+        own_tensors.asked = self._needed
+
+    def __exit__(self, *exception: object) -> None:
+        if not self.on:
+            push_saved_tensor_hooks(self.hooks)
+
+    def _needed(self, saved: Sequence[Tensor]) -> bool:
+        if not self.on and any(map(_is_made, saved)):
+            push_saved_tensor_hooks(self.hooks)
+            self.on = True
+        return self.on
+
+
+def applied(function: _Function, *inputs: Any) -> Any:
+    """``function.apply(*inputs)`` of one of our ops. Without the net, where no hooks outside must get what is kept."""
+    net = None if torch.compiler.is_compiling() else current.net
+    if net is None or not net.is_innermost():
+        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    try:
+        if net.outside is not None:
+            own_tensors.asked = _always
+            return function.apply(*inputs)  # type: ignore[no-untyped-call]
+        with _Off(net):
+            return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    finally:
+        own_tensors.forget()
+
+
+def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The function's result without the net, so that autograd keeps all: for what the net could save nothing of."""
+    net = None if torch.compiler.is_compiling() else current.net
+    if net is None or net.outside is not None or not net.is_innermost():
+        return function(*args, **kwargs)
+    pop_saved_tensor_hooks()
+    current.net = None
+    try:
+        return function(*args, **kwargs)
+    finally:
+        push_saved_tensor_hooks(net.hooks)
+        current.net = net
+
+
+def _always(saved: Sequence[Tensor]) -> bool:
+    return True
+
+
+def _is_made(x: Tensor) -> bool:
+    """Whether a node that `nodes` knows made x, or the tensor of which x is a view."""
+    if x.grad_fn is None:
+        return False
+    base = x._base if x._base is not None else x
+    return pointwise(base.grad_fn) is not None or attention_in_order(base) is not None
