@@ -94,11 +94,7 @@ def estimate(
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
     room, (weights, autocast) = card_option(gpu), precision(dtype, bf16, fp16)
-    if max_context and room is None:
-        raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
-    if (zero is None) != (processes == 1) or (zero is not None and fsdp > 1):
-        raise typer.BadParameter("--zero goes with --processes (2 or more), and without --fsdp")
-    writable("--html", html)
+    _check_together(max_context and room is None, fsdp, zero, processes, html)
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank), "trust_remote_code": trust_remote_code}
     options["quantization"] = quantization_of(quantization, qlora)
@@ -108,6 +104,15 @@ def estimate(
     sizes, table = (batch_size, seq_len, max_context), EstimateTable(model, columns_of(room, max_context), room, gpu)
     asked = {**options, "gpu": gpu, "sizes": sizes, "presets": preset, "json": as_json, "html": html is not None}
     _answered(table, sizes, preset or [], options, asked, None if no_cache else place_of(model, asked), html)
+
+
+def _check_together(no_card: bool, fsdp: int, zero: int | None, processes: int, html: Html) -> None:
+    """Of options that need or exclude each other, and a file that is to be written."""
+    if no_card:
+        raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
+    if (zero is None) != (processes == 1) or (zero is not None and fsdp > 1):
+        raise typer.BadParameter("--zero goes with --processes (2 or more), and without --fsdp")
+    writable("--html", html)
 
 
 def _answered(

@@ -144,23 +144,11 @@ class Estimates:
         processes: int = 1,
         trl: bool = False,
     ) -> None:
-        if device not in DEVICES:
-            raise UnknownOptionError("device", device, DEVICES)
-        if engine is None:
-            compiled = isinstance(model, nn.Module) and compiled_modules(model) == [uncompiled(model)]
-        elif engine in ENGINES:
-            compiled = engine == "compile"
-        else:
-            raise UnknownOptionError("engine", engine, ENGINES)
-        if fsdp < 1 or (fsdp > 1 and compiled):
-            raise ModelConfigError(f'fsdp is a number of processes, and not for engine="compile"; got {fsdp}')
-        if (zero is not None and fsdp > 1) or (zero is None and processes != 1):
-            raise ModelConfigError("zero is a stage (2 or 3) over a number of `processes`, and goes without fsdp")
+        compiled = _compiled(model, device, engine)
+        _check_processes(compiled, fsdp, zero, processes, trl)
         self._zero = None if zero is None else Zero(zero, processes)
         if zero is not None:
             dtype, autocast = autocast or dtype, None
-        if trl and (compiled or fsdp > 1):
-            raise ModelConfigError('TRL\'s head is estimated without fsdp and with engine="eager"')
         self._rule = optimizer_rule(optimizer)
         self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len, fsdp, trl)
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
@@ -277,6 +265,26 @@ class Estimates:
         self._alike[key] = found.alike
         self._steps[setting, checkpointing, roles] = found
         return found
+
+
+def _compiled(model: Any, device: str, engine: str | None) -> bool:
+    """Whether it is estimated as a compiled model; raises for a device or an engine that nobody knows."""
+    if device not in DEVICES:
+        raise UnknownOptionError("device", device, DEVICES)
+    if engine is None:
+        return isinstance(model, nn.Module) and compiled_modules(model) == [uncompiled(model)]
+    if engine not in ENGINES:
+        raise UnknownOptionError("engine", engine, ENGINES)
+    return engine == "compile"
+
+
+def _check_processes(compiled: bool, fsdp: int, zero: int | None, processes: int, trl: bool) -> None:
+    if fsdp < 1 or (fsdp > 1 and compiled):
+        raise ModelConfigError(f'fsdp is a number of processes, and not for engine="compile"; got {fsdp}')
+    if (zero is not None and fsdp > 1) or (zero is None and processes != 1):
+        raise ModelConfigError("zero is a stage (2 or 3) over a number of `processes`, and goes without fsdp")
+    if trl and (compiled or fsdp > 1):
+        raise ModelConfigError('TRL\'s head is estimated without fsdp and with engine="eager"')
 
 
 def _named(config: Any) -> str:
