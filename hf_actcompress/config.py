@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from .codecs import CODECS, Offload
-from .config_checks import CODEC_ROLES, check, name_of, sampling
+from .config_checks import CODEC_FIELDS, check, name_of, sampling
 from .config_file import ConfigFile
 from .errors import UnknownOptionError
 
@@ -150,7 +150,7 @@ class CompressionConfig(ConfigFile):
     token_choice: Any = "random"
 
     def __post_init__(self) -> None:
-        for role in (*CODEC_ROLES, "other"):
+        for role in (*CODEC_FIELDS, "other"):
             object.__setattr__(self, role, name_of(getattr(self, role)))
         check(self)
 
@@ -187,8 +187,8 @@ class CompressionConfig(ConfigFile):
     @property
     def codecs(self) -> set[str]:
         """The codecs of all roles, those of single layers included."""
-        single = (value for _, field, value in self.overrides if field in CODEC_ROLES)
-        return {self.other, *(getattr(self, role) for role in CODEC_ROLES), *single}
+        single = (value for _, field, value in self.overrides if field in CODEC_FIELDS)
+        return {self.other, *(getattr(self, role) for role in CODEC_FIELDS), *single}
 
 
 PRESETS: dict[str, CompressionConfig] = {

@@ -8,10 +8,10 @@ from typing import Any
 from .codecs import CODECS, IntMeasured, RowSample
 from .errors import UnknownOptionError
 
-CODEC_ROLES = ("linear", "norm", "mlp", "attention", "checkpoint_input")
+CODEC_FIELDS = ("linear", "norm", "mlp", "attention", "checkpoint_input")
 
 # what an override may set for single layers
-OVERRIDABLE = (*CODEC_ROLES, "checkpoint_attention")
+OVERRIDABLE = (*CODEC_FIELDS, "checkpoint_attention")
 
 # every so many layers, or all but so many at the end
 _SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
@@ -35,12 +35,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def check(config: Any) -> None:
     """Raise UnknownOptionError for a field of a CompressionConfig that is not what it may be."""
-    for role in (*CODEC_ROLES, "other"):
+    for role in (*CODEC_FIELDS, "other"):
         _check_codec(role, getattr(config, role))
     for _, field, value in config.overrides:
         if field not in OVERRIDABLE:
             raise UnknownOptionError("role of an override", field, OVERRIDABLE)
-        if field in CODEC_ROLES:
+        if field in CODEC_FIELDS:
             _check_codec(field, value)
         elif value not in VARIANTS[field]:
             raise UnknownOptionError(field, value, VARIANTS[field])
@@ -48,7 +48,7 @@ def check(config: Any) -> None:
         raise UnknownOptionError("codec for linear under gradient_norms", config.linear, sampling())
     if config.tiled_mlp != "auto" and not (type(config.tiled_mlp) is int and config.tiled_mlp >= 0):
         raise UnknownOptionError("tiled_mlp", config.tiled_mlp, ["a number of rows", "auto"])
-    if config.refresh_bits and not any(isinstance(CODECS[getattr(config, role)], IntMeasured) for role in CODEC_ROLES):
+    if config.refresh_bits and not any(isinstance(CODECS[getattr(config, role)], IntMeasured) for role in CODEC_FIELDS):
         measured = [name for name, codec in CODECS.items() if isinstance(codec, IntMeasured)]
         raise UnknownOptionError("codec under refresh_bits", config.mlp, measured)
     if isinstance(config.checkpoint, str) and not _SHORTHAND.fullmatch(config.checkpoint):

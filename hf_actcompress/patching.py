@@ -17,8 +17,8 @@ from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelErr
 from .models import Site, find_site
 from .models.adapters import rank_layers
 from .models.checkpointing import find_checkpoint_input, restore_checkpointing, switch_on
-from .models.chosen_layers import find_chosen_tokens, refuse_choice
 from .models.heads import find_head
+from .models.methods.chosen_layers import find_chosen_tokens, refuse_choice
 from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
 from .models.selective import find_selective
@@ -27,6 +27,7 @@ from .modules.checkpoint import CheckpointInputMixin
 from .programs import find_program, is_outdated
 from .reference.rng import Generators
 from .reporting import heads_of, is_parametrization, patch_report
+from .roles import Role
 
 register()
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
             unpatch_instance(layer)  # type: ignore[arg-type]
             if settings is not None:
                 patch_instance(layer, CheckpointInputMixin, settings)
-        if settings is not None and settings.role != "checkpoint_input":
+        if settings is not None and settings.role != Role.CHECKPOINT_INPUT:
             continue
         found = find_program(layer, config)
         if isinstance(found, Site):

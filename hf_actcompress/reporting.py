@@ -21,6 +21,7 @@ from .models.padding import why_not
 from .models.root import pretrained_models, root_module, root_of
 from .modules.base import PLAIN_TENSORS, Settings, settings_of, stock_type
 from .programs import find_program
+from .roles import Role
 
 _INERT = (
     "its forward has been bound on the instance since it was patched (device_map or offload hooks, Liger), so the "
@@ -111,7 +112,7 @@ def heads_of(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
-    role = "padding" if config.drop_padding else "shared_prompts" if config.share_prompts else ""
+    role = Role.PADDING if config.drop_padding else Role.SHARED_PROMPTS if config.share_prompts else None
     if role and (reason := why_not(root_module(model))):
         yield PatchRow("", type(root_module(model)).__name__, role, reason=reason)
     heads = {id(head) for head in heads_of(model)}
@@ -119,15 +120,15 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
         if is_parametrization(name):
             continue
         settings = settings_of(module)
-        if id(module) in heads and (settings is None or settings.role != "loss_head"):
+        if id(module) in heads and (settings is None or settings.role != Role.LOSS_HEAD):
             found = find_head(module, config.at(name))
             if isinstance(found, Declined):
                 yield _declined(name, module, found)
         if settings is not None:
             yield _patched(name, module, settings)
-            if settings.role == "layer" and (checkpointed := settings.options[1]) is not None:
+            if settings.role == Role.LAYER and (checkpointed := settings.options[1]) is not None:
                 yield _patched(name, module, checkpointed)
-            if settings.role == "checkpoint_input" and isinstance(found := find_program(module, config), Declined):
+            if settings.role == Role.CHECKPOINT_INPUT and isinstance(found := find_program(module, config), Declined):
                 yield PatchRow(name, stock_type(module).__name__, found.role, "leaf by leaf", note=found.reason)
         elif (row := _left_alone(name, module, config)) is not None:
             yield row
@@ -135,9 +136,9 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
             yield PatchRow(name, type(module).__name__, found.role, "leaf by leaf", note=found.reason)
     for name, module in model.named_modules():
         if is_switched_on(module):
-            yield PatchRow(name, type(module).__name__, "checkpoint", "layer", keeps="input")
+            yield PatchRow(name, type(module).__name__, Role.CHECKPOINT, "layer", keeps="input")
     if _on_cuda(model) and _draws_again(model):
-        yield PatchRow("", type(root_module(model)).__name__, "cuda_graph", reason=_NO_GRAPH)
+        yield PatchRow("", type(root_module(model)).__name__, Role.CUDA_GRAPH, reason=_NO_GRAPH)
 
 
 def _on_cuda(model: nn.Module) -> bool:

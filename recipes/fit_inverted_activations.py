@@ -1,4 +1,4 @@
-"""Fit a GELU-like activation's derivative as a function of its output: reference/tables/inverted.py.
+"""Fit a GELU-like activation's derivative as a function of its output: reference/methods/tables/inverted.py.
 
 f has one minimum, y* = f(x*). On either side of it f'(x) is a smooth function of a coordinate that y gives:
 
@@ -27,7 +27,7 @@ Function = Callable[[Tensor], Tensor]
 DEGREE = 8
 POINTS = 3000
 ROUNDS = 120
-TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "reference" / "tables" / "inverted.py"
+TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "reference" / "methods" / "tables" / "inverted.py"
 
 
 class Branches(NamedTuple):

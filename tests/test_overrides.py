@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, patch_model, patch_report
-from hf_actcompress.config_checks import CODEC_ROLES
+from hf_actcompress.config_checks import CODEC_FIELDS
 from hf_actcompress.errors import UnknownOptionError
 from tests.families import BY_NAME
 
@@ -25,7 +25,7 @@ def test_an_override_holds_below_its_module_alone() -> None:
     assert config.at("model.layers.1.mlp").norm == "identity"
 
 
-@given(st.sampled_from(CODEC_ROLES), st.integers(0, 11), st.integers(0, 11))
+@given(st.sampled_from(CODEC_FIELDS), st.integers(0, 11), st.integers(0, 11))
 @settings(deadline=None)
 def test_no_layer_takes_anothers_override(role: str, asked: int, seen: int) -> None:
     config = CompressionConfig(overrides=((f"h.{asked}", role, "int8"),))
@@ -55,7 +55,7 @@ def test_attention_of_single_checkpointed_layers_may_be_kept() -> None:
         CompressionConfig(checkpoint_input="int8", overrides=(kept,))
 
 
-@pytest.mark.parametrize("role", CODEC_ROLES)
+@pytest.mark.parametrize("role", CODEC_FIELDS)
 def test_a_lossy_override_makes_the_config_lossy(role: str) -> None:
     assert not CompressionConfig(overrides=(("layers.0", role, "int8"),)).lossless
     assert CompressionConfig(overrides=(("layers.0", role, "offload"),)).lossless

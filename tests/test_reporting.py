@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 from hf_actcompress import CompressionConfig, memory_report, patch_model, patch_report
-from hf_actcompress.config_checks import CODEC_ROLES
+from hf_actcompress.config_checks import CODEC_FIELDS
 from hf_actcompress.memory.planning.costs import GROUPS
 from hf_actcompress.roles import Role
 from tests.families import BODY, BY_NAME
@@ -84,7 +84,7 @@ def test_roles_are_those_of_the_enum(name: str) -> None:
 
 
 def test_roles_name_fields_of_a_config_and_groups_of_a_plan() -> None:
-    assert {role.field for role in Role} - {""} == {*CODEC_ROLES, "other"}
+    assert {role.field for role in Role} - {""} == {*CODEC_FIELDS, "other"}
     assert {role.group for role in Role} - {""} == set(GROUPS)
     assert all(role.field for role in Role if role.group)
 

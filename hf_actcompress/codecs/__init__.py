@@ -6,20 +6,20 @@ a row there; the contract tests iterate the rows.
 
 from __future__ import annotations
 
-from .block_sparse import BlockSparse
 from .codec import Codec
 from .feature_maps import FeatureMaps, on_feature_maps
 from .float8 import Float8
 from .identity import Identity
 from .int_channels import IntChannels
 from .int_group import IntGroup
-from .int_measured import IntMeasured
-from .int_ranked import IntRanked
-from .int_running import IntRunning
+from .methods.block_sparse import BlockSparse
+from .methods.int_measured import IntMeasured
+from .methods.int_ranked import IntRanked
+from .methods.int_running import IntRunning
+from .methods.pooled import Pooled
+from .methods.row_sample import RowSample
+from .methods.topk import TopK
 from .offload import Offload
-from .pooled import Pooled
-from .row_sample import RowSample
-from .topk import TopK
 
 __all__ = [
     "CODECS",

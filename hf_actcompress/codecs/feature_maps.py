@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..reference.rng import Generators
-from .block_sparse import BlockSparse
 from .codec import Codec
+from .methods.block_sparse import BlockSparse
+from .methods.pooled import Pooled
+from .methods.row_sample import RowSample
 from .offload import Offload
-from .pooled import Pooled
-from .row_sample import RowSample
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ..config import CompressionConfig
 from ..errors import MissingExtraError
 from ..modules.adapter import AdapterMixin
 from ..modules.base import Settings
+from ..roles import Role
 from .sites import Declined, Site
 
 
@@ -20,7 +21,7 @@ def find_adapter(module: nn.Module, config: CompressionConfig) -> Site | Decline
     peft = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None or not isinstance(module, peft.BaseTunerLayer) or not hasattr(module, "_cast_input_dtype"):
         return None
-    return Site(AdapterMixin, Settings("adapter"))
+    return Site(AdapterMixin, Settings(Role.ADAPTER))
 
 
 def rank_layers(module: nn.Module) -> Iterator[nn.Module]:

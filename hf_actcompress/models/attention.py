@@ -25,10 +25,11 @@ from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice, transforms_active
 from ..records import padding_in, shares_rows
 from ..reference import packed_kernel, packed_sdpa
-from ..reference.device_rules import device_rules
+from ..reference.device_rules import on_cpu
 from ..reference.sequences import Band, Sequences
+from ..roles import Role
 from .eager_attention import find_eager
-from .keys_and_values import keys_and_values
+from .methods.keys_and_values import keys_and_values
 from .rope import RotaryMixin, calls_rope, why_stock
 from .sites import Declined, Site
 
@@ -58,11 +59,11 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
         model_config = module.__dict__["config"]
         options = (renamed(model_config),)
-        settings = Settings("attention", "sdpa", options, codec=codec, keeps=keeps, config=model_config)
+        settings = Settings(Role.ATTENTION, "sdpa", options, codec=codec, keeps=keeps, config=model_config)
         return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
         return find_eager(module, codec)
-    return Declined("attention", _why_not(name, type(module)))
+    return Declined(Role.ATTENTION, _why_not(name, type(module)))
 
 
 def _why_not(name: str | None, kind: type) -> str:
@@ -94,7 +95,7 @@ def attention_forward(
 
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
-    settings = settings_of(module) or Settings("attention")
+    settings = settings_of(module) or Settings(Role.ATTENTION)
     # a graph cannot hold it, and layers of chosen tokens are not compiled
     chosen = None if torch.compiler.is_compiling() else keys_and_values()
     if chosen is not None:
@@ -233,12 +234,6 @@ def _traced(
     if settings.keeps == "recomputed":
         return compilation.recompute(out)
     return out if name == compilation.PLAIN else compilation.keep(out, name)
-
-
-def on_cpu(x: Tensor) -> bool:
-    """Whether a CPU's kernels run, in an estimate those of the device that is estimated."""
-    rules = device_rules()
-    return x.device.type == "cpu" if rules is None else rules.on_cpu
 
 
 def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:

@@ -16,6 +16,7 @@ from ..config import CompressionConfig
 from ..errors import UnknownOptionError
 from ..modules.base import Settings
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointInputMixin
+from ..roles import Role
 from .sites import Site
 
 _FLAGS = ("gradient_checkpointing", CHECKPOINT_FUNCTION)
@@ -67,7 +68,7 @@ def find_checkpoint_input(module: nn.Module, config: CompressionConfig) -> Site 
     if not isinstance(module, GradientCheckpointingLayer):
         return None
     options = (module.__dict__.get(CHECKPOINT_FUNCTION),)
-    return Site(CheckpointInputMixin, Settings("checkpoint_input", "packed", options, codec=codec, keeps=keeps))
+    return Site(CheckpointInputMixin, Settings(Role.CHECKPOINT_INPUT, "packed", options, codec=codec, keeps=keeps))
 
 
 def checkpointable(model: nn.Module) -> dict[str, nn.Module]:

@@ -18,6 +18,7 @@ from .. import ops
 from ..codecs import IDENTITY, Codec
 from ..modules.attention import EAGER_NAME, AttentionMixin
 from ..modules.base import Settings, keeps_for_backward
+from ..roles import Role
 from .probe import DTYPES, REFUSALS, same_bits, undisturbed
 from .rope import RotaryMixin
 from .sites import Declined, Site
@@ -36,13 +37,13 @@ def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
     """The site of an attention module whose eager function was shown to be one that ours equals."""
     stock = eager_function_of(type(module))
     if stock is None or getattr(module, "reorder_and_upcast_attn", False):
-        return Declined("attention", "eager attention of its own making, not transformers' eager_attention_forward")
+        return Declined(Role.ATTENTION, "eager attention of its own making, not transformers' eager_attention_forward")
     for roundings in ROUNDINGS:
         if _same(module, stock, roundings):
             config = module.__dict__["config"]
-            settings = Settings("attention", "eager", roundings, codec, "probabilities", config=config)
+            settings = Settings(Role.ATTENTION, "eager", roundings, codec, "probabilities", config=config)
             return Site(EagerAttentionMixin, settings)
-    return Declined("attention", "its eager function rounds otherwise than those known (found by a numeric probe)")
+    return Declined(Role.ATTENTION, "its eager function rounds otherwise than those known (found by a numeric probe)")
 
 
 def eager_function_of(kind: type) -> Callable[..., Any] | None:

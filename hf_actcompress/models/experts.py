@@ -14,6 +14,7 @@ from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
 from ..modules.base import Settings, patch_instance
 from ..modules.experts import GROUPED, ExpertsMixin
+from ..roles import Role
 from .grouped_products import GROUPED_PRODUCTS
 from .probe import DTYPES, REFUSALS, same_bits, undisturbed
 from .sites import Declined, Site
@@ -28,14 +29,14 @@ def find_experts(module: nn.Module, config: CompressionConfig) -> Site | Decline
         return None
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if implementation != GROUPED:
-        return Declined("experts", f"stock's code runs: no rule for {implementation!r}, only for {GROUPED!r}")
+        return Declined(Role.EXPERTS, f"stock's code runs: no rule for {implementation!r}, only for {GROUPED!r}")
     if module.has_post_expert_norm:
-        return Declined("experts", "stock's code runs: a norm after each expert")
+        return Declined(Role.EXPERTS, "stock's code runs: a norm after each expert")
     if {name for name, _ in module.named_parameters()} - _WEIGHTS:
-        return Declined("experts", "stock's code runs: weights beside those of the two projections")
+        return Declined(Role.EXPERTS, "stock's code runs: weights beside those of the two projections")
     if not _same_as_stock():
         return Declined(
-            "experts",
+            Role.EXPERTS,
             "stock's code runs: its grouped products are not those known (found by a probe)",
         )
     return Site(ExpertsMixin, _settings(module, CODECS[config.mlp]))
@@ -43,7 +44,7 @@ def find_experts(module: nn.Module, config: CompressionConfig) -> Site | Decline
 
 def _settings(module: Any, codec: Codec) -> Settings:
     products = GROUPED_PRODUCTS[module.is_transposed]
-    return Settings("experts", GROUPED, (products,), codec, "the first projection's output")
+    return Settings(Role.EXPERTS, GROUPED, (products,), codec, "the first projection's output")
 
 
 class _Config:

@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedModel
 
 from ..private_apis import BatchNormBase, ConvolutionBase
+from ..roles import Role
 from .sites import Declined
 from .source import names_in
 
@@ -31,19 +32,19 @@ def find_foreign(module: nn.Module) -> Declined | None:
     if isinstance(module, (PreTrainedModel, nn.Embedding, *_CONTAINERS)) or type(module) is nn.Identity:
         return None
     if isinstance(module, ConvolutionBase):
-        return Declined("conv", f"no rule for {type(module).__name__}: {_SAME}")
+        return Declined(Role.CONV, f"no rule for {type(module).__name__}: {_SAME}")
     if isinstance(module, _NORMS):
-        return Declined("norm", f"no rule for {type(module).__name__}: {_SAME}")
+        return Declined(Role.NORM, f"no rule for {type(module).__name__}: {_SAME}")
     parameters = [p for p in module._parameters.values() if p is not None]
     # one weight per expert; class tokens and position embeddings are of one row
     if sum(p.dim() > 2 and p.size(0) > 1 for p in parameters) > 1:
-        return Declined("experts", f"no rule for fused weights ({type(module).__name__}): {_SAME}")
+        return Declined(Role.EXPERTS, f"no rule for fused weights ({type(module).__name__}): {_SAME}")
     # a name may be that of a child, which has a row of its own
     functions = tuple(name for name in sorted(names_in(module) & _KEEPING) if name not in module._modules)
     if "attention" in type(module).__name__.lower() and functions:
-        return Declined("attention", f"computes attention itself, not through the attention interface: {_SAME}")
+        return Declined(Role.ATTENTION, f"computes attention itself, not through the attention interface: {_SAME}")
     if functions:
-        return Declined("functions", f"no rule for its own calls of {', '.join(functions)}: {_SAME}")
+        return Declined(Role.FUNCTIONS, f"no rule for its own calls of {', '.join(functions)}: {_SAME}")
     if parameters and "norm" in type(module).__name__.lower():
-        return Declined("norm", f"no rule for {type(module).__name__}: {_SAME}")
+        return Declined(Role.NORM, f"no rule for {type(module).__name__}: {_SAME}")
     return None

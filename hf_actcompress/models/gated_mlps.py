@@ -13,6 +13,7 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings, patch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
+from ..roles import Role
 from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site
 from .tiled_mlps import tiled_settings
@@ -46,11 +47,11 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
     for row in GATED_MLPS:
         if not set(row.children) <= names:
             continue
-        settings = Settings("gated_mlp", "", row.children, CODECS[config.mlp])
+        settings = Settings(Role.GATED_MLP, "", row.children, CODECS[config.mlp])
         # of what a whole MLP computes; tiles are calls of that
         if _same_with_stand_ins(module, row, settings):
             return Site(row.mixin, tiled_settings(settings, module, config))
-        return Declined("gated_mlp", f"has {', '.join(row.children)} but its forward does something else with them")
+        return Declined(Role.GATED_MLP, f"has {', '.join(row.children)} but its forward does something else with them")
     return None
 
 

@@ -18,6 +18,7 @@ from ..modules.base import Settings, has_hooks, patched_class, stock_type
 from ..modules.head import HeadMixin, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
 from ..private_apis import transforms_active
+from ..roles import Role
 from .arguments import argument
 from .sites import Declined, Site
 
@@ -39,14 +40,14 @@ def output_layers(model: nn.Module) -> tuple[nn.Module, ...]:
 def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
     """The site of one of the `output_layers`, or why it is treated as what it is otherwise."""
     if not config.loss_head:
-        return Declined("loss_head", "switched off (loss_head=False)")
+        return Declined(Role.LOSS_HEAD, "switched off (loss_head=False)")
     if hasattr(module, "modules_to_save"):
         return None  # the copies inside have rows of their own
     if stock_type(module) is not nn.Linear:
-        return Declined("loss_head", f"the head is a {stock_type(module).__name__}, not a plain nn.Linear")
+        return Declined(Role.LOSS_HEAD, f"the head is a {stock_type(module).__name__}, not a plain nn.Linear")
     if "forward" in module.__dict__:
-        return Declined("loss_head", "forward is already bound on the instance")
-    return Site(HeadMixin, Settings("loss_head", "logits" if config.logits else "no_logits", (config.targets,)))
+        return Declined(Role.LOSS_HEAD, "forward is already bound on the instance")
+    return Site(HeadMixin, Settings(Role.LOSS_HEAD, "logits" if config.logits else "no_logits", (config.targets,)))
 
 
 @contextmanager

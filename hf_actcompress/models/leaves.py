@@ -14,11 +14,12 @@ from transformers import activations as hf
 from transformers.pytorch_utils import Conv1D
 
 from ..codecs import CODECS, IDENTITY, Codec, RowSample
-from ..codecs.gradient_norms import RememberedNorms
+from ..codecs.methods.gradient_norms import RememberedNorms
 from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import ActivationMixin, Conv2dMixin, DropoutMixin, LayerNormMixin, LinearMixin
 from ..reference import INVERTED, TABLE_OPTIONS, TWO_VALUED, activation_bwd, layer_norm_output_reasons
+from ..roles import Role
 from .own_linear import find_own_linear
 from .sites import Declined, Site, norm_keeps
 
@@ -81,9 +82,9 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
     if kind in ACTIVATION_TYPES:
         return _activation(module, config, ACTIVATION_TYPES[kind])
     if kind in WITH_PARAMETERS:
-        return Declined("activation", "has parameters of its own; not pointwise in its input alone")
+        return Declined(Role.ACTIVATION, "has parameters of its own; not pointwise in its input alone")
     if isinstance(module, nn.Embedding):
-        return Declined("embedding", "keeps only its indices")
+        return Declined(Role.EMBEDDING, "keeps only its indices")
     return find_own_linear(module, config)
 
 
@@ -91,12 +92,12 @@ def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:
     codec = CODECS[config.linear]
     if codec.for_images:
         return Site(
-            LinearMixin, Settings("linear", variant, note=f"keeps its input: {config.linear} is for feature maps")
+            LinearMixin, Settings(Role.LINEAR, variant, note=f"keeps its input: {config.linear} is for feature maps")
         )
     if config.gradient_norms and isinstance(codec, RowSample):
         codec = replace(codec, norms=RememberedNorms(config.gradient_norms))
     keeps = "input" if config.derive_linear else "encoded"
-    return Site(LinearMixin, Settings("linear", variant, codec=codec, keeps=keeps))
+    return Site(LinearMixin, Settings(Role.LINEAR, variant, codec=codec, keeps=keeps))
 
 
 def _linear_codec(config: CompressionConfig) -> Codec:
@@ -107,41 +108,41 @@ def _linear_codec(config: CompressionConfig) -> Codec:
 def _conv2d(module: nn.Conv2d, config: CompressionConfig) -> Site | Declined:
     stock = nn.Conv2d
     if type(module).forward is not stock.forward or type(module)._conv_forward is not stock._conv_forward:
-        return Declined("conv2d", f"{type(module).__name__} is a subclass of nn.Conv2d with a forward of its own")
+        return Declined(Role.CONV2D, f"{type(module).__name__} is a subclass of nn.Conv2d with a forward of its own")
     # left, right, top, bottom, in pixels, also of padding="same"
     left, right, top, bottom = module._reversed_padding_repeated_twice
     if module.padding_mode != "zeros" or left != right or top != bottom:
-        return Declined("conv2d", "pads with something else than zeros, or unevenly")
+        return Declined(Role.CONV2D, "pads with something else than zeros, or unevenly")
     geometry = (module.stride, (top, left), module.dilation, module.groups)
-    settings = Settings("conv2d", options=geometry)
+    settings = Settings(Role.CONV2D, options=geometry)
     keeps = "input" if config.derive_linear else "encoded"
     return Site(Conv2dMixin, replace(settings, codec=CODECS[config.linear], keeps=keeps))
 
 
 def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:
-    settings = Settings("norm", "layer_norm", codec=CODECS[config.norm])
+    settings = Settings(Role.NORM, "layer_norm", codec=CODECS[config.norm])
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     return Site(LayerNormMixin, norm_keeps(settings, config, layer_norm_output_reasons(weight, bias)))
 
 
 def _dropout(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     if module.inplace:
-        return Declined("dropout", "works in place")
-    return Site(DropoutMixin, Settings("dropout", codec=_linear_codec(config)))
+        return Declined(Role.DROPOUT, "works in place")
+    return Site(DropoutMixin, Settings(Role.DROPOUT, codec=_linear_codec(config)))
 
 
 def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -> Site | Declined:
     if getattr(module, "inplace", False):
-        return Declined("activation", "works in place")
+        return Declined(Role.ACTIVATION, "works in place")
     options = tuple(float(getattr(module, name)) for name in row.attributes)
     if not _derivative_holds(module, row.kind, options):
-        return Declined("activation", f"its derivative is not that of {row.kind!r} (found by a numeric probe)")
+        return Declined(Role.ACTIVATION, f"its derivative is not that of {row.kind!r} (found by a numeric probe)")
     variant = config.activation_variant
     if row.kind in TWO_VALUED and variant == "input" and not config.derive_linear:
         # nobody rebuilds the output: one bit is exact
         variant = "steps1"
     keeps, note = _activation_keeps(row.kind, options, variant)
-    return Site(ActivationMixin, Settings("activation", row.kind, options, CODECS[config.mlp], keeps, note))
+    return Site(ActivationMixin, Settings(Role.ACTIVATION, row.kind, options, CODECS[config.mlp], keeps, note))
 
 
 def _activation_keeps(kind: str, options: tuple[float, ...], variant: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import OwnLinearMixin
+from ..roles import Role
 from .probe import REFUSALS, undisturbed
 from .sites import Declined, Site
 
@@ -18,8 +19,8 @@ def find_own_linear(module: nn.Module, config: CompressionConfig) -> Site | Decl
         return None
     ours = type(module).__module__.startswith("transformers.models.") and config.selective and config.net
     if ours and config.derive_linear and _is_linear(module):
-        return Site(OwnLinearMixin, Settings("own_linear", keeps="what its own code keeps"))
-    return Declined("linear", f"{type(module).__name__} is a subclass of nn.Linear with a forward of its own")
+        return Site(OwnLinearMixin, Settings(Role.OWN_LINEAR, keeps="what its own code keeps"))
+    return Declined(Role.LINEAR, f"{type(module).__name__} is a subclass of nn.Linear with a forward of its own")
 
 
 def _is_linear(module: nn.Linear) -> bool:

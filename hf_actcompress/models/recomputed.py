@@ -20,6 +20,7 @@ from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings
 from ..modules.recomputed import BatchNormMixin, RecomputedMixin
 from ..records import storage_sizes
+from ..roles import Role
 from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Site
 
@@ -37,13 +38,13 @@ def find_recomputed(module: nn.Module, config: CompressionConfig) -> Site | None
     """The site of a BatchNorm, or of a module that the probe lets through; None for all others."""
     if type(module) in _BATCH_NORMS:
         # stock's own node keeps the input as it is, which no codec changes
-        return Site(BatchNormMixin, Settings("batch_norm", "input")) if config.derive_linear else None
+        return Site(BatchNormMixin, Settings(Role.BATCH_NORM, "input")) if config.derive_linear else None
     if isinstance(module, PreTrainedModel) or not config.derive_linear or not _is_small(module):
         return None
     if not any(_may_run_again(module, x) and _keeps_as_much(module, x) for x in _shapes(module)):
         return None
     codec = CODECS[config.norm if module._parameters else config.mlp]
-    return Site(RecomputedMixin, Settings("recomputed", "input", (), codec))
+    return Site(RecomputedMixin, Settings(Role.RECOMPUTED, "input", (), codec))
 
 
 def _is_small(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings
 from ..modules.leaves import RMSNormMixin
 from ..reference import RMS_NORM_VARIANTS, rms_norm_fwd, rms_norm_output_reasons
+from ..roles import Role
 from .probe import DTYPES, REFUSALS, asked_once, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site, norm_keeps
 
@@ -31,14 +32,14 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
         # torch's own may leave its eps at None
         eps_name = "eps"
     if eps_name is None:
-        return Declined("norm", f"no eps found under {', '.join(EPS_NAMES)}")
+        return Declined(Role.NORM, f"no eps found under {', '.join(EPS_NAMES)}")
     if not takes_one_tensor(module):
-        return Declined("norm", "its forward takes more than one argument (a gate, a residual)")
+        return Declined(Role.NORM, "its forward takes more than one argument (a gate, a residual)")
     variant, pairs = asked_once(module, _variant, eps_name)
     if variant is None:
-        return Declined("norm", "its forward is none of the known RMSNorm variants (found by a numeric probe)")
+        return Declined(Role.NORM, "its forward is none of the known RMSNorm variants (found by a numeric probe)")
     has_weight = module._parameters.get("weight") is not None
-    settings = Settings("norm", variant, (eps_name, has_weight, pairs), CODECS[config.norm])
+    settings = Settings(Role.NORM, variant, (eps_name, has_weight, pairs), CODECS[config.norm])
     reasons = rms_norm_output_reasons(module._parameters.get("weight"), variant)
     return Site(RMSNormMixin, norm_keeps(settings, config, reasons))
 

@@ -25,12 +25,12 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..records import Copies, Padding, dropping, frame, in_frame, netted
 from ..reference.rng import Generators
-from .chosen_tokens import choice_of_call, choosing
 from .heads import deferred_logits
+from .methods.chosen_tokens import choice_of_call, choosing
+from .methods.sensitivity import refresh_bits
 from .packed_masks import packed_forward
 from .padding import padding_of_call
 from .samples import samples_of_call
-from .sensitivity import refresh_bits
 from .shared_prompts import copies_of_call
 
 _ATTRIBUTE = "actcompress_root"

@@ -66,7 +66,7 @@ def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
     if not names & _KEEPING or names & _DECIDING or not _is_its_own(module, names) or not _has_small_rest(module):
         return None
     return Site(
-        CachedSelectiveMixin, Settings("selective", codec=CODECS[config.other], keeps="outputs of linear layers")
+        CachedSelectiveMixin, Settings(Role.SELECTIVE, codec=CODECS[config.other], keeps="outputs of linear layers")
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..config import CompressionConfig
 from ..modules.base import Settings
+from ..roles import Role
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Site:
 class Declined:
     """A module that a rule knows and leaves alone, and why."""
 
-    role: str
+    role: Role
     reason: str
 
 

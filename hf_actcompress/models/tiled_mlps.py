@@ -14,6 +14,7 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings, settings_of, stock_type
 from ..modules.tiled import TiledMixin
+from ..roles import Role
 from .probe import REFUSALS, probe_rows, takes_one_tensor, undisturbed
 from .sites import Site
 
@@ -35,7 +36,7 @@ def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
     last = _last_by_rows(module)
     if last is None:
         return None
-    settings = Settings("tiled_mlp", options=(last,) if last else (), codec=CODECS[config.mlp])
+    settings = Settings(Role.TILED_MLP, options=(last,) if last else (), codec=CODECS[config.mlp])
     return Site(TiledMixin, tiled_settings(settings, module, config))
 
 

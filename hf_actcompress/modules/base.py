@@ -19,6 +19,7 @@ from ..codecs import CODECS, IDENTITY, Codec
 from ..errors import UnsupportedModelError
 from ..private_apis import FakeTensor, transforms_active
 from ..records import current
+from ..roles import Role
 
 _NAMES = {codec: name for name, codec in CODECS.items()}
 
@@ -30,7 +31,7 @@ class Settings:
     `note` says why it keeps something else than was asked for. `config` is the module's own where the mixin shadows it.
     """
 
-    role: str
+    role: Role
     variant: str = ""
     options: tuple[Any, ...] = ()
     codec: Codec = IDENTITY

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.experts import GroupedProducts
-from ..records import declare, known_record, parameter, raw, whole_record_of
+from ..records import declare, known_record, parameter, stored_exact, whole_record_of
 from .base import PatchedModule, has_hooks, keeps_for_backward
 
 if TYPE_CHECKING:
@@ -110,7 +110,9 @@ def _weight(module: Any, name: str) -> Any:
         # some hold a difference of the weight's own size
         small = sum(value.nbytes for value in own.values()) < weight.nbytes
         if type(adapter).__module__.startswith("peft.") and small and next(adapter.parameters(), None) is None:
-            declare(weight, _Adapted(adapter, tuple(own)), parameter(made[name].original), *map(raw, own.values()))
+            declare(
+                weight, _Adapted(adapter, tuple(own)), parameter(made[name].original), *map(stored_exact, own.values())
+            )
     return weight
 
 
@@ -146,7 +148,7 @@ def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of those tokens [S, H], declared as made of the rows of all."""
     x = hidden[tokens]
     # the whole record: padding rows are routed to experts, too
-    declare(x, _gather, whole_record_of(hidden), raw(tokens))
+    declare(x, _gather, whole_record_of(hidden), stored_exact(tokens))
     if x.dtype == dtype:
         return x
     known, cast = known_record(x), x.to(dtype)

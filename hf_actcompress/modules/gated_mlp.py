@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compilation, ops
+from ..roles import Role
 from .base import Settings, has_hooks, keeps_for_backward, only_tensor, settings_of
 from .tiled import TiledMixin
 
@@ -24,7 +25,7 @@ class _GatedMLPMixin(TiledMixin):
     def _product(self, gate: Tensor, up: Tensor, act: Any) -> Tensor:
         """act(gate) * up; through our op if the activation is a patched one that nobody hooks."""
         activation, settings = settings_of(act), self.actcompress
-        if activation is None or activation.role != "activation" or settings is None or has_hooks(act):
+        if activation is None or activation.role != Role.ACTIVATION or settings is None or has_hooks(act):
             return act(gate) * up  # type: ignore[no-any-return]
         if not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]

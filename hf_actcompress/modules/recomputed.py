@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..records import declare, raw, whole_record_of
+from ..records import declare, stored_exact, whole_record_of
 from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class BatchNormMixin(_Module):
             statistics = () if batch else (self.running_mean, self.running_var)
             affine = (self.weight, self.bias) if self.weight is not None else ()
             made = _Normed(self.eps, bool(statistics), bool(affine))
-            declare(y, made, whole_record_of(x), *(raw(t) for t in (*statistics, *affine) if t is not None))
+            declare(y, made, whole_record_of(x), *(stored_exact(t) for t in (*statistics, *affine) if t is not None))
         return y
 
 

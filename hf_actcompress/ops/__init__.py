@@ -11,23 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._activation import activation
-from ._activation_derivative import activation_derivative
-from ._activation_fewbit import activation_fewbit
-from ._activation_output import activation_output
-from ._attention_tempo import attention_tempo
 from ._cast import cast
 from ._conv2d import conv2d
 from ._deferred_linear import LinearSource, deferred_linear
 from ._dropout import dropout
 from ._layer_norm import layer_norm
-from ._layer_norm_output import layer_norm_output
 from ._linear import linear
 from ._linear_cross_entropy import linear_cross_entropy
 from ._packed_attention import packed_attention
 from ._recomputed import recomputed
 from ._returned_logits import returned_logits
 from ._rms_norm import rms_norm
-from ._rms_norm_output import rms_norm_output
 from ._rope import rope
 from ._tiled import tiled
 from .attention import fused_attention, recomputed_attention
@@ -35,6 +29,12 @@ from .deferred_logits import DeferredLogits, plain
 from .experts import experts_down
 from .gated_mlp import gated_product
 from .heads import tokens_first
+from .methods.attention_tempo import attention_tempo
+from .methods.derivative import activation_derivative
+from .methods.fewbit import activation_fewbit
+from .methods.inverted import activation_output
+from .methods.layer_norm_output import layer_norm_output
+from .methods.rms_norm_output import rms_norm_output
 from .own_weights import OwnWeights
 from .packed_mask import PackedMask
 from .region import Region, region_in_progress

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Derived, Stored, applied, declare, is_lossless, load, raw, record_of, save
+from ..records import Derived, Stored, applied, declare, is_lossless, load, record_of, save, stored_exact
 from ..reference.bits import pack_mask, unpack_mask
 from .autocast import SameAutocast
 from .first_order import once_differentiable
@@ -47,10 +47,10 @@ class ActivationFunction(torch.autograd.Function):
         rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):
             # f' follows from the output, too; a stock layer behind this one keeps that anyway
-            record, rebuild = raw(y.detach()), _itself
+            record, rebuild = stored_exact(y.detach()), _itself
         # derived from what a codec has rounded (a BatchNorm's input), x has the wrong sign somewhere
         rounded = kind in _BY_MASK and isinstance(record, Derived) and not is_lossless(record)
-        save(ctx, raw(pack_mask(x > 0)) if rounded else record)
+        save(ctx, stored_exact(pack_mask(x > 0)) if rounded else record)
         declare(y, rebuild, record)
         ctx.kind, ctx.options, ctx.by_mask = kind, options, rounded
         return y

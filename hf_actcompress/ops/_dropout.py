@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import applied, declare, load, raw, record_of, save
+from ..records import applied, declare, load, record_of, save, stored_exact
 from .first_order import once_differentiable
 
 
@@ -26,7 +26,7 @@ class DropoutFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, p: float, codec: Codec) -> Tensor:
         y: Tensor
         y, drawn = implementation("dropout_fwd", x)(x, p)
-        state = raw(drawn)
+        state = stored_exact(drawn)
         save(ctx, state)
         declare(y, partial(_rebuild, p=p), record_of(x, codec), state)
         ctx.p = p

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import applied, declare, load, parameter, raw, record_of, save, whole_record_of
+from ..records import applied, declare, load, parameter, record_of, save, stored_exact, whole_record_of
 from .autocast import autocast_widens, in_fp32
 from .first_order import once_differentiable
 
@@ -46,10 +46,10 @@ class LayerNormFunction(torch.autograd.Function):
         # a norm over tokens needs them all
         x_record = record_of(x, codec) if x.dim() > len(shape) + 1 else whole_record_of(x, codec)
         affine = tuple(parameter(t) for t in (weight, bias) if t is not None)
-        save(ctx, x_record, raw(mean), raw(rstd), *affine)
+        save(ctx, x_record, stored_exact(mean), stored_exact(rstd), *affine)
         rebuild = partial(_rebuild, shape=shape, eps=eps, wide=wide, has_weight=weight is not None)
         if copy:
-            affine = tuple(raw(t.detach().clone()) for t in (weight, bias) if t is not None)
+            affine = tuple(stored_exact(t.detach().clone()) for t in (weight, bias) if t is not None)
         declare(y, rebuild, x_record, *affine)
         ctx.shape, ctx.wide = shape, wide
         ctx.has_weight, ctx.has_bias = weight is not None, bias is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dispatch import implementation
-from ..records import Record, applied, declare, is_dropped, is_lossless, load, parameter, raw, record_of, save
+from ..records import Record, applied, declare, is_dropped, is_lossless, load, parameter, record_of, save, stored_exact
 from ..reference.device_rules import on_cpu
 from ..reference.linear_cross_entropy import NO_TARGET, Pointwise
 from ._cast import cast_record
@@ -50,7 +50,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 chunked = implementation("linear_cross_entropy_fwd", h)
                 losses, maximum, log_sum = chunked(h.to(dtype), weight, bias, target, pointwise, loss_dtype)
         bias_record = parameter(bias) if bias is not None else None
-        rows_record = raw(rows) if rows is not None else None
+        rows_record = stored_exact(rows) if rows is not None else None
         record = exact_record(h, dtype)
         if is_dropped(record):
             # zeros come back for padding rows, whose statistics do not fit those: their softmax is to be zero as well
@@ -60,9 +60,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             record,
             parameter(weight),
             bias_record,
-            raw(target),
-            raw(maximum),
-            raw(log_sum),
+            stored_exact(target),
+            stored_exact(maximum),
+            stored_exact(log_sum),
             rows_record,
         )
         ctx.pointwise, ctx.h_dtype = pointwise, h.dtype
@@ -82,7 +82,7 @@ def exact_record(h: Tensor, dtype: torch.dtype) -> Record:
     """The record of ``h.to(dtype)``, exact, so that backward computes the same logits as forward."""
     record = record_of(h) if h.dtype == dtype else cast_record(h, dtype)
     # logits from a lossy h would not fit the kept statistics; one exact tensor per model is cheap
-    return record if is_lossless(record) else raw(h.detach().to(dtype))
+    return record if is_lossless(record) else stored_exact(h.detach().to(dtype))
 
 
 def _select(h: Tensor, rows: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _selected(h: Tensor, rows: Tensor | None) -> Tensor:
     if rows is None:
         return h
     selected = _select(h, rows)
-    declare(selected, _select, record_of(h), raw(rows))
+    declare(selected, _select, record_of(h), stored_exact(rows))
     return selected
 
 

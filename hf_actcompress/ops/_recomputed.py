@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..records import applied, declare, load, raw, record_of, save
+from ..records import applied, declare, load, record_of, save, stored_exact
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 from .own_weights import OwnWeights, alias
@@ -27,7 +27,7 @@ class RecomputedFunction(torch.autograd.Function):
         # the function may have a ReLU in it: experts, a PReLU, a model's own activation
         record = record_of(x, codec.keeping_sign())
         # the weights for torch's check that nobody has written on them
-        save(ctx, record, *map(raw, weights))
+        save(ctx, record, *map(stored_exact, weights))
         ctx.stock, ctx.own = SameAutocast(stock, x), own
         declare(y, ctx.stock, record)
         return y

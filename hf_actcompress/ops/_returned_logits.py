@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..records import Record, applied, is_dropped, load, parameter, raw, save
+from ..records import Record, applied, is_dropped, load, parameter, save, stored_exact
 from ..reference.linear_rows import linear_rows_bwd
 from ._deferred_linear import LinearSource
 from ._linear_cross_entropy import exact_record
@@ -76,7 +76,7 @@ def _rows_from(first: int, logits: Callable[[], Tensor]) -> Read:
 def _whole_record(h: Tensor, dtype: torch.dtype) -> Record:
     """The record of the head's input with its padding rows, whose logits may be asked for."""
     record = exact_record(h, dtype)
-    return raw(h.detach().to(dtype)) if is_dropped(record) else record
+    return stored_exact(h.detach().to(dtype)) if is_dropped(record) else record
 
 
 def returned_logits(x: Tensor) -> Tensor | None:

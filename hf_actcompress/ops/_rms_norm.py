@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import applied, declare, load, parameter, raw, record_of, save
+from ..records import applied, declare, load, parameter, record_of, save, stored_exact
 from .first_order import once_differentiable
 
 
@@ -27,12 +27,12 @@ class RMSNormFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None, variant: str, codec: Codec, copy: bool
     ) -> Tensor:
         y, rstd = implementation("rms_norm_fwd", x, variant)(x, weight, eps, variant)
-        kept = [record_of(x, codec), raw(rstd)]
+        kept = [record_of(x, codec), stored_exact(rstd)]
         if weight is not None:
             kept.append(parameter(weight))
         save(ctx, *kept)
         if copy and weight is not None:
-            kept[-1] = raw(weight.detach().clone())
+            kept[-1] = stored_exact(weight.detach().clone())
         declare(y, partial(_rebuild, variant=variant), *kept)
         ctx.variant = variant
         return y  # type: ignore[no-any-return]

@@ -18,8 +18,8 @@ from ..records import (
     is_lossless,
     known_record,
     load,
-    raw,
     save,
+    stored_exact,
 )
 from ..reference import rope_fwd
 from .first_order import once_differentiable
@@ -30,7 +30,7 @@ class RopeFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        save(ctx, raw(cos), raw(sin))
+        save(ctx, stored_exact(cos), stored_exact(sin))
         ctx.dtypes = q.dtype, k.dtype
         ctx.set_materialize_grads(False)
         q_out, k_out = (implementation("rope_fwd", x)(x, cos, sin) for x in (q, k))
@@ -59,7 +59,7 @@ def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         return
     if _large_sources(record, y.numel()) <= y.nbytes:
         order = y if y.is_contiguous() else y.transpose(1, 2)
-        declare_in_order(y, order, _Rotated(order is not y), record, raw(cos), raw(sin))
+        declare_in_order(y, order, _Rotated(order is not y), record, stored_exact(cos), stored_exact(sin))
 
 
 def _large_sources(record: Record, count: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import applied, load, raw, record_in_order_of, save
+from ..records import applied, load, record_in_order_of, save, stored_exact
 from .autocast import SameAutocast, autocast_dtype
 from .first_order import once_differentiable
 from .heads import keep_heads, keep_output_heads, keep_row_heads
@@ -39,7 +39,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         # where the q of a row was dropped and is zero now, its statistic has to be zero, too. Packed kernels have
         # statistics of a shape of their own, which stay whole
         statistics = keep_row_heads(lse, dropped and lse.shape == q.shape[:3])
-        save(ctx, *kept, out_record, statistics, raw(mask) if mask is not None else None)
+        save(ctx, *kept, out_record, statistics, stored_exact(mask) if mask is not None else None)
         ctx.name, ctx.options = name, options
         return out
 
@@ -108,8 +108,8 @@ class RecomputedAttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         state = implementation("rng_state", q)(q.device)
         kept, _ = keep_heads(q, k, v, mask, is_causal, codec)
-        masks = [raw(x) if x is not None else None for x in (mask, bias)]
-        save(ctx, *kept, *masks, raw(state))
+        masks = [stored_exact(x) if x is not None else None for x in (mask, bias)]
+        save(ctx, *kept, *masks, stored_exact(state))
         ctx.attend = SameAutocast(attend, q)
         # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph
         leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:6])

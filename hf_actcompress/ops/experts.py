@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..records import applied, known_record, load, parameter, raw, record_of, save
+from ..records import applied, known_record, load, parameter, record_of, save, stored_exact
 from .first_order import once_differentiable
 
 
@@ -54,11 +54,13 @@ class ExpertsDownFunction(torch.autograd.Function):
         save(
             ctx,
             record_of(h, codec) if needs_h else None,
-            parameter(weight) if isinstance(weight, torch.nn.Parameter) else known_record(weight) or raw(weight),
-            None if bias is None else parameter(bias) if isinstance(bias, torch.nn.Parameter) else raw(bias),
-            raw(routing),
-            raw(experts) if bias is not None else None,
-            raw(offsets),
+            parameter(weight)
+            if isinstance(weight, torch.nn.Parameter)
+            else known_record(weight) or stored_exact(weight),
+            None if bias is None else parameter(bias) if isinstance(bias, torch.nn.Parameter) else stored_exact(bias),
+            stored_exact(routing),
+            stored_exact(experts) if bias is not None else None,
+            stored_exact(offsets),
         )
         ctx.products, ctx.dtype, ctx.h_dtype = products, y.dtype, h.dtype
         return y * routing.unsqueeze(-1)

@@ -18,9 +18,9 @@ from ..records import (
     declare,
     keep,
     padding_in,
-    raw,
     record_in_order_of,
     shares_rows,
+    stored_exact,
     whole_record_of,
 )
 
@@ -48,7 +48,7 @@ def keep_heads(
     q_record, k_record, v_record = (_rows_of(x, codec) for x in (q, k, v))
     keys = Derived(Recipe(_swap), (k_record,))
     if padding is not None:
-        keys = Derived(Recipe(_Keys(padding)), (k_record, raw(_seen(padding, mask))))
+        keys = Derived(Recipe(_Keys(padding)), (k_record, stored_exact(_seen(padding, mask))))
     return [Derived(Recipe(_swap), (q_record,)), keys, Derived(Recipe(_swap), (v_record,))], True
 
 
@@ -64,14 +64,14 @@ def _rows_of(x: Tensor, codec: Codec) -> Record:
 def keep_output_heads(out: Tensor, codec: Codec, dropped: bool) -> Record:
     """The record of an attention's output [B, H, S, D]; the next layer reads the same memory as [B, S, H, D]."""
     if codec == IDENTITY and not dropped:
-        return raw(out)
+        return stored_exact(out)
     order = out.transpose(1, 2)
     return Derived(Recipe(_swap), (record_in_order_of(out, order, codec),))
 
 
 def keep_row_heads(x: Tensor, dropped: bool) -> Record:
     """The record of x [B, H, S, ...] that belongs to the queries, exact: statistics and probabilities."""
-    return Derived(Recipe(_swap), (keep(x.transpose(1, 2), IDENTITY),)) if dropped else raw(x)
+    return Derived(Recipe(_swap), (keep(x.transpose(1, 2), IDENTITY),)) if dropped else stored_exact(x)
 
 
 def tokens_first(out: Tensor, codec: Codec) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..records import applied, load, raw, save
+from ..records import applied, load, save, stored_exact
 from ..reference.linear_rows import row_chunks
 from ._linear import no_view
 from .autocast import SameAutocast
@@ -94,7 +94,7 @@ def _source(x: DeferredLogits) -> ReturnedSource:
 
 def _keep(ctx: Any, x: DeferredLogits, index: Tensor | None = None) -> None:
     ctx.place = _Place(x)
-    save(ctx, raw(x.rows) if x.rows is not None else None, raw(index) if index is not None else None)
+    save(ctx, stored_exact(x.rows) if x.rows is not None else None, stored_exact(index) if index is not None else None)
 
 
 class MapFunction(torch.autograd.Function):

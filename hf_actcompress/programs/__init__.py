@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..config import CompressionConfig
 from ..models.sites import Declined, Site
 from ..modules.base import Settings
+from ..roles import Role
 from .layer import LayerPrograms, ProgramLayerMixin
 from .proof import proved
 from .refusal import NotStraight
@@ -44,7 +45,7 @@ def find_program(layer: nn.Module, config: CompressionConfig) -> Site | Declined
         programs = _programs_of(layer)
     except NotStraight as reason:
         return _leaf_by_leaf(str(reason))
-    return Site(ProgramLayerMixin, Settings("layer", "program", (programs, None)))
+    return Site(ProgramLayerMixin, Settings(Role.LAYER, "program", (programs, None)))
 
 
 def _programs_of(layer: nn.Module) -> LayerPrograms:
@@ -64,4 +65,4 @@ def is_outdated(layer: nn.Module) -> bool:
 
 
 def _leaf_by_leaf(reason: str) -> Declined:
-    return Declined("layer", f"{reason}; it runs leaf by leaf")
+    return Declined(Role.LAYER, f"{reason}; it runs leaf by leaf")

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
-from ..records import Record, Stored, is_dropped, known_record, parameter, raw, record_of
+from ..records import Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
 from ..records.saving import Leaves, Slot, slot_of
 
 
@@ -126,5 +126,5 @@ def source_of(x: Any, sharded: bool) -> Record:
         return x
     if type(x) is not Parameter:
         known = known_record(x)
-        return raw(x) if known is None else known
-    return raw(x.detach().clone()) if sharded else parameter(x)
+        return stored_exact(x) if known is None else known
+    return stored_exact(x.detach().clone()) if sharded else parameter(x)

@@ -26,6 +26,7 @@ from ..modules.checkpoint import CHECKPOINT_FUNCTION
 from ..private_apis import FakeTensor, without_dispatch_modes
 from ..records import apart, frame
 from ..reference.device_rules import under_rules
+from ..roles import Role
 from .arguments import CACHES, arguments, further_arguments, head_width
 from .layer import LayerPrograms, ProgramLayerMixin
 from .refusal import NotStraight
@@ -126,7 +127,7 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
     """Where stock, the leaf path and the programs are not the same."""
     stock, programs = _unpatched(_share(leaves)), _share(leaves)
     made = LayerPrograms.of(programs, {autocast: tape}, proved)
-    patch_instance(programs, ProgramLayerMixin, Settings("layer", "program", (made, None)))
+    patch_instance(programs, ProgramLayerMixin, Settings(Role.LAYER, "program", (made, None)))
     for calls, case in enumerate(_CASES if autocast is None else _AUTOCAST_CASES, 1):
         try:
             expected, by_leaf, found = (_step(m, tape, case, autocast) for m in (stock, leaves, programs))

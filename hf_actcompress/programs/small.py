@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from ..models.probe import REFUSALS
 from ..modules.adapter import AdapterMixin
 from ..modules.base import HOOKS, settings_of, stock_type
+from ..roles import Role
 from .refusal import NotStraight
 
 _HEADS = 2
@@ -116,7 +117,7 @@ def _alike(large: nn.Module, small: nn.Module) -> nn.Module:
         ):
             vars(small)[name] = value
     settings = settings_of(large)
-    if settings is not None and settings.role not in ("layer", "checkpoint_input"):
+    if settings is not None and settings.role not in (Role.LAYER, Role.CHECKPOINT_INPUT):
         small.__class__, vars(small)["actcompress"] = type(large), settings
     return small
 

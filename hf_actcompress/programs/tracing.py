@@ -31,6 +31,7 @@ from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedM
 from ..modules.leaves import OwnLinearMixin
 from ..modules.selective import SelectiveMixin
 from ..private_apis import FakeTensor, without_dispatch_modes
+from ..roles import Role
 from .arguments import ENCODED_MASK, arguments, dtype_of, further_arguments, head_width, width_of
 from .calls import BATCH, RULES, SOURCES, TOKENS
 from .dora import dora, is_dora
@@ -42,7 +43,7 @@ from .tape import Attend, Given, Tape
 
 _SPY = "hf_actcompress_recorder"
 # roles of layers as a whole
-OF_LAYERS = ("layer", "checkpoint_input")
+OF_LAYERS = (Role.LAYER, Role.CHECKPOINT_INPUT)
 # patched modules whose stock code is recorded
 _OWN_CODE = (AttentionMixin, SplitGatedMLPMixin, FusedGatedMLPMixin, T5GatedMLPMixin, AdapterMixin)
 _AGAIN = "its attention runs again in backward, out of what linear layers return"

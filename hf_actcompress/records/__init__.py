@@ -15,7 +15,7 @@ from .net import netted
 from .outside import hooks_outside
 from .own_ops import applied, unnetted
 from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of, shares_rows
-from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, raw
+from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, stored_exact
 from .registry import (
     clear,
     declare,
@@ -72,7 +72,6 @@ __all__ = [
     "padding_in",
     "padding_of",
     "parameter",
-    "raw",
     "record_in_order_of",
     "record_of",
     "run_selectively",
@@ -84,6 +83,7 @@ __all__ = [
     "stock_only",
     "storage_sizes",
     "storages_of",
+    "stored_exact",
     "unnetted",
     "whole_record_of",
 ]

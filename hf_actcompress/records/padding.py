@@ -41,7 +41,7 @@ from ..errors import PaddingError
 from .copies import Copies, SharedRows
 from .guard import Guard
 from .outside import hooks_outside
-from .record import Derived, Pending, Recipe, Record, Stored, raw
+from .record import Derived, Pending, Recipe, Record, Stored, stored_exact
 
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
 _ATTENTION = "an attention mask lets real tokens attend to padding"
@@ -188,7 +188,7 @@ def keep_later(x: Tensor, codec: Codec) -> Record:
     rows = _rows_in(x)
     fewer = rows is not None and _takes_rows(codec)
     if codec == IDENTITY and not fewer:
-        return raw(x)
+        return stored_exact(x)
     dropped = fewer and isinstance(rows, Padding)
     return Pending(x, partial(_keep, codec=codec, without=rows), dropped=dropped, lossless=codec.lossless)
 
@@ -197,7 +197,9 @@ def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
     if isinstance(without, Copies) and _takes_rows(codec):
         different, numbers, excess = without.taken(x.detach())
         shared = SharedRows(without.guard, x.shape)
-        return Derived(Recipe(shared), (Stored(codec, *codec.pack(different)), raw(numbers), raw(excess)))
+        return Derived(
+            Recipe(shared), (Stored(codec, *codec.pack(different)), stored_exact(numbers), stored_exact(excess))
+        )
     padding = without if isinstance(without, Padding) else None
     if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
         # this codec averages neighbours, so the rows stay in place, and padding rows do not count
@@ -207,7 +209,7 @@ def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
     order = padding.order(x.device)
     rows = x.detach().flatten(0, 1).index_select(0, order[: padding.real])
     back = RealRows(padding.guard, x.shape, padding.real)
-    return Derived(Recipe(back), (Stored(codec, *codec.pack(rows)), raw(order)))
+    return Derived(Recipe(back), (Stored(codec, *codec.pack(rows)), stored_exact(order)))
 
 
 class RealRows:

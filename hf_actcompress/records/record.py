@@ -69,7 +69,7 @@ class Pending:
 Record = Stored | Derived | Pending
 
 
-def raw(x: Tensor) -> Stored:
+def stored_exact(x: Tensor) -> Stored:
     """The record of a weight, a statistic, an RNG state, a mask or an index: kept as it is, under every preset."""
     return Stored(IDENTITY, (x,))
 
@@ -82,8 +82,8 @@ def parameter(x: Tensor) -> Stored:
     there the parameter itself is kept, because an alias would hold the gathered data.
     """
     if torch.compiler.is_compiling() or hasattr(x, "ds_id"):
-        return raw(x)
-    return raw(x.detach())
+        return stored_exact(x)
+    return stored_exact(x.detach())
 
 
 def versions(record: Record) -> list[int]:

@@ -139,7 +139,7 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
     Args:
         y: The output of an op, any shape; ignored unless it is contiguous.
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
-        sources: Records of what y is made from; weights, statistics and RNG states as `raw`.
+        sources: Records of what y is made from; weights, statistics and RNG states as `stored_exact`.
     """
     declare_as(y, Derived(Recipe(recompute), sources))
 

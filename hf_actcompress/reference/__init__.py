@@ -6,29 +6,27 @@ from ._packed_sdpa import packed_sdpa
 from .activation import ACTIVATIONS, activation_bwd, activation_value
 from .activation_forward import activation_fwd, gated_product_fwd
 from .attention import attention_bwd, attention_fwd
-from .attention_tempo import attention_tempo_bwd, attention_tempo_fwd
-from .block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
 from .conv2d import ConvGeometry, conv2d_bwd, conv2d_fwd
-from .derivative import activation_derivative, forward_derivative
 from .dropout import draws_like_any, dropout_fwd, dropout_replay, replayed_rng, rng_state
-from .fewbit import FEWBIT_METHODS, TABLE_OPTIONS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
 from .float8 import float8_grad_weight, float8_pack, float8_unpack
 from .gated_mlp import gated_product, gated_product_and_bwd, gated_product_bwd
 from .int_group import int_group_grad_weight, int_group_pack, int_group_unpack
-from .int_running import int_running_pack, int_running_unpack
-from .inverted import INVERTED, activation_output_bits, activation_output_bwd
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
 from .linear import linear_bwd, linear_fwd
 from .linear_cross_entropy import cross_entropy_fwd, linear_cross_entropy_bwd, linear_cross_entropy_fwd
-from .norm_output import (
+from .methods.attention_tempo import attention_tempo_bwd, attention_tempo_fwd
+from .methods.block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
+from .methods.derivative import activation_derivative
+from .methods.fewbit import FEWBIT_METHODS, TABLE_OPTIONS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
+from .methods.int_running import int_running_pack, int_running_unpack
+from .methods.inverted import INVERTED, activation_output_bits, activation_output_bwd
+from .methods.norm_output import (
     layer_norm_output_bwd,
     layer_norm_output_reasons,
     rms_norm_output_bwd,
     rms_norm_output_reasons,
 )
-from .packed_attention import packed_attention_bwd, packed_attention_fwd
-from .packed_kernels import packed_kernel
-from .pooled import (
+from .methods.pooled import (
     pooled_grad_weight,
     pooled_image_pack,
     pooled_image_unpack,
@@ -36,11 +34,13 @@ from .pooled import (
     pooled_real_pack,
     pooled_unpack,
 )
+from .methods.row_sample import row_sample_grad_weight, row_sample_pack, row_sample_unpack
+from .methods.topk import topk_grad_weight, topk_pack, topk_unpack
+from .packed_attention import packed_attention_bwd, packed_attention_fwd
+from .packed_kernels import packed_kernel
 from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
 from .rng import seed_codecs
 from .rope import rope_bwd, rope_fwd
-from .row_sample import row_sample_grad_weight, row_sample_pack, row_sample_unpack
-from .topk import topk_grad_weight, topk_pack, topk_unpack
 
 __all__ = [
     "ACTIVATIONS",
@@ -75,7 +75,6 @@ __all__ = [
     "float8_grad_weight",
     "float8_pack",
     "float8_unpack",
-    "forward_derivative",
     "gated_product",
     "gated_product_and_bwd",
     "gated_product_bwd",

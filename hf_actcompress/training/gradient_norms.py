@@ -9,9 +9,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from ..codecs import RowSample
-from ..codecs.gradient_norms import SiteNorms, samples_are
+from ..codecs.methods.gradient_norms import SiteNorms, samples_are
 from ..errors import NotPatchedError
 from ..modules.base import PatchedModule
+from ..roles import Role
 
 
 class GradientNorms:
@@ -42,7 +43,7 @@ class GradientNorms:
         self.sites: dict[str, SiteNorms] = {}
         for name, module in model.named_modules():
             settings = module.actcompress if isinstance(module, PatchedModule) else None
-            if settings is not None and settings.role == "linear" and isinstance(settings.codec, RowSample):
+            if settings is not None and settings.role == Role.LINEAR and isinstance(settings.codec, RowSample):
                 self.sites[name] = norms = SiteNorms(samples, positions)
                 module.__dict__["actcompress"] = replace(settings, codec=replace(settings.codec, norms=norms))
         if not self.sites:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_actcompress import CompressionConfig, fidelity_report, patch_model
 from hf_actcompress.codecs import Codec, IntGroup, IntMeasured, IntRanked, IntRunning
-from hf_actcompress.codecs.int_measured import Width
+from hf_actcompress.codecs.methods.int_measured import Width
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.models.root import root_of
 from hf_actcompress.reference import seed_codecs

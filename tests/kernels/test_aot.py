@@ -37,13 +37,13 @@ STREAMING = [
     if module in {"activation", "activation_forward", "gated_mlp", "rms_norm", "layer_norm", "rope"}
 ]
 # compiled for the widths that models have
-BY_WIDTH = {"rms_norm", "layer_norm", "norm_output", "rope", "int_group", "float8", "linear_cross_entropy"}
+BY_WIDTH = {"rms_norm", "layer_norm", "methods.norm_output", "rope", "int_group", "float8", "linear_cross_entropy"}
 WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
 # the same where groups or outputs are many and even; odd ones begin anywhere
 GROUPED = [
     name
     for name, module in KERNELS.items()
-    if module in {"int_group", "float8", "linear", "pooled", "row_sample", "block_sparse"}
+    if module in {"int_group", "float8", "grad_weight", "methods.pooled", "methods.row_sample", "methods.block_sparse"}
 ]
 
 
@@ -124,6 +124,6 @@ def test_blocks_depend_on_widths_where_the_table_says_so(name: str, monkeypatch:
 def test_committed_table_is_of_these_kernels() -> None:
     rows = json.loads((RESULTS / "kernels.json").read_text())["kernels"]
     assert {(row["name"], row["capability"]) for row in rows} == set(product(KERNELS, CAPABILITIES))
-    norms = [row["widths"] for row in rows if KERNELS[row["name"]] in {"rms_norm", "layer_norm", "norm_output"}]
+    norms = [row["widths"] for row in rows if KERNELS[row["name"]] in {"rms_norm", "layer_norm", "methods.norm_output"}]
     assert norms and all(list(WIDTHS) == widths for widths in norms)
     check(rows)

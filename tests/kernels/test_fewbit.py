@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import reference
-from hf_actcompress.kernels import fewbit as kernel
+from hf_actcompress.kernels.methods import fewbit as kernel
 from hf_actcompress.reference import ACTIVATIONS
 from hf_actcompress.reference.bits import pack_codes, packed_bytes, unpack_codes
-from hf_actcompress.reference.fewbit import TABLE, TWO_VALUED, UNBOUNDED, fewbit_borders
-from hf_actcompress.reference.tables.fewbit import GRIDS
+from hf_actcompress.reference.methods.fewbit import TABLE, TWO_VALUED, UNBOUNDED, fewbit_borders
+from hf_actcompress.reference.methods.tables.fewbit import GRIDS
 from tests.kernels.harness import DEVICE, DTYPES, check, poisoned, samples
 
 CONFIGURATIONS = list(kernel.configurations())

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_actcompress import dispatch, reference
-from hf_actcompress.kernels import KERNELS, TIMED, linear
+from hf_actcompress.kernels import KERNELS, TIMED, grad_weight
 from tests.kernels.harness import DEVICE, Args, check, every_case, poisoned, run, samples, specified
 
 pytestmark = pytest.mark.daily(3)
@@ -81,11 +81,11 @@ def test_against_the_oracle(name: str, case: tuple[torch.dtype, int, int]) -> No
 @every_name
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_in_shares_of_the_tokens(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_SHARE", dict.fromkeys(("cpu", "cuda"), 48))
+    monkeypatch.setattr(grad_weight, "_SHARE", dict.fromkeys(("cpu", "cuda"), 48))
     seen: list[int] = []
-    stock = linear.plan
+    stock = grad_weight.plan
 
-    def plan(*args: object) -> linear.Plan:
+    def plan(*args: object) -> grad_weight.Plan:
         made = stock(*args)
         seen.append(made.sums.size(0))
         return made
@@ -122,7 +122,7 @@ def test_windows(window: int) -> None:
 
 def test_as_many_features_and_outputs_as_tiles() -> None:
     """In several bands of tiles, of which the last is narrower."""
-    tile = linear.TILES[4]
+    tile = grad_weight.TILES[4]
     x = torch.randn(3, 2 * tile.features + 1, device=DEVICE)
     dy = torch.randn(3, 9 * tile.outputs + 1, device=DEVICE)
     within_the_law("row_sample_grad_weight", (dy, x, torch.arange(3, device=DEVICE, dtype=torch.int32)))
@@ -157,9 +157,9 @@ def test_tf32_where_torch_allows_it(setting: str, precision: str) -> None:
     torch.set_float32_matmul_precision(setting)
     try:
         dy = torch.ones(2, 2, device=DEVICE)
-        assert linear.options(dy, linear.tile_for(dy, 8))["PRECISION"] == precision
+        assert grad_weight.options(dy, grad_weight.tile_for(dy, 8))["PRECISION"] == precision
         # no product of fp32
-        assert linear.options(dy.half(), linear.tile_for(dy.half(), 8))["PRECISION"] == "ieee"
+        assert grad_weight.options(dy.half(), grad_weight.tile_for(dy.half(), 8))["PRECISION"] == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -169,7 +169,7 @@ def test_outliers_are_exact() -> None:
     channels = torch.tensor([7, 0], device=DEVICE, dtype=torch.int32)
     packed = reference.int_group_pack(x, 2, 8, False)
     with poisoned():
-        dweight = linear.int_group_grad_weight(dy, *packed, 40, 2, 8, x[:, channels], channels)
+        dweight = grad_weight.int_group_grad_weight(dy, *packed, 40, 2, 8, x[:, channels], channels)
     assert torch.equal(dweight[:, channels], dy.t().mm(x[:, channels]))
 
 
@@ -217,7 +217,7 @@ STORED: dict[str, tuple[str, Callable[[Tensor, Tensor], Args]]] = {
 def test_the_dense_input_is_never_made(stored: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor on the way is a quarter as large as x; without a kernel, codes have to be unpacked whole."""
     # as on a GPU: so few tokens are not shared out, which makes a sum for each share
-    monkeypatch.setattr(linear, "_SHARE", dict.fromkeys(("cpu", "cuda"), 512))
+    monkeypatch.setattr(grad_weight, "_SHARE", dict.fromkeys(("cpu", "cuda"), 512))
     name, pack = STORED[stored]
     x, dy = torch.randn(512, 256, device=DEVICE), torch.randn(512, 8, device=DEVICE)
     args = pack(dy, x)
@@ -236,5 +236,5 @@ def test_linears_of_models_have_the_tiles_that_are_compiled_ahead_of_time(dtype:
     """recipes/compile_kernels.py takes rows of 4096; a launch differs from it in the tile and in nothing else."""
     dy = torch.empty(1, 1, dtype=dtype)
     for short in (False, True):
-        compiled = linear.tile_for(dy, 4096, short)
-        assert {linear.tile_for(dy, width, short) for width in (768, 2048, 8192, 14336)} == {compiled}
+        compiled = grad_weight.tile_for(dy, 4096, short)
+        assert {grad_weight.tile_for(dy, width, short) for width in (768, 2048, 8192, 14336)} == {compiled}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_actcompress import reference
-from hf_actcompress.kernels import topk as kernel
+from hf_actcompress.kernels.methods import topk as kernel
 from hf_actcompress.reference import groups
 from tests.kernels.harness import DEVICE, DTYPES, check, poisoned, samples
 

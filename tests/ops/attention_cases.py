@@ -94,7 +94,7 @@ def _band_case(causal: bool, kv_heads: int) -> Case:
 
     name = f"band_{'causal' if causal else 'both_sides'}"
     kept = lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0])  # noqa: E731
-    return Case(name, ours, masked, inputs, 3, kept, compiles=False)
+    return Case(name, ours, masked, inputs, 3, kept)
 
 
 def recomputed_attention_cases() -> list[Case]:

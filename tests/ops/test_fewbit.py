@@ -14,7 +14,7 @@ from hf_actcompress.config import CompressionConfig
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.models import Site, find_site
 from hf_actcompress.modules.base import patch_instance
-from hf_actcompress.ops._activation_fewbit import activation_fewbit
+from hf_actcompress.ops.methods.fewbit import activation_fewbit
 from hf_actcompress.reference import (
     ACTIVATIONS,
     FEWBIT_METHODS,
@@ -24,7 +24,7 @@ from hf_actcompress.reference import (
     fewbit_codes,
 )
 from hf_actcompress.reference.bits import packed_bytes
-from hf_actcompress.reference.tables.fewbit import CENTRES, LEVELS, PRIMITIVE_STEPS, STEPS
+from hf_actcompress.reference.methods.tables.fewbit import CENTRES, LEVELS, PRIMITIVE_STEPS, STEPS
 from tests.oracle import kept_bytes
 
 OPTIONS: dict[str, tuple[float, ...]] = {"gelu_clipped": (-10.0, 10.0), "leaky_relu": (0.01,), **TABLE_OPTIONS}

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import ops
 from hf_actcompress.memory import trace
-from hf_actcompress.records import declare, dropping, frame, padding_of, raw, record_of
+from hf_actcompress.records import declare, dropping, frame, padding_of, record_of, stored_exact
 from hf_actcompress.reference import linear_cross_entropy as reference
 from tests.ops.contract_case import DTYPES
 from tests.ops.loss_head_problem import problem, wide
@@ -222,7 +222,7 @@ def test_hidden_states_that_are_derived_are_not_kept():
         with frame():
             h = source * 2
             if derived:
-                declare(h, lambda x: x * 2, raw(source))
+                declare(h, lambda x: x * 2, stored_exact(source))
             return ours(h, *tensors[1:], target)
 
     assert held_bytes(lambda: forward(False)) - held_bytes(lambda: forward(True)) == 64 * 128 * 4

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_actcompress import ops
-from hf_actcompress.records import frame, load, raw, save
+from hf_actcompress.records import frame, load, save, stored_exact
 from tests.oracle import assert_equal_bits, clones, kept_bytes, pattern
 
 ROWS, WIDTH = 48, 64
@@ -28,7 +28,7 @@ class FoldedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, eps: float) -> Tensor:
         normed, _, rstd = torch.native_layer_norm(x, (x.size(-1),), None, None, eps)
-        save(ctx, raw(normed), raw(rstd))
+        save(ctx, stored_exact(normed), stored_exact(rstd))
         return normed
 
     @staticmethod

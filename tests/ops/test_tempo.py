@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_actcompress import ops
-from hf_actcompress.ops._layer_norm_output import layer_norm_output
-from hf_actcompress.ops._rms_norm_output import rms_norm_output
+from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
+from hf_actcompress.ops.methods.rms_norm_output import rms_norm_output
 from hf_actcompress.records import frame
 from hf_actcompress.reference import (
     RMS_NORM_VARIANTS,

@@ -13,12 +13,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from hf_actcompress.ops._activation_derivative import activation_derivative
-from hf_actcompress.ops._activation_fewbit import activation_fewbit
-from hf_actcompress.ops._activation_output import activation_output
-from hf_actcompress.ops._attention_tempo import attention_tempo
-from hf_actcompress.ops._layer_norm_output import layer_norm_output
-from hf_actcompress.ops._rms_norm_output import rms_norm_output
+from hf_actcompress.ops.methods.attention_tempo import attention_tempo
+from hf_actcompress.ops.methods.derivative import activation_derivative
+from hf_actcompress.ops.methods.fewbit import activation_fewbit
+from hf_actcompress.ops.methods.inverted import activation_output
+from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
+from hf_actcompress.ops.methods.rms_norm_output import rms_norm_output
 from hf_actcompress.records import frame, live_entries
 from tests.oracle import assert_equal_bits, clones, graph_nodes, pattern, tensors_in
 
@@ -62,7 +62,6 @@ POINTWISE: dict[str, tuple[Variant, Variant]] = {
         functional.silu,
     ),
     "derivative": (partial(activation_derivative, stock=GELU_NEW, kind="gelu_tanh"), GELU_NEW),
-    "derivative_by_duals": (partial(activation_derivative, stock=GELU_NEW), GELU_NEW),
 }
 NORMS: dict[str, tuple[Variant, Variant]] = {
     "layer_norm_output": (
@@ -216,8 +215,8 @@ def test_values_and_dtypes_are_stock_s(name: str, dtype: torch.dtype, autocast: 
     assert y.dtype == expected.dtype and dx.dtype == dtype
 
 
-# dual levels are not traced, and in a graph eager attention is stock's
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("derivative_by_duals", "attention_tempo")])
+# in a graph, eager attention is stock's
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "attention_tempo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()

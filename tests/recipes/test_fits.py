@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actcompress.reference.tables import fewbit, inverted
+from hf_actcompress.reference.methods.tables import fewbit, inverted
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

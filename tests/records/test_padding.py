@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_actcompress.codecs import CODECS, IDENTITY, Codec, Offload, Pooled, RowSample
-from hf_actcompress.codecs.gradient_norms import SiteNorms
+from hf_actcompress.codecs.methods.gradient_norms import SiteNorms
 from hf_actcompress.errors import PaddingError
 from hf_actcompress.records import (
     dropping,

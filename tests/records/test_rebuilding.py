@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_actcompress.records import Derived, raw
+from hf_actcompress.records import Derived, stored_exact
 from hf_actcompress.records.record import Recipe
 from tests.oracle import counted
 from tests.records.toys import SHAPE, KeepRecords, consume, leaf, produce, stock, two_consumers
@@ -138,7 +138,7 @@ def test_failing_recompute_reaches_the_caller_and_can_be_repeated():
 def test_nested_derivations_are_each_rebuilt_once():
     x = leaf()
     first, second = counted(torch.sin), counted(torch.exp)
-    inner = Derived(Recipe(first), (raw(x.detach()),))
+    inner = Derived(Recipe(first), (stored_exact(x.detach()),))
     outer = Derived(Recipe(second), (inner,))
     z = KeepRecords.apply(x, outer) + KeepRecords.apply(x, outer, inner) + KeepRecords.apply(x, inner)
     z.sum().backward()
@@ -171,6 +171,6 @@ def test_nested_and_viewed_values_die_after_their_last_consumer():
 
 def test_one_consumer_that_keeps_one_record_twice():
     x, sin = leaf(), counted(torch.sin)
-    record = Derived(Recipe(sin), (raw(x.detach()),))
+    record = Derived(Recipe(sin), (stored_exact(x.detach()),))
     KeepRecords.apply(x, record, record).sum().backward()
     assert sin.calls == [1]

@@ -12,10 +12,10 @@ from hf_actcompress.records import (
     Stored,
     declare,
     live_entries,
-    raw,
     record_of,
     shared_copy,
     shared_derivation,
+    stored_exact,
 )
 from tests.records.toys import Half, consume, declared, is_derived, value_of
 
@@ -111,26 +111,26 @@ def test_view_that_reaches_beyond_the_declared_slice():
     """Same storage, offset, count, dtype and version, yet other elements: it must be kept by itself."""
     buffer = torch.randn(8, 4)
     y = buffer[:4]
-    declare(y, torch.sin, raw(torch.randn(4, 4)))
+    declare(y, torch.sin, stored_exact(torch.randn(4, 4)))
     assert is_derived(y)
     assert not is_derived(buffer[::2])
 
 
 def test_non_contiguous_outputs_are_not_declared():
     y = torch.randn(4, 6).t()
-    declare(y, torch.sin, raw(torch.randn(6, 4)))
+    declare(y, torch.sin, stored_exact(torch.randn(6, 4)))
     assert live_entries() == 0
 
 
 def test_conjugated_complex_data_have_no_record():
     y = torch.randn(4, dtype=torch.complex64)
-    declare(y, torch.sin, raw(y.clone()))
+    declare(y, torch.sin, stored_exact(y.clone()))
     assert not is_derived(y) and not is_derived(y.conj())
 
 
 def test_zero_size_tensors_have_no_entry():
     y = torch.empty(0, 4)
-    declare(y, torch.sin, raw(torch.empty(0, 4)))
+    declare(y, torch.sin, stored_exact(torch.empty(0, 4)))
     assert live_entries() == 0 and not is_derived(y) and isinstance(record_of(y), Stored)
 
 
@@ -178,7 +178,7 @@ def test_gradient_is_right_when_the_source_is_written_before_the_consumer():
     w = torch.ones(4, 6, requires_grad=True)
     h = w * 1.0
     y = torch.sin(x)
-    declare(y, torch.sin, raw(x))
+    declare(y, torch.sin, stored_exact(x))
     x.add_(1)
     z = consume(h * y)
     (dw,) = torch.autograd.grad(z.sum(), w)
@@ -189,7 +189,7 @@ def test_source_written_after_the_consumer_raises_in_backward():
     x = torch.randn(4, 6)
     base = torch.randn(4, 6, requires_grad=True)
     y = base * 1.0
-    declare(y, torch.sin, raw(x))
+    declare(y, torch.sin, stored_exact(x))
     z = consume(y)
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

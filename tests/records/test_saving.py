@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_actcompress.codecs import IDENTITY
-from hf_actcompress.records import Derived, Stored, declare, frame, live_entries, load, raw, record_of, save
+from hf_actcompress.records import Derived, Stored, declare, frame, live_entries, load, record_of, save, stored_exact
 from hf_actcompress.records.record import Recipe, versions
 from tests.oracle import graph_nodes, kept_bytes, nbytes, tensors_in
 from tests.records.toys import SHAPE, Half, KeepRecords, consume, is_derived, leaf, produce, two_consumers
@@ -133,7 +133,7 @@ def test_everything_dies_by_reference_count_alone():
 
 def test_versions_count_every_tensor_that_a_record_is_made_of():
     a, b = torch.randn(2), torch.randn(2)
-    record = Derived(Recipe(torch.add), (raw(a), Derived(Recipe(torch.sin), (raw(b),))))
+    record = Derived(Recipe(torch.add), (stored_exact(a), Derived(Recipe(torch.sin), (stored_exact(b),))))
     b.mul_(2)
     assert list(versions(record)) == [0, 1]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_actcompress.codecs import IDENTITY, Codec
-from hf_actcompress.records import Derived, Pending, declare, load, raw, record_of, save
+from hf_actcompress.records import Derived, Pending, declare, load, record_of, save, stored_exact
 
 SHAPE = (16, 32)
 
@@ -110,7 +110,7 @@ def leaf(*shape: int) -> Tensor:
 def declared(x: Tensor) -> Tensor:
     """sin(x), declared by hand and not by an op."""
     y = torch.sin(x)
-    declare(y, torch.sin, raw(x))
+    declare(y, torch.sin, stored_exact(x))
     return y
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...models.root import root_of
+from ...roles import Role
 from .report import Advice
 from .saved_tensors import SavedTensor, SavedTensors
 
@@ -16,7 +17,7 @@ Run = Callable[..., SavedTensors]
 
 
 def advise(
-    model: nn.Module, batch: dict[str, Any], seen: SavedTensors, roles: dict[str, str], run: Run
+    model: nn.Module, batch: dict[str, Any], seen: SavedTensors, roles: dict[str, Role], run: Run
 ) -> tuple[Advice, ...]:
     """Every row that applies, largest first.
 
@@ -53,7 +54,7 @@ def _cache(model: nn.Module, batch: dict[str, Any], seen: SavedTensors, run: Run
     )
 
 
-def _attention(model: nn.Module, seen: SavedTensors, roles: dict[str, str]) -> Iterator[Advice]:
+def _attention(model: nn.Module, seen: SavedTensors, roles: dict[str, Role]) -> Iterator[Advice]:
     """Square tensors [B, heads, S, S] inside attention modules: a mask if one per sequence, else probabilities."""
     width = _head_width(model)
     inside = [t for t in seen.tensors if roles[t.module] == "attention" and _is_square(t, width)]

@@ -17,6 +17,7 @@ from ...models.probe import answers_kept
 from ...models.root import root_of
 from ...models.sites import Declined
 from ...patching import patch_model, unpatch_model
+from ...roles import Role
 from .advice import advise
 from .allocator import loss_of
 from .compiled import calls_exchanged, compiled_modules, uncompiled, watched
@@ -101,7 +102,7 @@ def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
     return [value for value in inputs.values() if isinstance(value, Tensor)]
 
 
-def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, str]:
+def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, Role]:
     """The role of every module of a stock model, by name."""
     with answers_kept():
         sites = {name: find_site(module, config) for name, module in model.named_modules()}
@@ -115,21 +116,21 @@ def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, str]:
     return roles
 
 
-def _role_by_type(name: str, module: nn.Module) -> str:
+def _role_by_type(name: str, module: nn.Module) -> Role:
     kind = type(module).__name__
     if isinstance(module, nn.Embedding):
-        return "embedding"
+        return Role.EMBEDDING
     if "Attention" in kind and not hasattr(module, "config_class"):
-        return "attention"
+        return Role.ATTENTION
     # the outermost module computes the loss
-    return "loss" if name == "" or hasattr(module, "loss_function") and "For" in kind else "other"
+    return Role.LOSS if name == "" or hasattr(module, "loss_function") and "For" in kind else Role.OTHER
 
 
-def _report(stock: SavedTensors, patched: SavedTensors, roles: dict[str, str], advice: Any) -> MemoryReport:
+def _report(stock: SavedTensors, patched: SavedTensors, roles: dict[str, Role], advice: Any) -> MemoryReport:
     checkpointed = stock.hidden_from_view or patched.hidden_from_view
     rows = _rows(stock, patched, roles, checkpointed)
     layers = tuple(f"{name}." for name in stock.tokens)
-    of_layers = [r for r in rows if r.role == "checkpoint" or f"{r.module}.".startswith(layers)]
+    of_layers = [r for r in rows if r.role == Role.CHECKPOINT or f"{r.module}.".startswith(layers)]
     return MemoryReport(
         rows=rows,
         advice=advice,
@@ -142,7 +143,7 @@ def _report(stock: SavedTensors, patched: SavedTensors, roles: dict[str, str], a
 
 
 def _rows(
-    stock: SavedTensors, patched: SavedTensors, roles: dict[str, str], checkpointed: bool
+    stock: SavedTensors, patched: SavedTensors, roles: dict[str, Role], checkpointed: bool
 ) -> tuple[MemoryRow, ...]:
     kept: dict[tuple[str, str], tuple[list[SavedTensor], list[SavedTensor]]] = defaultdict(lambda: ([], []))
     for side, seen in enumerate((stock, patched)):
@@ -159,9 +160,9 @@ def _bytes(tensors: list[SavedTensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def role_of(tensor: SavedTensor, roles: dict[str, str], checkpointed: bool) -> str:
+def role_of(tensor: SavedTensor, roles: dict[str, Role], checkpointed: bool) -> Role:
     role = roles[tensor.module]
-    if tensor.call == "dropout" and role != "attention":
-        return "dropout"
+    if tensor.call == "dropout" and role != Role.ATTENTION:
+        return Role.DROPOUT
     # a checkpointed layer's input is saved outside of the layer, by the module that calls it
-    return "checkpoint" if checkpointed and role == "other" else role
+    return Role.CHECKPOINT if checkpointed and role == Role.OTHER else role

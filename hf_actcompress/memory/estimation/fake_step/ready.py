@@ -15,6 +15,7 @@ from ....models.probe import answers_kept
 from ....models.root import name_default_loss
 from ....patching import apply_config, unpatch_model
 from ....private_apis import FakeTensorMode
+from ....roles import Role
 from ...measurement.memory_report import module_roles
 from ..meta_model import empty_like
 from .fake_allocator import FakeAllocator
@@ -34,7 +35,7 @@ class Ready:
 
     model: nn.Module
     mode: FakeTensorMode
-    roles: dict[str, str]
+    roles: dict[str, Role]
 
 
 def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:

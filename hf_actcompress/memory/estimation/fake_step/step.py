@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ....errors import ActCompressError, ModelConfigError
 from ....private_apis import FakeTensor, FakeTensorMode, run_backward
 from ....reference.device_rules import under_rules
+from ....roles import Role
 from ...measurement.allocator import loss_of
 from ...measurement.memory_report import role_of
 from ...measurement.saved_tensors import saved_tensors, storages
@@ -183,7 +184,7 @@ def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Fak
 
 
 def _measure(
-    model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, str]
+    model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, Role]
 ) -> FakeStep:
     forward = _forward(model, batch, setting, mode)
     allocator = _allocator(model, batch, setting)
@@ -211,7 +212,7 @@ def _measure(
 
 
 def _with_roles(
-    step: _Forward, model: nn.Module, batch: dict[str, Any], allocator: FakeAllocator, roles: dict[str, str]
+    step: _Forward, model: nn.Module, batch: dict[str, Any], allocator: FakeAllocator, roles: dict[str, Role]
 ) -> tuple[Tensor, list[tuple[str, int]]]:
     """The loss, and the role and the bytes of each tensor that is kept if there are roles."""
     if not roles:

@@ -1,0 +1,1 @@
+"""Kernels of what published methods compute, with the names of `reference.methods`."""

@@ -1,0 +1,285 @@
+"""Few-bit derivatives: x to packed codes in one pass, and codes to gradients in another.
+
+Where a code is a cell of x it is the reference's. Where it is f'(x) rounded, f' differs from torch's in its last bits,
+and an f' that lies within those of a border may get the neighbouring code, which stands for it as well.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...reference.activation import activation_bwd
+from ...reference.bits import packed_bytes
+from ...reference.methods.fewbit import (
+    CLIPPED,
+    FEWBIT_METHODS,
+    TABLE,
+    TWO_VALUED,
+    UNBOUNDED,
+    fewbit_borders,
+    fewbit_levels,
+    fewbit_stored_bits,
+    flat_code,
+    two_values,
+)
+from ...reference.methods.tables.fewbit import CENTRES, GRIDS, PRIMITIVE_STEPS
+from ..activation import OPTIONS, STOCKS, constants, derivative
+from ..common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, traced
+from ..groups import as_code, join_bits, nearest_integer, split_bits
+
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
+
+@triton.jit
+def _cell(x, BORDERS: tl.constexpr, COUNT: tl.constexpr):
+    """How many borders lie below x, as torch.bucketize counts them; all for NaN."""
+    code = (x != x).to(tl.int32) * 0
+    for i in tl.static_range(COUNT):
+        code += tl.where(x <= BORDERS[i], 0, 1)
+    return code
+
+
+@triton.jit
+def _code(x, scale_ptr, row, inside, MODE: tl.constexpr, TABLE: tl.constexpr, COUNT: tl.constexpr,
+          KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FLAT: tl.constexpr):  # fmt: skip
+    """TABLE: the borders; for "grid" its zero and step, for "centred" the borders and the centre, or the two values."""
+    if MODE == "steps" or MODE == "centred":
+        code = _cell(tl.abs(x - TABLE[COUNT]) if MODE == "centred" else x, TABLE, COUNT)
+        if FLAT >= 0:
+            code = tl.where((x < A) | (x > B), FLAT, code)
+        return code
+    else:
+        slope = derivative(x, KIND, A, B, False)
+        if MODE == "values":
+            return _cell(slope, TABLE, COUNT)
+        elif MODE == "grid":
+            # moved up, so that what is rounded is not negative
+            place = tl.math.div_rn(slope, TABLE[1]) + 256.0
+            code = nearest_integer(tl.minimum(tl.maximum(place, 0.0), 1024.0)) - 256.0 + TABLE[0]
+            return as_code(tl.minimum(tl.maximum(code, 0.0), 255.0))
+        elif MODE == "two_valued":
+            return (slope != TABLE[0]).to(tl.int32)
+        else:
+            tl.static_assert(MODE == "scaled")
+            scale = tl.load(scale_ptr + row, mask=inside, other=1.0)
+            place = tl.math.div_rn(slope, tl.maximum(scale, _TINY))
+            # inf / inf: the code of the largest, whose slope is inf again
+            return as_code(nearest_integer(tl.where(place == place, place, COUNT * 1.0)))
+
+
+@triton.jit
+def _codes_kernel(
+    x_ptr, scale_ptr, codes_ptr, count, width, bytes, high_bytes,
+    MODE: tl.constexpr, TABLE: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    FLAT: tl.constexpr, KNOWN: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """KNOWN: see `_known_slopes`; where f' is NaN, that is noted in `scale`, where it has one number."""
+    start = tl.program_id(0).to(tl.int64)
+    at = start * TILE + tl.arange(0, TILE)[None, :]
+    inside = at < count
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    code = _code(x, scale_ptr, at // width, inside, MODE, TABLE, COUNT, KIND, A, B, FLAT)
+    code = tl.where(inside, code, 0)
+    if MODE != "scaled" and MODE != "two_valued":
+        lost = (x < KNOWN[0]) | (x > KNOWN[1])
+        if KNOWN[2]:
+            lost |= x != x
+        # whoever writes, writes the same
+        tl.store(scale_ptr + at * 0, x * 0.0 + float("nan"), mask=inside & lost)
+    field: tl.constexpr = 2 if BITS == 3 else BITS
+    place = start * (TILE * field // 8) + tl.arange(0, TILE * field // 8)[None, :]
+    tl.store(codes_ptr + place, join_bits(code & (2**field - 1), field, 1, TILE), mask=place < bytes)
+    if BITS == 3:
+        place = start * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
+        tl.store(codes_ptr + bytes + place, join_bits(code >> 2, 1, 1, TILE), mask=place < high_bytes)
+
+
+@triton.jit
+def _bwd_kernel(
+    dy_ptr, codes_ptr, scale_ptr, levels_ptr, dx_ptr, count, width, bytes, high_bytes,
+    FACTOR: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """FACTOR: how `scale` multiplies the levels: "none", "one" number for all, or one of each "row"."""
+    start = tl.program_id(0).to(tl.int64)
+    at = start * TILE + tl.arange(0, TILE)[None, :]
+    inside = at < count
+    field: tl.constexpr = 2 if BITS == 3 else BITS
+    place = start * (TILE * field // 8) + tl.arange(0, TILE * field // 8)[None, :]
+    code = split_bits(tl.load(codes_ptr + place, mask=place < bytes, other=0), field, 1, TILE)
+    if BITS == 3:
+        place = start * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
+        high = tl.load(codes_ptr + bytes + place, mask=place < high_bytes, other=0)
+        code |= split_bits(high, 1, 1, TILE) << 2
+    level = tl.load(levels_ptr + code)
+    if FACTOR == "one":
+        level *= tl.load(scale_ptr)
+    elif FACTOR == "row":
+        level *= tl.load(scale_ptr + at // width, mask=inside, other=0.0)
+    dx = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * level
+    tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
+
+
+def _encoding(kind: str, options: list[float], bits: int, method: str) -> tuple[str, tuple[float, ...], int, int]:
+    """MODE, TABLE, COUNT and FLAT of the kernel of codes."""
+    if kind in TWO_VALUED:
+        return "two_valued", two_values(kind, tuple(options)), 0, -1
+    if kind in UNBOUNDED:
+        return "scaled", (), 2**bits - 1, -1
+    base = TABLE.get(kind, kind)
+    if method == "values" and bits == 8:
+        return "grid", GRIDS[base], 0, -1
+    borders = fewbit_borders(kind, bits, method)
+    if method == "values":
+        return "values", borders, len(borders), -1
+    flat = flat_code(kind, tuple(options), bits, method) if kind in CLIPPED else -1
+    if base in CENTRES and method == "steps":
+        return "centred", (*borders, CENTRES[base]), len(borders), flat
+    return "steps", borders, len(borders), flat
+
+
+@cache
+def _known_slopes(kind: str, options: tuple[float, ...]) -> tuple[float, float, bool]:
+    """The least and the greatest number, -inf and inf among them, of which f' is not NaN; whether it is of NaN."""
+
+    def lost(x: float) -> bool:
+        at = torch.tensor([x], dtype=torch.float32, device="cpu")
+        return bool(activation_bwd(torch.ones_like(at), at, kind, options).isnan())
+
+    ends = []
+    for sign in (-1.0, 1.0):
+        # positive numbers are in the order of their bits, which end with those of inf
+        known, end = 0, 0x7F800000
+        while known < end:
+            middle = (known + end + 1) // 2
+            known, end = (known, middle - 1) if lost(sign * _of_bits(middle)) else (middle, end)
+        ends.append(sign * _of_bits(known))
+    return ends[0], ends[1], lost(math.nan)
+
+
+def _of_bits(bits: int) -> float:
+    number: float = struct.unpack("f", struct.pack("I", bits))[0]
+    return number
+
+
+def _field_bytes(x: Tensor, bits: int) -> tuple[int, int]:
+    """Bytes of the lower and of the upper field of codes: 3 bits are 2 and 1."""
+    return (packed_bytes(x.numel(), 2), packed_bytes(x.numel(), 1)) if bits == 3 else (packed_bytes(x.numel(), bits), 0)
+
+
+def _row_scale(x: Tensor, bits: int) -> Tensor:
+    """[..., 1]: the largest slope of each row, 2 relu(x), over the largest code."""
+    if x.numel() == 0 or x.dim() == 0:
+        largest = x.new_zeros(x.shape[:-1] + (1,), dtype=torch.float32) if x.dim() else x.float()
+    else:
+        largest = x.amax(-1, keepdim=True).float()
+    return (2.0 * torch.relu(largest)).div_(2**bits - 1)
+
+
+def _fake_codes(x: Tensor, kind: str, options: list[float], bits: int, method: str) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty(packed_bytes(x.numel(), fewbit_stored_bits(kind, bits, method)), dtype=torch.uint8)
+    shape = (x.shape[:-1] + (1,) if x.dim() else x.shape) if kind in UNBOUNDED else (0 if kind in TWO_VALUED else 1,)
+    return codes, x.new_ones(shape, dtype=torch.float32)
+
+
+@traced(_fake_codes)
+def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method: str) -> tuple[Tensor, Tensor]:
+    codes, scale = _fake_codes(x, kind, options, bits, method)
+    if kind in UNBOUNDED:
+        scale = _row_scale(x, bits)
+    if x.numel():
+        stored = fewbit_stored_bits(kind, bits, method)
+        mode, table, count, flat = _encoding(kind, options, bits, method)
+        low, high = constants(kind, options)
+        with on(x):
+            _codes_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
+                x.contiguous(), scale, codes, x.numel(), x.size(-1) if x.dim() else 1, *_field_bytes(x, stored),
+                MODE=mode, TABLE=table, COUNT=count, KIND=kind, A=low, B=high, FLAT=flat,
+                KNOWN=_known_slopes(kind, tuple(options)), BITS=stored, TILE=POINTWISE_TILE,
+                num_warps=POINTWISE_WARPS, **STRICT,
+            )  # fmt: skip
+    return codes, scale
+
+
+def fewbit_codes(
+    x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str
+) -> tuple[Tensor, Tensor | None]:
+    """Packed codes of f'(x) and what multiplies their levels: a number per row, one that is 1 or NaN, or nothing."""
+    codes, scale = _fewbit_codes(x, kind, list(options), bits, method)
+    return codes, None if kind in TWO_VALUED else scale
+
+
+@cache
+def _levels(kind: str, options: tuple[float, ...], bits: int, method: str, device: torch.device) -> Tensor:
+    return torch.tensor(fewbit_levels(kind, options, bits, method), dtype=torch.float32, device=device)
+
+
+def _fake_bwd(
+    dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: list[float], bits: int, method: str
+) -> Tensor:
+    return dy.new_empty(dy.shape)
+
+
+@traced(_fake_bwd)
+def _fewbit_bwd(
+    dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: list[float], bits: int, method: str
+) -> Tensor:
+    dx = _fake_bwd(dy, codes, scale, kind, options, bits, method)
+    if dy.numel():
+        stored = fewbit_stored_bits(kind, bits, method)
+        levels = _levels(kind, tuple(options), bits, method, dy.device)
+        factor = "none" if scale is None else "row" if kind in UNBOUNDED else "one"
+        with on(dy):
+            _bwd_kernel[(triton.cdiv(dy.numel(), POINTWISE_TILE),)](
+                dy.contiguous(), codes.contiguous(), levels if scale is None else scale.contiguous(), levels, dx,
+                dy.numel(), dy.size(-1) if dy.dim() else 1, *_field_bytes(dy, stored),
+                FACTOR=factor, BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+            )  # fmt: skip
+    return dx
+
+
+def fewbit_bwd(
+    dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: tuple[float, ...], bits: int, method: str
+) -> Tensor:
+    """dx = dy * q in dy's dtype, rounded once: q is the level of each code."""
+    dx: Tensor = _fewbit_bwd(dy, codes, scale, kind, list(options), bits, method)
+    return dx
+
+
+def configurations() -> Iterator[tuple[str, tuple[float, ...], int, str]]:
+    """Every (kind, options, bits, method) that there is a table of."""
+    for kind in STOCKS:
+        for method, choices in FEWBIT_METHODS.items():
+            if method != "relus" or kind in PRIMITIVE_STEPS:
+                yield from ((kind, OPTIONS.get(kind, ()), bits, method) for bits in choices)
+
+
+def _sample_codes(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    # few numbers, none of whose slopes is near a border
+    x = (torch.randint(-24, 24, (rows, width), device=device) / 4 + 1 / 16).to(dtype)
+    # each way to make a code, and each width of codes
+    chosen = (
+        ("gelu", 1, "steps"), ("gelu_clipped", 2, "steps"), ("tanh", 3, "steps"), ("silu", 2, "relus"),
+        ("gelu", 4, "values"), ("silu", 8, "values"), ("relu", 4, "values"), ("relu_squared", 4, "values"),
+    )  # fmt: skip
+    yield from ((x, kind, OPTIONS.get(kind, ()), bits, method) for kind, bits, method in chosen)
+
+
+def _sample_bwd(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
+    dy = torch.randn(rows, width, device=device).to(dtype)
+    for kind, bits, method in (("gelu", 1, "steps"), ("silu", 2, "relus"), ("gelu", 3, "steps"), ("silu", 4, "values"),
+                               ("mish", 8, "values"), ("relu_squared", 4, "values")):  # fmt: skip
+        codes = torch.randint(256, (packed_bytes(dy.numel(), bits),), device=device, dtype=torch.uint8)
+        scale = torch.rand(rows, 1, device=device) if kind in UNBOUNDED else torch.ones(1, device=device)
+        yield dy, codes, scale, kind, (), bits, method
+
+
+SAMPLES = {"fewbit_bwd": _sample_bwd, "fewbit_codes": _sample_codes}

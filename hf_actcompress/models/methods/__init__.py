@@ -1,0 +1,1 @@
+"""How a model trains by a published method: gradients of chosen tokens, bits that are measured."""

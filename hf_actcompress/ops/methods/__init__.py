@@ -1,0 +1,1 @@
+"""Which tensors an op keeps in the published methods."""

@@ -1,0 +1,48 @@
+"""Integers of 8 bits with one range per group of features for all rows, which is given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..groups import row_slices, spans, within_range, work_dtype
+from ..rng import uniform
+
+LEVELS = 255
+
+
+def group_ranges(x: Tensor, group_size: int) -> Tensor:
+    """The least and the largest value [2, n] of each group of features over all rows of x [R, D], in the work dtype."""
+    low, high = x.amin(0), x.amax(0)
+    parts = []
+    for start, stop, size in spans(x.size(1), group_size):
+        parts.append(torch.stack((low[start:stop].view(-1, size).amin(1), high[start:stop].view(-1, size).amax(1))))
+    return torch.cat(parts, 1).to(work_dtype(x.dtype))
+
+
+def int_running_pack(x: Tensor, ranges: Tensor, group_size: int) -> Tensor:
+    """Codes uint8 [R, D] of x [R, D] with stochastic rounding; what lies outside of its range [2, n] is clamped."""
+    zero, scale = spread(ranges, x.size(1), group_size)
+    inverse = scale.reciprocal()
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    for part in row_slices(x.size(0), x.size(1), x.device):
+        values = x[part].to(work_dtype(x.dtype), copy=True).sub_(zero).mul_(inverse)
+        codes[part] = values.add_(uniform(values.shape, values.dtype, values.device)).floor_().clamp_(0, LEVELS)
+    return codes
+
+
+def int_running_unpack(codes: Tensor, ranges: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
+    """The rows [R, D] in `dtype`; where the range of a group is not finite, all of it is NaN."""
+    zero, scale = spread(ranges, codes.size(1), group_size)
+    out = codes.new_empty(codes.shape, dtype=dtype)
+    for part in row_slices(codes.size(0), codes.size(1), codes.device):
+        values = codes[part].to(scale.dtype).mul_(scale).add_(zero)
+        out[part] = within_range(values, scale, dtype)
+    return out
+
+
+def spread(ranges: Tensor, features: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Zero point and step of every feature [D]; NaN for a range that is not finite."""
+    low, high = ranges.repeat_interleave(group_size, 1)[:, :features]
+    nothing = (high - low) * 0
+    return low + nothing, ((high - low) / LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
