@@ -38,8 +38,6 @@ _MAKERS = {
 _KNOWN = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"}
 # elements: a smaller mask of rows that are one sequence each is made, because with it the bits are stock's
 SMALLEST_MASK = 2**20
-# the same of models without windows and chunks, of which rows with padding alone have a mask
-SMALLEST_OF_PADDING = 2**26
 
 
 class _Call:
@@ -66,12 +64,6 @@ class _Call:
         return None if real is None or real.all() else real
 
     @cached_property
-    def smallest(self) -> int:
-        """Elements of the smallest mask of a row that is not made."""
-        kind: Any = type(self.model)
-        return SMALLEST_MASK if _has_windows(kind) else SMALLEST_OF_PADDING
-
-    @cached_property
     def is_compiled(self) -> bool:
         """Whether parts of the model are: their graphs take stock's mask."""
         return any(map(_is_compiled, self.model.modules()))
@@ -85,8 +77,8 @@ def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """What runs in place of the stock forward of a model for a call whose masks need not be made; None for others.
 
     Those are calls under no_grad or with another mask than a 2-D one, models that make their masks in another way, and
-    short rows of models without windows that are not packed. The host waits for positions where it does in stock, and
-    for a 2-D mask.
+    models without windows in rows that are not packed. The host waits for positions where it does in stock, and for a
+    2-D mask.
     """
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if len(args) > 1 or not torch.is_grad_enabled() or transforms_active():
@@ -95,10 +87,7 @@ def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     kind: Any = type(model)
     copy = _copy(kind)
-    if copy is None or not copy.is_of(kind):
-        return None
-    large = mask is not None and mask.shape[1] ** 2 >= SMALLEST_OF_PADDING
-    if (positions is None or mask is not None) and not (_has_windows(kind) or large):
+    if copy is None or not copy.is_of(kind) or ((positions is None or mask is not None) and not _has_windows(kind)):
         return None
     return partial(_run, MethodType(copy.copy, model), _Call(model, positions, mask))
 
@@ -177,7 +166,7 @@ def _seen(
     if causal and call.sequences is not None:
         return None if chunked else (call.sequences, reach, None)
     rows, tokens = embeds.shape[:2]
-    if tokens**2 < call.smallest:
+    if tokens**2 < SMALLEST_MASK:
         return None
     if call.real is not None:
         fits = call.real.shape == (rows, tokens)

@@ -42,8 +42,7 @@ CACHES = (False, True)
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Windows in tiny models, too; the tokens of each mask that stock has made."""
-    for name in ("SMALLEST_MASK", "SMALLEST_OF_PADDING"):
-        monkeypatch.setattr(packed_masks, name, 0)
+    monkeypatch.setattr(packed_masks, "SMALLEST_MASK", 0)
     monkeypatch.setattr(sequences, "WINDOW_STEP", 4)
     made: list[int] = []
     own = packed_masks.PackedMask.values
@@ -68,16 +67,6 @@ def padded(batch: Batch) -> Batch:
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("given", ["ones", "positions", "padding"])
 def test_gradients_against_fp64(family: Family, mode: str, given: str, small: list[int]) -> None:
-    _against_fp64(family, mode, given, small)
-
-
-@pytest.mark.parametrize("family", [BY_NAME["llama"], BY_NAME["gpt2-gelu-tanh"]], ids=lambda family: family.name)
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
-def test_padded_rows_of_models_without_windows(family: Family, mode: str, small: list[int]) -> None:
-    _against_fp64(replace(family, sizes=_SIZES), mode, "padding", small)
-
-
-def _against_fp64(family: Family, mode: str, given: str, small: list[int]) -> None:
     for cache in CACHES[given == "padding" or family.task == "masked" :]:
         errors = []
         # rounding errors of one batch differ by more than the bound from one type of CPU to another
@@ -136,15 +125,6 @@ def test_other_calls_get_stocks_mask(family: Family, small: list[int]) -> None:
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("family", [BY_NAME["mistral"], GEMMA3, LLAMA4, MODERNBERT], ids=lambda family: family.name)
 def test_memory_grows_with_the_tokens(family: Family, padding: bool) -> None:
-    _grows(family, padding)
-
-
-def test_memory_of_padded_rows_grows_with_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_masks, "SMALLEST_OF_PADDING", 2**20)
-    _grows(BY_NAME["llama"], True)
-
-
-def _grows(family: Family, padding: bool) -> None:
     """The largest block of memory of a step, of 1,024 and of 2,048 tokens; stock's masks grow four times."""
     reach = {"sliding_window": 64, "attention_chunk_size": 64, "local_attention": 64}
     options = {name: 64 for name in reach if name in family.options}
