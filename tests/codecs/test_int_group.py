@@ -238,7 +238,7 @@ class _Launches(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("codec", "packing", "unpacking"),
-    [(IntGroup(8), 15, 2), (IntGroup(4), 16, 5), (IntGroup(8, outliers=4), 22, 3), (IntGroup(4, outliers=4), 23, 6)],
+    [(IntGroup(8), 15, 3), (IntGroup(4), 16, 6), (IntGroup(8, outliers=4), 22, 4), (IntGroup(4, outliers=4), 23, 7)],
     ids=str,
 )
 def test_how_many_calls_a_round_trip_takes(codec: Codec, packing: int, unpacking: int) -> None:

@@ -187,6 +187,6 @@ def test_options_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="decay"):
         IntRunning(decay=1.0)
     with pytest.raises(UnknownOptionError, match="bits"):
-        IntRanked(low=5)
+        IntRanked(low=6)
     with pytest.raises(ValueError, match="fraction"):
         IntRanked(share=0)

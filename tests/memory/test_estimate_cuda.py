@@ -15,6 +15,7 @@ from torch.nn import functional
 from hf_actcompress.memory import estimate
 from hf_actcompress.memory.estimation.fake_step.cuda_rules import CudaRules
 from hf_actcompress.memory.estimation.fake_step.fake_allocator import FakeAllocator
+from hf_actcompress.memory.estimation.fake_step.fake_kernels import KernelResults
 from hf_actcompress.memory.estimation.fake_step.stand_ins import StepRules
 from hf_actcompress.private_apis import FakeTensorMode
 from hf_actcompress.reference.device_rules import device_rules, under_rules
@@ -59,7 +60,7 @@ def test_patched_models_keep_the_floor_on_a_device(config, figure):
 def test_a_chunk_of_logits_is_counted_beside_the_gradients_of_the_head():
     tokens, hidden, vocab = 1024, 512, 32_000
     allocator = FakeAllocator()
-    with FakeTensorMode(), under_rules(StepRules(allocator, {})), allocator:
+    with FakeTensorMode(), under_rules(StepRules(allocator, KernelResults())), allocator:
         h, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16) for rows in (tokens, vocab))
         target, row = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens)
         backward = device_rules().function("linear_cross_entropy_bwd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -21,6 +22,10 @@ from ..meta_model import empty_like
 from .fake_allocator import FakeAllocator
 from .setting import Setting
 from .stand_ins import counted_checkpoints
+
+# torch sets a global while it works on a fake tensor, and puts back what was there before: of two threads at once each
+# would put back what the other one has set
+ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
     """The copy of a model on the meta device under a setting, whose batch does not matter."""
     mode, fake = fake_copy(model, setting)
     # probes run on real tensors; what they ask of the weights is answered as for those of a new model
-    with FakeAllocator(), answers_kept(setting.answers):
+    with ONE_AT_A_TIME, FakeAllocator(), answers_kept(setting.answers):
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
             apply_config(fake, without_copies(_present(setting.config, fake)))

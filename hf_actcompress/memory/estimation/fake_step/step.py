@@ -28,7 +28,7 @@ from .fake_allocator import FakeAllocator
 from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
 from .positions import check_length
-from .ready import Ready, fake_copy, ready
+from .ready import ONE_AT_A_TIME, Ready, fake_copy, ready
 from .setting import Setting
 from .sharding import local, resizes_counted, sharded
 from .stand_ins import StepRules
@@ -134,20 +134,25 @@ def _batch(model: nn.Module, mode: FakeTensorMode, setting: Setting) -> dict[str
 @contextmanager
 def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> Iterator[None]:
     """What the step runs in, without a collection of garbage at a moment of the interpreter's choice."""
+    with ONE_AT_A_TIME, _without_collections(), ExitStack() as stack:
+        # so that what the step makes is all that is young, and a young collection enough to find its cycles
+        gc.collect(0)
+        if setting.ranks > 1:
+            stack.enter_context(resizes_counted(allocator))
+        stack.enter_context(under_rules(StepRules(allocator, setting.kernels if setting.cuda else None)))
+        stack.enter_context(torch.enable_grad())
+        for context in (mode, allocator):
+            stack.enter_context(context)
+        stack.enter_context(CudaRules(allocator) if setting.cuda else KnownMasks(allocator))
+        yield
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
-    # so that what the step makes is all that is young, and a young collection enough to find its cycles
-    gc.collect(0)
     try:
-        with ExitStack() as stack:
-            if setting.ranks > 1:
-                stack.enter_context(resizes_counted(allocator))
-            stack.enter_context(under_rules(StepRules(allocator, setting.kernels if setting.cuda else None)))
-            stack.enter_context(torch.enable_grad())
-            for context in (mode, allocator):
-                stack.enter_context(context)
-            stack.enter_context(CudaRules(allocator) if setting.cuda else KnownMasks(allocator))
-            yield
+        yield
     finally:
         if enabled:
             gc.enable()
