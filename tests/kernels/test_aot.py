@@ -124,6 +124,8 @@ def test_blocks_depend_on_widths_where_the_table_says_so(name: str, monkeypatch:
 def test_committed_table_is_of_these_kernels() -> None:
     rows = json.loads((RESULTS / "kernels.json").read_text())["kernels"]
     assert {(row["name"], row["capability"]) for row in rows} == set(product(KERNELS, CAPABILITIES))
-    norms = [row["widths"] for row in rows if KERNELS[row["name"]] in {"rms_norm", "layer_norm", "methods.norm_output"}]
-    assert norms and all(list(WIDTHS) == widths for widths in norms)
+    # packing with one group per row spills 8 bytes in a wide row on sm_80; rotary embeddings of wide rows are not here
+    narrow = {"int_group_pack", "rope_fwd", "rope_bwd"}
+    by_width = [row["widths"] for row in rows if KERNELS[row["name"]] in BY_WIDTH and row["name"] not in narrow]
+    assert by_width and all(list(WIDTHS) == widths for widths in by_width)
     check(rows)
