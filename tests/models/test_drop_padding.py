@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -161,66 +160,6 @@ def test_accumulation_over_batches_of_different_padding(family):
             loss.backward()
         sums.append((losses[0].detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
     assert_same(sums)
-
-
-CODED = {
-    "int8": CompressionConfig(linear="int8", norm="int8", mlp="int8", attention="int8"),
-    "int4": CompressionConfig(linear="int4", norm="int4", mlp="int4", attention="int8"),
-    "fp8": PRESETS["fp8"],
-    "offload": PRESETS["offload"],
-    "dropit": PRESETS["dropit"],
-    "inverted": PRESETS["inverted"],
-    "fewbit": PRESETS["fewbit"],
-    "derivative": CompressionConfig(activation_variant="derivative"),
-    "recomputed": CompressionConfig(attention_variant="recomputed", attention="int8"),
-    "tempo": PRESETS["tempo"],
-}
-
-
-@main
-@pytest.mark.parametrize("name", CODED)
-def test_with_codecs_and_variants(family, name):
-    """A row's code does not depend on other rows: the same gradients as with padding kept.
-
-    But for the last bit where what attention decodes lies in another order in memory, in which a product adds up.
-    """
-    attention = "eager" if name == "tempo" else "sdpa"
-    model = family.build(dropout=0.1, attn_implementation=attention)
-    options = {field: getattr(CODED[name], field) for field in inspect.signature(CompressionConfig).parameters}
-    del options["drop_padding"]
-    (loss, grads), (dropped_loss, dropped) = both(model, batch_of(family), **options)
-    assert torch.equal(loss, dropped_loss)
-    assert relative_error(dropped, {name: x.double() for name, x in grads.items()}) < torch.finfo(torch.float32).eps
-
-
-def test_outlier_channels_are_those_of_the_real_rows():
-    """Which channels are kept apart depends on all rows, so the preset's error is another, and no larger one."""
-    family, errors = BY_NAME["llama"], []
-    model, batch = family.build(), batch_of(family)
-    oracle = oracle_step(model, batch)
-    # in padding another channel is large than in text
-    batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 0)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[0, 3] = 100.0
-    oracle = oracle_step(model, batch)
-    for drop in (False, True):
-        config = CompressionConfig.from_preset("int4", drop_padding=drop)
-        errors.append(relative_error(step(patch_model(model, config), batch)[1], oracle))
-    assert 0 < errors[1] < errors[0]
-
-
-def test_groups_of_tokens_are_of_real_ones():
-    """Attention keeps fewer bytes. Groups then go on from one sequence into the next, which is another error."""
-    family = BY_NAME["llama"]
-    model, batch = family.build(), batch_of(family)
-    oracle, errors, kept = oracle_step(model, batch), [], []
-    for drop in (False, True):
-        config = CompressionConfig(attention="int4_channels", attention_variant="recomputed", drop_padding=drop)
-        errors.append(relative_error(step(patch_model(model, config), batch)[1], oracle))
-        kept.append(kept_bytes(lambda: model(**batch).loss, "cpu"))
-    # a group of heads instead of tokens would have the ranges of heads in it
-    assert 0 < errors[0] < 0.02 and 0 < errors[1] < 0.04
-    assert kept[1] < kept[0]
 
 
 @main
