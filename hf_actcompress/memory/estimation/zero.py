@@ -117,7 +117,7 @@ class Zero:
         def elements(module: nn.Module) -> int:
             return sum(p.numel() for p in module.parameters() if self._is_divided(p))
 
-        largest = max((p for p in model.parameters()), key=Tensor.numel)
+        largest = max(model.parameters(), key=Tensor.numel)
         live = max([_LIVE, largest.numel(), *map(elements, layers)])
         return min(elements(model), live) * largest.itemsize
 
