@@ -30,6 +30,8 @@ SUBSET = (
     "ops/test_contract.py",
     "records",
     "integration/test_compile.py",
+    "integration/test_compile_families.py",
+    "integration/test_compile_lengths.py",
     "integration/test_compile_stacks.py",
     "integration/test_peft.py",
     "test_patched_models.py",

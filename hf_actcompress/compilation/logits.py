@@ -80,7 +80,8 @@ def _sinks(logits: Node) -> _Sinks | None:
                 sinks.append(("bias", user, node))
             else:
                 return None
-    return sinks
+    # sums over rows first ("bias"): a compiler makes them in the kernel that makes the gradient
+    return sorted(sinks, key=lambda sink: sink[0])
 
 
 def _is_product(node: Node, left: Node) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..private_apis import exporting
+from ..private_apis import exporting, traced_for_any_size
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +49,12 @@ def offer(x: Tensor, codec: str) -> Tensor:
 def recompute(x: Tensor) -> Tensor:
     """x [any shape], marked: computed again in backward whatever it costs, as the logits are."""
     return _mark(x, RECOMPUTE, PLAIN)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def any_length() -> bool:
+    """Whether the graph that is traced is one for any length, where torch takes constants of an op for inputs, too."""
+    return traced_for_any_size()
 
 
 def _mark(x: Tensor, wish: str, codec: str) -> Tensor:

@@ -1,7 +1,8 @@
 """The order of a backward graph: what is computed again for the gradient of a weight goes before what follows.
 
-A compiler fuses kernels that read the same tensors. The input of an MLP's last layer is computed again of what the
-gradient of its activation reads, too: in one kernel with that, it lives beside gradients that need not be there yet.
+A compiler fuses kernels that read the same tensors. The input of a linear layer is computed again of what the gradient
+of a norm or an activation reads, too: in one kernel with that, it lives beside gradients that need not be there yet.
+And the product of the weight's gradient, which runs as soon as its input is there, would cut that kernel in two.
 """
 
 from __future__ import annotations
@@ -13,29 +14,22 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..private_apis import FakeTensorMode
-from .policy import is_pointwise, is_view, made_by, nbytes
+from .policy import is_pointwise, is_view, made_by
 
 aten = torch.ops.aten
-# how much larger than the gradient that it is multiplied with: inputs of an MLP's last layer are, those of others not
-_TIMES = 2
 
 
 def order_weights(graph: Graph) -> None:
-    """Let gradients of weights with large inputs, which are computed again, be there before what reads the inputs'."""
-    order = _positions(graph)
+    """Let gradients of weights whose inputs are computed again be there before what reads the inputs' gradients."""
     for product in list(graph.nodes):
         for x, dy in _factors(product):
-            if made_by(x).op == "placeholder" or not is_pointwise(made_by(x)) or nbytes(x) < _TIMES * nbytes(dy):
+            if made_by(x).op == "placeholder" or not is_pointwise(made_by(x)):
                 continue
             for dx in list(dy.users):
                 users = (*dx.users, *_pointwise_readers(dx))
-                if _is_of_input(dx, dy) and all(order[user] > order[product] for user in users):
-                    _put_behind(graph, dx, product, max(dx, product, key=order.__getitem__))
-                    order = _positions(graph)
-
-
-def _positions(graph: Graph) -> dict[Node, int]:
-    return {node: i for i, node in enumerate(graph.nodes)}
+                if _is_of_input(dx, dy) and all(user > product for user in users):
+                    _put_behind(graph, dx, product)
+                    _separate(graph, made_by(x))
 
 
 def _factors(product: Node) -> list[tuple[Node, Node]]:
@@ -62,12 +56,42 @@ def _pointwise_readers(x: Node) -> list[Node]:
     return readers
 
 
-def _put_behind(graph: Graph, x: Node, before: Node, place: Node) -> None:
+def _put_behind(graph: Graph, x: Node, before: Node) -> None:
     users = list(x.users)
-    with graph.inserting_before(place.next):
+    with graph.inserting_before(min(users)):
         later = after(graph, x, before)
     for user in users:
         user.replace_input_with(x, later)
+
+
+def _separate(graph: Graph, x: Node) -> None:
+    """Let all but x read copies of what x is made of, as far as that is pointwise.
+
+    A CPU's compiler writes an exponential that is read twice to memory, where it would stay until both have read it.
+    """
+    sources = _pointwise_sources(x)
+    inside = sources | {x}
+    if all(user in inside for node in sources for user in node.users):
+        return
+    copies: dict[Node, Node] = {}
+    for node in sorted(sources):
+        with graph.inserting_before(node.next):
+            copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
+    inside |= set(copies.values())
+    for node, copied in reversed(copies.items()):
+        node.replace_all_uses_with(copied, delete_user_cb=lambda user: user not in inside)
+        if not copied.users:
+            graph.erase_node(copied)
+
+
+def _pointwise_sources(x: Node) -> set[Node]:
+    """The pointwise ops and views that x is computed by, back to what is no such op."""
+    found = [x]
+    for node in found:
+        for source in node.all_input_nodes:
+            if source.op == "call_function" and (is_pointwise(source) or is_view(source)) and source not in found:
+                found.append(source)
+    return set(found[1:])
 
 
 def after(graph: Graph, x: Node, before: Node) -> Node:

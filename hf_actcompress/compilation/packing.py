@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..codecs import CODECS, Codec
+from ..errors import CodecError
 from ..private_apis import inductor_decompositions, tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask
 from .policy import CODEC, attributed, hint, made_by, numel
@@ -157,7 +158,13 @@ class _Traces:
         sizes = (*value.shape, *value.stride())
         if not all(type(size) is int for size in sizes):
             # in a graph for any length each tensor has symbols of its own
-            return trace()
+            try:
+                return trace()
+            except Exception as error:
+                raise CodecError(
+                    f"{what} cannot be traced for tensors of any length; choose another codec, or a graph for each "
+                    "length: torch.compile(..., dynamic=False)"
+                ) from error
         key = what, sizes, value.dtype, value.device
         if key not in self._known:
             self._known[key] = trace()

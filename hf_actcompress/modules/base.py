@@ -67,6 +67,15 @@ class PatchedModule:
         """The stock forward, bound. No method: torch 2.11 can neither trace its binding nor hand it to a Function."""
         return partial(self.stock_class.forward, self)
 
+    @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+        reason="this preset keeps shares, signs or codes of activations, whose constants torch cannot trace with "
+        "dynamic=True; without it the preset works, for lengths that change, too"
+    )
+    def _untraced(self, x: Tensor) -> Tensor:
+        """The module in eager mode, behind a break of the graph that is traced; with fullgraph=True an error."""
+        y: Tensor = self.forward(x)  # type: ignore[attr-defined]
+        return y
+
     def _replicate_for_data_parallel(self) -> Any:
         # its replicas would share the forward of the original, on the original's device
         raise UnsupportedModelError(

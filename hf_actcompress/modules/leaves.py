@@ -43,6 +43,8 @@ class LinearMixin(_Module):
         derive = settings.keeps == "input"
         if torch.compiler.is_compiling() and derive:
             return linear_fwd(compilation.offer(x, settings.codec_name), weight, bias, transposed)
+        if torch.compiler.is_compiling() and compilation.any_length():
+            return self._untraced(x)  # type: ignore[no-any-return]
         compute = partial(ops.linear, x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
         return recalled(x, compute)
 
@@ -72,6 +74,8 @@ class Conv2dMixin(_Module):
         derive = settings.keeps == "input" or codec == IDENTITY
         if torch.compiler.is_compiling() and derive:
             return self._conv_forward(compilation.offer(x, name), weight, bias)  # type: ignore[operator, no-any-return]
+        if torch.compiler.is_compiling() and compilation.any_length():
+            return self._untraced(x)  # type: ignore[no-any-return]
         return recalled(x, partial(ops.conv2d, x, weight, bias, settings.options, codec=codec, derive=derive))  # type: ignore[arg-type]
 
 
@@ -164,6 +168,8 @@ class ActivationMixin(_Module):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling() and settings.keeps == "input":
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling() and compilation.any_length():
+            return self._untraced(x)  # type: ignore[no-any-return]
         keep = ACTIVATION_OPS[settings.keeps]
         return keep(x, self.stock_forward(), settings.variant, settings.options, settings.codec)
 

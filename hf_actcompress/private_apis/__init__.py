@@ -58,6 +58,7 @@ __all__ = [
     "run_backward",
     "saved_tensor_hooks_allowed",
     "tensors_holding",
+    "traced_for_any_size",
     "traced_frame",
     "tracing_for_compiler",
     "transforms_active",
@@ -230,6 +231,13 @@ def graph_breaks() -> list[str]:
     from torch._dynamo.utils import counters
 
     return [reason for reason, times in counters["graph_break"].items() for _ in range(times)]
+
+
+def traced_for_any_size() -> bool:
+    """Whether the torch.compile that traces was told dynamic=True."""
+    import torch._dynamo
+
+    return not torch._dynamo.config.assume_static_by_default
 
 
 def exporting() -> bool:

@@ -120,6 +120,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.fx.graph._BoxedCodeGen", _T, "a graph that frees what it was given"),
     PrivateAPI("torch._inductor.compile_fx.compile_fx", _T, "a compiled step that is watched: what it does to a graph"),
     PrivateAPI("torch._functorch.config.enable_autograd_cache", _T, "off where code from a cache is not wanted"),
+    PrivateAPI("torch._dynamo.config.assume_static_by_default", _T, "whether a graph is for any length"),
     PrivateAPI("torch._dynamo.utils.counters", _T, "whether a graph was broken, for a warning"),
     PrivateAPI("torch._guards.CompileContext.current_compile_id", _T, "which frame of a broken graph is compiled"),
     PrivateAPI("torch.compiler._is_exporting_flag", _T, "no marks in a program for those who do not have this package"),

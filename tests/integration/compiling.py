@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_actcompress import kept_bytes
-from tests.families import Family
+from tests.families import Family, Gradients, differing, relative_error
 
 BACKEND = "hf_actcompress"
 
@@ -29,3 +29,18 @@ def kept_by(model: Any, batch: dict[str, Any]) -> int:
     """Bytes that one forward keeps, once it is compiled."""
     model(**batch)
     return kept_bytes(lambda: model(**batch), "cpu")
+
+
+def same_step(
+    ours: tuple[Tensor, Gradients], stock: tuple[Tensor, Gradients], *, rms_norms: bool, limit: float = 1e-6
+) -> None:
+    """The loss bit by bit; gradients bit by bit, but for fp32 in models with RMSNorms.
+
+    There x is read twice inside of the norm and once beside it, and a mark hands back the sum of the first two, where
+    the stock graph adds one after the other: two roundings of three terms, seen through a few layers.
+    """
+    assert torch.equal(ours[0], stock[0])
+    if rms_norms:
+        assert relative_error(ours[1], {name: g.double() for name, g in stock[1].items()}) < limit
+    else:
+        assert not differing(ours[1], stock[1])

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import CompressionConfig, patch_model, unpatch_model
-from tests.families import BY_NAME, Family, Gradients, differing, relative_error, step
-from tests.integration.compiling import BACKEND, build, kept_by, one_graph
-from tests.sweep.batches import find_batch, padded, with_labels
-from tests.sweep.catalogue import catalogue, model_class
-from tests.sweep.configs import tiny_config
+from tests.families import BY_NAME, Family, differing, relative_error, step
+from tests.integration.compiling import BACKEND, build, kept_by, one_graph, same_step
 
 pytestmark = pytest.mark.daily(4)
 
@@ -42,19 +39,6 @@ class _Autocast(nn.Module):
             return self.model(**batch)
 
 
-def _same(ours: tuple[Tensor, Gradients], stock: tuple[Tensor, Gradients], *, rms_norms: bool) -> None:
-    """The loss bit by bit; gradients bit by bit, but for fp32 in models with RMSNorms.
-
-    There x is read twice inside of the norm and once beside it, and a mark hands back the sum of the first two, where
-    the stock graph adds one after the other: two roundings of three terms, seen through a few layers.
-    """
-    assert torch.equal(ours[0], stock[0])
-    if rms_norms:
-        assert relative_error(ours[1], {name: g.double() for name, g in stock[1].items()}) < 1e-6
-    else:
-        assert not differing(ours[1], stock[1])
-
-
 @three
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 def test_the_values_of_the_stock_graph(family: Family, mode: str) -> None:
@@ -65,7 +49,7 @@ def test_the_values_of_the_stock_graph(family: Family, mode: str) -> None:
     batch = family.make_batch("right")
     models = [_Autocast(model) if mode == "autocast" else model for model in (ours, stock)]
     found, expected = (step(one_graph(m, b), batch) for m, b in zip(models, (BACKEND, "aot_eager"), strict=True))
-    _same(found, expected, rms_norms=family.name == "llama" and mode != "bf16")
+    same_step(found, expected, rms_norms=family.name == "llama" and mode != "bf16")
 
 
 @three
@@ -108,35 +92,6 @@ def test_an_adapter_with_dropout() -> None:
     assert torch.equal(loss, expected_loss) and not differing(grads, expected)
     # masks: a bit per element, where the eager op keeps the state of a generator
     assert kept_by(one_graph(ours), batch) <= 1.05 * kept_by(ours, batch) + 2048
-
-
-TYPES = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "gpt2", "gpt_neox", "bert", "roberta",
-    "modernbert", "vit", "t5",
-)  # fmt: skip
-CLASSES = ("CausalLM", "MaskedLM", "LMHeadModel", "ImageClassification", "ConditionalGeneration")
-PAIRS = {pair.type: pair for pair in catalogue() if pair.type in TYPES and pair.model.endswith(CLASSES)}
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_one_graph(name: str) -> None:
-    """No break, stock's bits, and fewer bytes than the stock graph keeps."""
-    pair = PAIRS[name]
-    torch.manual_seed(0)
-    stock = model_class(pair)(tiny_config(name)).train()
-    if getattr(stock, "loss_type", None) is None:
-        stock.loss_type = "ForCausalLM"
-    ours = patch_model(copy.deepcopy(stock))
-    plain = with_labels(stock, find_batch(stock, name, pair.task), pair.task)
-    batch = padded(plain, "right", stock.config) or plain
-    batch = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-    try:
-        expected = step(one_graph(stock, "aot_eager"), batch)
-    except torch._dynamo.exc.Unsupported as error:
-        pytest.skip(f"the stock model has no graph here: {str(error).splitlines()[0]}")
-    rms_norms = any("RMSNorm" in type(m).__name__ or name == "t5" for m in stock.modules())
-    _same(step(one_graph(ours), batch), expected, rms_norms=rms_norms)
-    assert kept_by(one_graph(ours), batch) < 0.9 * kept_by(one_graph(stock, "aot_eager"), batch)
 
 
 @pytest.mark.parametrize("how", ["before", "before, called", "module", "module, called", "layers"])
@@ -218,34 +173,6 @@ def test_eager_after_compile() -> None:
     batch = family.make_batch("right")
     one_graph(ours)(**batch)
     assert not differing(step(ours, batch)[1], step(stock, batch)[1])
-
-
-@pytest.mark.parametrize("preset", ["exact", "int8", "int4"])
-@pytest.mark.parametrize("dynamic", [True, None])
-def test_lengths_that_change(preset: str, dynamic: bool | None) -> None:
-    """dynamic=True: one graph for all lengths; by default one for the first and one for the rest. Bytes as in eager."""
-    family = BY_NAME["llama"]
-    model = patch_model(build(family), preset)
-    compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=dynamic)
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for times in (1, 2, 3):
-        batch = {name: x.repeat(1, times) for name, x in family.make_batch().items()}
-        assert kept_by(compiled, batch) <= 1.02 * kept_by(model, batch) + 2048
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + (1 if dynamic else 2)
-
-
-def test_any_length_has_the_gradients_of_one() -> None:
-    """But for roundings: a graph for any length may keep another view of a tensor."""
-    family = BY_NAME["llama"]
-    model = patch_model(build(family), "int8")
-    batch = {name: x.repeat(1, 2) for name, x in family.make_batch().items()}
-    loss, expected = step(one_graph(model), batch)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=True)
-    step(compiled, family.make_batch())
-    found_loss, found = step(compiled, batch)
-    assert torch.equal(found_loss, loss)
-    assert relative_error(found, {name: g.double() for name, g in expected.items()}) < 0.01
 
 
 def test_overrides_of_layers() -> None:
