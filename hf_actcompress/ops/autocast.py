@@ -30,7 +30,11 @@ def _has_autocast(device: str) -> bool:
 
 def without_autocast(grads: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
     """While a backward runs whose code has the casts of its forward in it: somebody may call it inside of autocast."""
-    device = next(g.device.type for g in grads if g is not None)
+    return autocast_off(next(g.device.type for g in grads if g is not None))
+
+
+def autocast_off(device: str) -> AbstractContextManager[Any]:
+    """The same, for tensors on a device of that type."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
