@@ -56,7 +56,7 @@ class Linear(Operation):
         if b.wants(weight):
             x_rows = rows_of(b, b.want_in(x, dtype))
             left, right = (x_rows, rows) if self.transposed else (rows, x_rows)
-            b.give_product(weight, b.once(torch.Tensor.t, left), right)
+            b.give(weight, b.call(torch.mm, b.once(torch.Tensor.t, left), right))
         if b.wants(bias):
             b.give(bias, b.call(torch.Tensor.sum, rows, 0))
 

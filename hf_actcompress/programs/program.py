@@ -62,7 +62,7 @@ class Program(Computation):
         if plan is None:
             plan = self.plans[key] = make_plan(self, Setting(*key))
         run = Stages(stops, inputs) if stops else None
-        link = None if run is None else run.link
+        link = None if run is None else run.linked(inputs)
         return applied(ProgramFunction, plan, sharded, run, heads, link, *inputs)
 
     def checkpointed(
@@ -80,7 +80,7 @@ class Program(Computation):
         if plan is None:
             plan = self.checkpoint_plans[key] = make_checkpoint_plan(self, Setting(*key))
         run = Stages(stops, inputs) if stops else None
-        link = None if run is None else run.link
+        link = None if run is None else run.linked(inputs)
         return applied(CheckpointedFunction, plan, run, heads, len(self.weights), codec, link, *inputs)
 
     def _stops(self, inputs: Sequence[Tensor | None]) -> Stops:

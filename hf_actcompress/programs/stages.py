@@ -89,9 +89,16 @@ class Stages:
         self._device = next(x.device.type for x in inputs if x is not None)
         self._code: Any = None
         self._box: list[Tensor | None] = []
-        self.link: Tensor | None = None
+
+    def linked(self, inputs: Sequence[Tensor | None]) -> Tensor | None:
+        """What the program's own node takes, so that the nodes of the further stages run behind it.
+
+        It is not kept here: nodes know this object, and would live on in a circle.
+        """
+        link: Tensor | None = None
         for places in reversed(self._places[1:]):
-            self.link = bare_apply(Stage, self, places, self.link, *(inputs[i] for i in places))
+            link = bare_apply(Stage, self, places, link, *(inputs[i] for i in places))
+        return link
 
     def begin(self, backward: Callable[..., Any], saved: list[Any]) -> tuple[Tensor | None, ...]:
         """The gradients of all inputs, of which those of the first stage are there."""

@@ -282,10 +282,6 @@ class Backward(Emitter):
         shape: torch.Size = self._forward.meta(self._forward.values[value]).shape
         return shape
 
-    def give_product(self, weight: int, left: Node, right: Node) -> None:
-        """Add left @ right [rows of one, columns of the other] to a weight's gradient."""
-        self.give(weight, self.call(torch.mm, left, right))
-
     def stop(self, weights: Sequence[int]) -> None:
         """Hand over the gradients of weights, and stop until they have been added up."""
         done = [self.gradients.pop(weight, None) for weight in weights]
