@@ -6,7 +6,7 @@ module is patched, or why it is left alone.
 
 from __future__ import annotations
 
-from .rules import find_site
+from .rules import Places, find_site
 from .sites import Declined, Site
 
-__all__ = ["Declined", "Site", "find_site"]
+__all__ = ["Declined", "Places", "Site", "find_site"]

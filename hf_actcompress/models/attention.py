@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .. import compilation, ops
 from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
-from ..modules.attention import ATTENTION_NAME, renamed
+from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice, transforms_active
@@ -58,8 +58,8 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     if name == "sdpa":
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
         model_config = module.__dict__["config"]
-        options = (renamed(model_config),)
-        settings = Settings(Role.ATTENTION, "sdpa", options, codec=codec, keeps=keeps, config=model_config)
+        named = renamed(model_config)
+        settings = AttentionSettings(Role.ATTENTION, "sdpa", codec, keeps, config=model_config, renamed=named)
         return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
         return find_eager(module, codec)

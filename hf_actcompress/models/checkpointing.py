@@ -14,8 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..errors import UnknownOptionError
-from ..modules.base import Settings
-from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointInputMixin
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointInputMixin, CheckpointSettings
 from ..roles import Role
 from .sites import Site
 
@@ -67,8 +66,9 @@ def find_checkpoint_input(module: nn.Module, config: CompressionConfig) -> Site 
         return None
     if not isinstance(module, GradientCheckpointingLayer):
         return None
-    options = (module.__dict__.get(CHECKPOINT_FUNCTION),)
-    return Site(CheckpointInputMixin, Settings(Role.CHECKPOINT_INPUT, "packed", options, codec=codec, keeps=keeps))
+    function = module.__dict__.get(CHECKPOINT_FUNCTION)
+    settings = CheckpointSettings(Role.CHECKPOINT_INPUT, "packed", codec, keeps, function=function)
+    return Site(CheckpointInputMixin, settings)
 
 
 def checkpointable(model: nn.Module) -> dict[str, nn.Module]:

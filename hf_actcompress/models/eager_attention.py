@@ -16,8 +16,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import ops
 from ..codecs import IDENTITY, Codec
-from ..modules.attention import EAGER_NAME, AttentionMixin
-from ..modules.base import Settings, keeps_for_backward
+from ..modules.attention import EAGER_NAME, AttentionMixin, AttentionSettings
+from ..modules.base import keeps_for_backward
 from ..roles import Role
 from .probe import DTYPES, REFUSALS, same_bits, undisturbed
 from .rope import RotaryMixin
@@ -41,7 +41,9 @@ def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
     for roundings in ROUNDINGS:
         if _same(module, stock, roundings):
             config = module.__dict__["config"]
-            settings = Settings(Role.ATTENTION, "eager", roundings, codec, "probabilities", config=config)
+            settings = AttentionSettings(
+                Role.ATTENTION, "eager", codec, "probabilities", config=config, roundings=roundings
+            )
             return Site(EagerAttentionMixin, settings)
     return Declined(Role.ATTENTION, "its eager function rounds otherwise than those known (found by a numeric probe)")
 
@@ -127,8 +129,7 @@ def eager_attention_forward(
     if not (plain and eager and keeps_for_backward(query, key, value)):
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
-    how: _Dtypes = settings.options  # type: ignore[assignment]
-    return _attend(query, key, value, attention_mask, scale, dropout, how, settings.codec)
+    return _attend(query, key, value, attention_mask, scale, dropout, settings.roundings, settings.codec)
 
 
 @cache

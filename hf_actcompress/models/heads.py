@@ -14,8 +14,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from ..config import CompressionConfig
-from ..modules.base import Settings, has_hooks, patched_class, stock_type
-from ..modules.head import HeadMixin, deferring
+from ..modules.base import has_hooks, patched_class, stock_type
+from ..modules.head import HeadMixin, HeadSettings, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
 from ..private_apis import transforms_active
 from ..roles import Role
@@ -47,7 +47,8 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return Declined(Role.LOSS_HEAD, f"the head is a {stock_type(module).__name__}, not a plain nn.Linear")
     if "forward" in module.__dict__:
         return Declined(Role.LOSS_HEAD, "forward is already bound on the instance")
-    return Site(HeadMixin, Settings(Role.LOSS_HEAD, "logits" if config.logits else "no_logits", (config.targets,)))
+    kind = "logits" if config.logits else "no_logits"
+    return Site(HeadMixin, HeadSettings(Role.LOSS_HEAD, kind, targets=config.targets))
 
 
 @contextmanager

@@ -17,7 +17,15 @@ from ..codecs import CODECS, IDENTITY, Codec, RowSample
 from ..codecs.methods.gradient_norms import RememberedNorms
 from ..config import CompressionConfig
 from ..modules.base import Settings
-from ..modules.leaves import ActivationMixin, Conv2dMixin, DropoutMixin, LayerNormMixin, LinearMixin
+from ..modules.leaves import (
+    ActivationMixin,
+    ActivationSettings,
+    Conv2dMixin,
+    ConvSettings,
+    DropoutMixin,
+    LayerNormMixin,
+    LinearMixin,
+)
 from ..reference import INVERTED, TABLE_OPTIONS, TWO_VALUED, activation_bwd, layer_norm_output_reasons
 from ..roles import Role
 from .own_linear import find_own_linear
@@ -88,16 +96,15 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
     return find_own_linear(module, config)
 
 
-def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:
+def _linear(module: nn.Module, config: CompressionConfig, kind: str) -> Site:
     codec = CODECS[config.linear]
     if codec.for_images:
-        return Site(
-            LinearMixin, Settings(Role.LINEAR, variant, note=f"keeps its input: {config.linear} is for feature maps")
-        )
+        note = f"keeps its input: {config.linear} is for feature maps"
+        return Site(LinearMixin, Settings(Role.LINEAR, kind, note=note))
     if config.gradient_norms and isinstance(codec, RowSample):
         codec = replace(codec, norms=RememberedNorms(config.gradient_norms))
     keeps = "input" if config.derive_linear else "encoded"
-    return Site(LinearMixin, Settings(Role.LINEAR, variant, codec=codec, keeps=keeps))
+    return Site(LinearMixin, Settings(Role.LINEAR, kind, codec, keeps))
 
 
 def _linear_codec(config: CompressionConfig) -> Codec:
@@ -113,10 +120,10 @@ def _conv2d(module: nn.Conv2d, config: CompressionConfig) -> Site | Declined:
     left, right, top, bottom = module._reversed_padding_repeated_twice
     if module.padding_mode != "zeros" or left != right or top != bottom:
         return Declined(Role.CONV2D, "pads with something else than zeros, or unevenly")
-    geometry = (module.stride, (top, left), module.dilation, module.groups)
-    settings = Settings(Role.CONV2D, options=geometry)
+    geometry: Any = (module.stride, (top, left), module.dilation, module.groups)
     keeps = "input" if config.derive_linear else "encoded"
-    return Site(Conv2dMixin, replace(settings, codec=CODECS[config.linear], keeps=keeps))
+    settings = ConvSettings(Role.CONV2D, codec=CODECS[config.linear], keeps=keeps, geometry=geometry)
+    return Site(Conv2dMixin, settings)
 
 
 def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:
@@ -142,7 +149,9 @@ def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -
         # nobody rebuilds the output: one bit is exact
         variant = "steps1"
     keeps, note = _activation_keeps(row.kind, options, variant)
-    return Site(ActivationMixin, Settings(Role.ACTIVATION, row.kind, options, CODECS[config.mlp], keeps, note))
+    codec = CODECS[config.mlp]
+    settings = ActivationSettings(Role.ACTIVATION, row.kind, codec, keeps, note, constants=options)
+    return Site(ActivationMixin, settings)
 
 
 def _activation_keeps(kind: str, options: tuple[float, ...], variant: str) -> tuple[str, str]:
@@ -167,8 +176,8 @@ def _derivative_holds(module: nn.Module, kind: str, options: tuple[float, ...]) 
 
 
 _RULES: dict[type, Callable[[Any, CompressionConfig], Site | Declined]] = {
-    nn.Linear: partial(_linear, variant=""),
-    Conv1D: partial(_linear, variant="transposed"),
+    nn.Linear: partial(_linear, kind=""),
+    Conv1D: partial(_linear, kind="transposed"),
     nn.LayerNorm: _layer_norm,
     nn.Dropout: _dropout,
 }

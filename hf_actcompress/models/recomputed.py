@@ -44,7 +44,7 @@ def find_recomputed(module: nn.Module, config: CompressionConfig) -> Site | None
     if not any(_may_run_again(module, x) and _keeps_as_much(module, x) for x in _shapes(module)):
         return None
     codec = CODECS[config.norm if module._parameters else config.mlp]
-    return Site(RecomputedMixin, Settings(Role.RECOMPUTED, "input", (), codec))
+    return Site(RecomputedMixin, Settings(Role.RECOMPUTED, "input", codec))
 
 
 def _is_small(module: nn.Module) -> bool:

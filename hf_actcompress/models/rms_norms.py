@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..modules.base import HOOKS, Settings
-from ..modules.leaves import RMSNormMixin
+from ..modules.base import HOOKS
+from ..modules.leaves import RMSNormMixin, RMSNormSettings
 from ..reference import RMS_NORM_VARIANTS, rms_norm_fwd, rms_norm_output_reasons
 from ..roles import Role
 from .probe import DTYPES, REFUSALS, asked_once, probe_rows, same_bits, takes_one_tensor, undisturbed
@@ -39,7 +39,9 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
     if variant is None:
         return Declined(Role.NORM, "its forward is none of the known RMSNorm variants (found by a numeric probe)")
     has_weight = module._parameters.get("weight") is not None
-    settings = Settings(Role.NORM, variant, (eps_name, has_weight, pairs), CODECS[config.norm])
+    settings = RMSNormSettings(
+        Role.NORM, variant, CODECS[config.norm], eps_name=eps_name, has_weight=has_weight, pairs=pairs
+    )
     reasons = rms_norm_output_reasons(module._parameters.get("weight"), variant)
     return Site(RMSNormMixin, norm_keeps(settings, config, reasons))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from .base import PatchedModule
+from .base import PatchedModule, Settings
 
 if TYPE_CHECKING:
 
@@ -82,12 +82,28 @@ def renamed(config: Any) -> Any:
     return copied
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttentionSettings(Settings):
+    """Also what an attention module needs of its config.
+
+    Attributes:
+        config: The module's own, which the mixin shadows.
+        renamed: A copy of it that names our function, for a compiler; None where one traces the stock function.
+        roundings: Of an eager function: in which dtype its softmax runs, and to which the probabilities are cast.
+    """
+
+    config: Any = field(compare=False, repr=False)
+    renamed: Any = field(default=None, compare=False, repr=False)
+    roundings: tuple[str, str] = ("", "")
+
+
 class AttentionMixin(_Module):
     """The config is looked at through a view; the model's own is not touched and still builds the stock masks.
 
-    Variant: the implementation that is replaced, "sdpa" or "eager". Options: a copy of the config that names our
-    function, for a compiler; nothing where a compiler traces the stock function.
+    Kind: the implementation that is replaced, "sdpa" or "eager".
     """
+
+    actcompress: AttentionSettings | None
 
     @property
     def config(self) -> Any:
@@ -96,14 +112,13 @@ class AttentionMixin(_Module):
             return self.__dict__["config"]
         if torch.compiler.is_compiling():
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
-            traced = settings.config
-            named = settings.options and traced._attn_implementation == settings.variant
-            return settings.options[0] if named else traced
-        return _ConfigView(self.__dict__["config"], settings.variant)
+            named = settings.renamed is not None and settings.config._attn_implementation == settings.kind
+            return settings.renamed if named else settings.config
+        return _ConfigView(self.__dict__["config"], settings.kind)
 
     @config.setter
     def config(self, config: Any) -> None:
         self.__dict__["config"] = config
         if self.actcompress is not None:
-            options = (renamed(config),) if self.actcompress.options else ()
-            self.__dict__["actcompress"] = replace(self.actcompress, config=config, options=options)
+            named = None if self.actcompress.renamed is None else renamed(config)
+            self.__dict__["actcompress"] = replace(self.actcompress, config=config, renamed=named)

@@ -26,21 +26,22 @@ _NAMES = {codec: name for name, codec in CODECS.items()}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a patched module was told: its role, the op's variant and constants, what it keeps and through which codec.
+    """What a patched module was told. A mixin that has to be told more has a subclass of this one beside it.
 
-    `note` says why it keeps something else than was asked for. `config` is the module's own where the mixin shadows it.
+    Attributes:
+        role: What the module is to this package.
+        kind: Which of the kinds of modules that its mixin knows it is, such as "gelu" or "transposed".
+        codec: Through which the tensor is kept.
+        keeps: Which tensor is kept.
+        note: Why it keeps something else than the config asks for.
     """
 
     role: Role
-    variant: str = ""
-    options: tuple[Any, ...] = ()
+    kind: str = ""
     codec: Codec = IDENTITY
     keeps: str = "input"
     note: str = ""
-    # rows that a module which works row by row computes at a time; 0: all
-    tile: int = 0
-    config: Any = field(default=None, compare=False, repr=False)
-    # for a compiler, which would guard every field of every codec of the table
+    # a compiler reads this name, because it would guard every field of every codec of the table
     codec_name: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

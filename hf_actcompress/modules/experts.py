@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.experts import GroupedProducts
 from ..records import declare, known_record, parameter, stored_exact, whole_record_of
-from .base import PatchedModule, has_hooks, keeps_for_backward
+from .base import PatchedModule, Settings, has_hooks, keeps_for_backward
 
 if TYPE_CHECKING:
 
@@ -38,11 +39,17 @@ else:
 GROUPED = "grouped_mm"
 
 
-class ExpertsMixin(_Module):
-    """Experts that are called with hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K].
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSettings(Settings):
+    """Also stock's grouped products for weights that lie as these do."""
 
-    options: Stock's `GroupedProducts` for weights as these are.
-    """
+    products: GroupedProducts
+
+
+class ExpertsMixin(_Module):
+    """Experts that are called with hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K]."""
+
+    actcompress: ExpertsSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = _three(args, kwargs)
@@ -80,7 +87,7 @@ class ExpertsMixin(_Module):
         tokens = order // choices
         routing = top_k_weights.reshape(-1)[order]
         offsets = self._ends(experts)
-        products: GroupedProducts = self.actcompress.options[0]
+        products = self.actcompress.products
         x = _gathered(hidden, tokens, up[0].dtype)
         both = products.forward(x, up[0], offsets, None if up[1] is None else up[1][experts])
         h = ops.recomputed(both, self._activated(), codec=codec)

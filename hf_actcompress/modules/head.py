@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .. import compilation, ops
 from ..ops.autocast import autocast_dtype
-from .base import keeps_for_backward, only_tensor
+from .base import Settings, keeps_for_backward, only_tensor
 from .leaves import LinearMixin
 
 
@@ -37,11 +38,20 @@ def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
         _scope.heads = before
 
 
-class HeadMixin(LinearMixin):
-    """nn.Linear whose output are the logits; variant "logits" or "no_logits", and the share of targets that count.
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings(Settings):
+    """Also the share of the targets that count, at most."""
 
-    Elsewhere a patched linear layer.
+    targets: float
+
+
+class HeadMixin(LinearMixin):
+    """nn.Linear whose output are the logits; kind: "logits" if they are returned, else "no_logits".
+
+    While no loss is being computed it is a patched linear layer.
     """
+
+    actcompress: HeadSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -54,8 +64,7 @@ class HeadMixin(LinearMixin):
         weight, bias = self.weight, self.bias
         if not _fits(x, weight, bias):
             return super().forward(x)
-        (targets,) = settings.options
-        return ops.deferred_linear(x, weight, bias, keep_logits=settings.variant == "logits", targets=targets)
+        return ops.deferred_linear(x, weight, bias, keep_logits=settings.kind == "logits", targets=settings.targets)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

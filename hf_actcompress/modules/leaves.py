@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from .. import compilation, ops
 from ..codecs import IDENTITY, Codec
 from ..records import current
-from ..reference import draws_like_any, linear_fwd
-from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor, recording
+from ..reference import ConvGeometry, draws_like_any, linear_fwd
+from .base import PatchedModule, Settings, is_sharded, keeps_for_backward, only_tensor, recording
 from .selective import recalled
 
 if TYPE_CHECKING:
@@ -26,18 +27,18 @@ else:
 
 
 class LinearMixin(_Module):
-    """nn.Linear (variant "") or transformers' Conv1D (variant "transposed")."""
+    """nn.Linear (kind "") or transformers' Conv1D (kind "transposed")."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or not recording(x):
             if current.unread is self and x is not None and settings is not None and torch.is_grad_enabled():
-                transposed = settings.variant == "transposed"
+                transposed = settings.kind == "transposed"
                 return ops.linear(x, self.weight, self.bias, transposed=transposed, unread=True)
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         # read once: a parametrisation computes the weight each time that it is read
         weight, bias = self.weight, self.bias
-        transposed = settings.variant == "transposed"
+        transposed = settings.kind == "transposed"
         if not keeps_for_backward(x, weight, bias):
             return linear_fwd(x, weight, bias, transposed)
         derive = settings.keeps == "input"
@@ -57,8 +58,17 @@ class OwnLinearMixin(_Module):
         return recalled(x, partial(super().forward, *args, **kwargs))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvSettings(Settings):
+    """Also a convolution's stride, padding and dilation, in pixels, and its groups."""
+
+    geometry: ConvGeometry
+
+
 class Conv2dMixin(_Module):
-    """nn.Conv2d; options: its stride, padding and dilation, in pixels, and groups."""
+    """nn.Conv2d."""
+
+    actcompress: ConvSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -72,7 +82,7 @@ class Conv2dMixin(_Module):
         derive = settings.keeps == "input" or codec == IDENTITY
         if torch.compiler.is_compiling() and derive:
             return self._conv_forward(compilation.offer(x, name), weight, bias)  # type: ignore[operator, no-any-return]
-        return recalled(x, partial(ops.conv2d, x, weight, bias, settings.options, codec=codec, derive=derive))  # type: ignore[arg-type]
+        return recalled(x, partial(ops.conv2d, x, weight, bias, settings.geometry, codec=codec, derive=derive))
 
 
 class LayerNormMixin(_Module):
@@ -97,28 +107,37 @@ class LayerNormMixin(_Module):
         return ops.layer_norm(x, self.normalized_shape, weight, bias, self.eps, codec=settings.codec, copy_affine=copy)
 
 
-class RMSNormMixin(_Module):
-    """Any RMSNorm whose forward was shown to be one of the variants.
+@dataclass(frozen=True, kw_only=True)
+class RMSNormSettings(Settings):
+    """Also the name of an RMSNorm's eps attribute, and whether it has a weight.
 
-    Options: the name of its eps attribute; whether it has a weight; the dtypes of input and weight for which the
-    variant was shown to hold, None for all of them.
+    `pairs` are the dtypes of input and weight for which the formula was shown to hold; None stands for all of them.
     """
+
+    eps_name: str
+    has_weight: bool
+    pairs: frozenset[tuple[torch.dtype, torch.dtype | None]] | None
+
+
+class RMSNormMixin(_Module):
+    """Any RMSNorm whose forward was shown to be one of the known formulas; kind: its row of `RMS_NORM_VARIANTS`."""
+
+    actcompress: RMSNormSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or not recording(x):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        eps_name, has_weight, pairs = settings.options
-        weight = self.weight if has_weight else None
+        weight, pairs = self.weight if settings.has_weight else None, settings.pairs
         shown = pairs is None or (x.dtype, weight.dtype if weight is not None else None) in pairs
         if not shown or not keeps_for_backward(x, weight):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        eps = getattr(self, eps_name)
+        eps = getattr(self, settings.eps_name)
         if settings.keeps == "output":
-            return ops.rms_norm_output(x, weight, eps, settings.variant)
+            return ops.rms_norm_output(x, weight, eps, settings.kind)
         if torch.compiler.is_compiling():
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
-        return ops.rms_norm(x, weight, eps, settings.variant, codec=settings.codec, copy_affine=is_sharded(self))
+        return ops.rms_norm(x, weight, eps, settings.kind, codec=settings.codec, copy_affine=is_sharded(self))
 
 
 _Stock = Callable[[Tensor], Tensor]
@@ -155,8 +174,17 @@ ACTIVATION_OPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class ActivationSettings(Settings):
+    """Also the constants of an activation's row, such as a slope or bounds."""
+
+    constants: tuple[float, ...]
+
+
 class ActivationMixin(_Module):
-    """A pointwise activation; variant: its row of `reference.ACTIVATIONS`, options: that row's constants."""
+    """A pointwise activation; kind: its row of `reference.ACTIVATIONS`."""
+
+    actcompress: ActivationSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -165,7 +193,7 @@ class ActivationMixin(_Module):
         if torch.compiler.is_compiling() and settings.keeps == "input":
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
         keep = ACTIVATION_OPS[settings.keeps]
-        return keep(x, self.stock_forward(), settings.variant, settings.options, settings.codec)
+        return keep(x, self.stock_forward(), settings.kind, settings.constants, settings.codec)
 
 
 class DropoutMixin(_Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from .. import ops
 from ..private_apis import transforms_active
 from ..records import current
-from .base import PatchedModule, has_hooks, is_sharded, keeps_for_backward, only_tensor
+from .base import PatchedModule, Settings, has_hooks, is_sharded, keeps_for_backward, only_tensor
 
 if TYPE_CHECKING:
 
@@ -26,8 +27,21 @@ def _in_tile() -> bool:
     return current.stock_only or transforms_active()
 
 
+@dataclass(frozen=True, kw_only=True)
+class TiledSettings(Settings):
+    """Also how many rows are computed at a time (0: all), and the name of the linear layer that makes the output.
+
+    `last` is "" where something else makes the output.
+    """
+
+    tile: int = 0
+    last: str = ""
+
+
 class TiledMixin(_Module):
     """A module that computes each row of its input by itself, in tiles if it was told to."""
+
+    actcompress: TiledSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
@@ -47,15 +61,10 @@ class TiledMixin(_Module):
         """All rows at once."""
         return self.stock_forward()(*args, **kwargs)
 
-    def last(self) -> nn.Module | None:
-        """The linear layer that makes the output; None if that is not known."""
-        assert self.actcompress is not None
-        options = self.actcompress.options
-        return self._modules[options[0]] if options else None
-
     def _unread(self) -> nn.Module | None:
         """The layer whose output no gradient depends on: the last one, also inside of plain LoRA, which adds to it."""
-        last: Any = self.last()
+        assert self.actcompress is not None
+        last: Any = self._modules.get(self.actcompress.last)
         if isinstance(last, PatchedModule) and last.stock_class.__module__ == _LORA:
             # other forms of LoRA scale by what the base layer returns
             return last.base_layer if not last.lora_variant else None  # type: ignore[attr-defined, no-any-return]
