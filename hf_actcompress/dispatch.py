@@ -73,7 +73,7 @@ def chosen() -> str:
 def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any]:
     """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x.
 
-    `row` is the argument by which a kernel has variants: the kind of an activation, the variant of a norm. Each is
+    `row` is the argument by which a kernel has rows: the kind of an activation, the formula of a norm. Each is
     tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
     if runs_kernel(name, x, row):
@@ -242,7 +242,7 @@ def _older_than(oldest: tuple[int, int], device: torch.device) -> str | None:
 
 
 def _probed(name: str, row: str | None, device: torch.device) -> str | None:
-    """Why `auto` does not trust the kernel on that device; for None in any of its variants."""
+    """Why `auto` does not trust the kernel on that device; for None in any of its rows."""
     with _probing:
         return _probe(name, row, device)
 

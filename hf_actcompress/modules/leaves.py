@@ -120,7 +120,7 @@ class RMSNormSettings(Settings):
 
 
 class RMSNormMixin(_Module):
-    """Any RMSNorm whose forward was shown to be one of the known formulas; kind: its row of `RMS_NORM_VARIANTS`."""
+    """Any RMSNorm whose forward was shown to be one of the known formulas; kind: its row of `RMS_NORM_FORMULAS`."""
 
     actcompress: RMSNormSettings | None
 
