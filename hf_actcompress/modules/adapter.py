@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..records import current
-from .base import PatchedModule, recording
+from .base import ModuleMixin, recording
 from .selective import recalled
 
-if TYPE_CHECKING:
 
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
-
-
-class AdapterMixin(_Module):
+class AdapterMixin(ModuleMixin):
     """Any `BaseTunerLayer`: overrides its cast alone."""
 
     # PEFT asks for the class of a layer by its name ("ParamWrapper")

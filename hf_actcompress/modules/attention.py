@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
-from .base import PatchedModule, Settings
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
+from .base import ModuleMixin, Settings
 
 # models/ registers our functions under these names in transformers' attention interface
 ATTENTION_NAME = "hf_actcompress"
@@ -97,7 +89,7 @@ class AttentionSettings(Settings):
     roundings: tuple[str, str] = ("", "")
 
 
-class AttentionMixin(_Module):
+class AttentionMixin(ModuleMixin):
     """The config is looked at through a view; the model's own is not touched and still builds the stock masks.
 
     Kind: the implementation that is replaced, "sdpa" or "eager".

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,14 @@ class PatchedModule:
             "nn.DataParallel cannot replicate a patched model; start one process per GPU (torchrun, accelerate launch) "
             "for DDP, or show one GPU to the process (CUDA_VISIBLE_DEVICES=0)"
         )
+
+
+if TYPE_CHECKING:
+    # for the type checker the mixins are modules, which they are once combined with their stock class
+    class ModuleMixin(PatchedModule, nn.Module):
+        pass
+else:
+    ModuleMixin = PatchedModule
 
 
 def stock_type(module: nn.Module) -> type[nn.Module]:

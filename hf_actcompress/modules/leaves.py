@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,13 @@ from .. import compilation, ops
 from ..codecs import IDENTITY, Codec
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
-from .base import PatchedModule, Settings, is_sharded, keeps_for_backward, only_tensor, recording
+from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording
 from .selective import recalled
 
-if TYPE_CHECKING:
-    # for the type checker the mixins are modules, which they are once combined with their stock class
-    class _Module(PatchedModule, nn.Module):
-        weight: Tensor
-        bias: Tensor | None
-else:
-    _Module = PatchedModule
+
+class _Module(ModuleMixin):
+    weight: Tensor
+    bias: Tensor | None
 
 
 class LinearMixin(_Module):

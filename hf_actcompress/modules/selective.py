@@ -5,21 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.autocast import SameAutocast, autocast_dtype
 from ..records import Forward, current, run_selectively
-from .base import PatchedModule, Settings, has_hooks, recording, settings_of
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
+from .base import ModuleMixin, PatchedModule, Settings, has_hooks, recording, settings_of
 
 # patched modules, the one that runs again the first: module, its class, its settings
 _Parts = list[tuple[Any, type, Settings | None]]
@@ -32,7 +25,7 @@ def recalled(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     return compute() if call is None else call.linear(x, compute)
 
 
-class SelectiveMixin(_Module):
+class SelectiveMixin(ModuleMixin):
     """A module with code of its own between its linear layers: eager attention, a state-space scan."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

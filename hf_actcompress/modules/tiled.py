@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,14 +11,7 @@ from torch import nn
 from .. import ops
 from ..private_apis import transforms_active
 from ..records import current
-from .base import PatchedModule, Settings, has_hooks, is_sharded, keeps_for_backward, only_tensor
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
+from .base import ModuleMixin, PatchedModule, Settings, has_hooks, is_sharded, keeps_for_backward, only_tensor
 
 _LORA = "peft.tuners.lora.layer"
 
@@ -38,7 +31,7 @@ class TiledSettings(Settings):
     last: str = ""
 
 
-class TiledMixin(_Module):
+class TiledMixin(ModuleMixin):
     """A module that computes each row of its input by itself, in tiles if it was told to."""
 
     actcompress: TiledSettings | None

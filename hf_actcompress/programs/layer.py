@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec
-from ..modules.base import PatchedModule, Settings, has_hooks, is_sharded, recording, stock_type
+from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording, stock_type
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointSettings, function_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
@@ -26,13 +26,6 @@ from .layer_code import LayerCode, cache_of
 from .look import Look
 from .refusal import NotStraight
 from .tape import Tape
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
 
 # arguments that are looked at, and those that say nothing to a training step in one go
 _KNOWN = {
@@ -55,7 +48,7 @@ class LayerSettings(Settings):
     kept: CheckpointSettings | None = None
 
 
-class ProgramLayerMixin(_Module):
+class ProgramLayerMixin(ModuleMixin):
     """A layer that runs as programs."""
 
     actcompress: LayerSettings | None
