@@ -3,11 +3,11 @@
 That is exact where no gradient reaches a padding row. A zero row of dy adds nothing to a weight's gradient and gives a
 zero row of dx whatever x was there, as long as it is finite, which zeros and what is made of them are; rows meet in
 attention alone (ops/heads.py). Dispatch is by shape, so what makes it safe is the guard: each op hands its
-incoming gradient to `load`, and one that is not zero on a dropped row raises when backward ends. NaN and inf are let
-through: they reach the weights' gradients with any x, where loss scaling looks for them.
+incoming gradient to `load`, and one that is not zero on a dropped row raises when backward ends. NaN and inf
+raise no error here: they reach the weights' gradients whatever x is, and loss scaling looks for them there.
 
-In a region under `torch.utils.checkpoint` nothing is dropped: it is computed again in backward, where no forward says
-what was padding, and has to save the same tensors then.
+In a region under `torch.utils.checkpoint` nothing is dropped. The region runs again in backward and has to save the
+same tensors then, but in backward there is no forward that says what was padding.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from .record import Derived, Pending, Recipe, Record, Stored, stored_exact
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
 _ATTENTION = "an attention mask lets real tokens attend to padding"
 
-# codecs that take any number of rows, from whatever sequences
+# these codecs store each row by itself, so they take any number of rows of any sequences
 _OF_ROWS = (BlockSparse, Float8, Identity, IntChannels, IntGroup, IntMeasured, IntRanked, IntRunning, RowSample, TopK)
 
 
 class PaddingGuard(Guard):
-    """Raises at the end of a backward in which dropping rows was wrong."""
+    """Raises an error at the end of a backward that has needed the rows which were dropped."""
 
     __slots__ = ()
 
@@ -112,7 +112,7 @@ def padding_of(mask: Tensor) -> Padding | None:
     with torch.no_grad():
         real = mask != 0
         count = int(real.sum())
-    # a batch without any real token: the mask means something else here
+    # the mask of a batch without any real token must mean something else
     return Padding(real, count) if 0 < count < real.numel() else None
 
 
@@ -126,7 +126,7 @@ _state = _State()
 
 @contextmanager
 def dropping(rows: Padding | Copies | None) -> Iterator[None]:
-    """While the block runs in this thread, these rows are not kept: padding, or what repeats other rows."""
+    """While the block runs in this thread, these rows are not kept: padding, or rows that repeat others."""
     before = _state.rows
     _state.rows = rows
     try:
@@ -163,7 +163,7 @@ def checkpointed() -> bool:
 def _takes_rows(codec: Codec) -> bool:
     if isinstance(codec, Offload):
         return _takes_rows(codec.inner)
-    # a cache of gradient norms goes by the position in a sequence
+    # a cache of gradient norms is addressed by the position in a sequence
     cached = isinstance(codec, RowSample) and codec.norms is not None
     return isinstance(codec, _OF_ROWS) and not cached
 
@@ -202,7 +202,7 @@ def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
         )
     padding = without if isinstance(without, Padding) else None
     if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
-        # this codec averages neighbours, so the rows stay in place, and padding rows do not count
+        # this codec averages neighbouring rows, so all rows stay in place; the averages leave padding rows out
         return Stored(codec, *codec.pack(x.detach(), padding.mask.to(x.device)))
     if padding is None or not _takes_rows(codec):
         return Stored(codec, *codec.pack(x.detach()))
@@ -236,7 +236,7 @@ class RealRows:
 
 
 def is_dropped(record: Record) -> bool:
-    """Whether the record gives zeros, or what is made of them, for padding rows."""
+    """Whether the record gives zeros, or values computed from zeros, for padding rows."""
     if isinstance(record, Stored):
         return False
     if isinstance(record, Pending):
