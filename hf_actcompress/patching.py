@@ -47,9 +47,9 @@ def patch_model(
         config: A preset's name, a CompressionConfig, or what carries one (a plan, a calibration). The default keeps
             gradients exact.
         strict: Raise if nothing could be patched.
-        seed: Of what stochastic codecs draw; by default torch's initial seed. Dropout is not affected. Each model has
-            generators of its own, which a seed starts again; a deep copy or an unpickled model goes on from where the
-            original is, without a link to it.
+        seed: The seed of stochastic codecs; by default torch's initial seed. It does not affect dropout. Each model has
+            generators of its own, which start again when a seed is given. A deep copy or an unpickled model continues
+            from the original's state, independently of it.
 
     Returns:
         The same model. A second call with the same config patches what is new in the model; with another config it
@@ -85,10 +85,10 @@ def patch_model(
 
 
 def apply_config(model: nn.Module, config: CompressionConfig, generators: Generators | None = None) -> None:
-    """Patch what is not patched yet: all of it, or nothing if something goes wrong. No warning, no seed.
+    """Patch what is not patched yet: everything, or nothing if an error occurs. No warning, no seed.
 
     Args:
-        generators: From which the stochastic codecs draw; None: the model's own, or new ones.
+        generators: Those of the stochastic codecs; None: the model's own, or new ones.
     """
     refuse_choice(model, config)
     root = root_of(model)
@@ -119,12 +119,12 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
 
 def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
     places = Places.of(model)
-    # a list: modules change their classes on the way
+    # a list, because the loop changes the modules' classes
     for name, module in list(_named(model, prefix)):
         if settings_of(module) is not None or is_parametrization(name):
             continue
         if isinstance(module, PatchedModule):
-            # its class is patched and it has no settings: somebody made it with the class of a patched layer
+            # a patched class without settings: another library made this module by calling the class of a patched layer
             unpatch_instance(module)  # type: ignore[arg-type]
         found = find_site(module, config.at(name), places)
         if isinstance(found, Site):
@@ -137,7 +137,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
     for layer in list(model.modules()):
         settings = settings_of(layer)
         if isinstance(settings, LayerSettings) and is_outdated(layer):
-            # adapters have come into it, or have gone
+            # adapters were added to the layer or removed from it
             settings = settings.kept
             unpatch_instance(layer)
             if settings is not None:
@@ -153,7 +153,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
 
 
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
-    """Let modules whose own code keeps much run again in backward: the outermost ones. Their leaves are patched."""
+    """Let modules whose own code keeps much run again in backward. Of nested ones only the outermost does."""
     inside: set[int] = set()
     for name, module in list(_named(model, prefix)):
         found = find_selective(module, config.at(name)) if id(module) not in inside else None

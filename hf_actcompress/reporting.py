@@ -1,4 +1,4 @@
-"""What `patch_model` did to a model and what it left alone: read off the model as it is now."""
+"""What `patch_model` did to a model and what it left alone, as the model is now."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class PatchReport(Report):
 def patch_report(model: nn.Module) -> PatchReport:
     """What is patched in a model, and what is left alone and why.
 
-    It is read off the model as it is now: adapters, heads and weights that were exchanged after `patch_model` show as
-    what they have become. Modules that no rule knows and that keep activations of their own are named, too.
+    The report describes the model as it is now, also where adapters, heads and weights were exchanged after
+    `patch_model`. Modules that no rule knows and that keep activations of their own are named, too.
 
     Raises:
-        NotPatchedError: The model is in stock.
+        NotPatchedError: The model is not patched.
     """
     root = root_of(model)
     if root is None:
@@ -141,7 +141,7 @@ def _on_cuda(model: nn.Module) -> bool:
 
 
 def _draws_again(model: nn.Module) -> bool:
-    """Whether masks are drawn again in backward by more than dropout modules, which keep bits in a CUDA graph."""
+    """Whether masks are drawn again in backward outside of dropout modules, which keep bits in a CUDA graph."""
     configs = [part.config for part in pretrained_models(model).values()]
     if any(getattr(config, name, 0.0) for config in configs for name in _ATTENTION_DROPOUT):
         return True

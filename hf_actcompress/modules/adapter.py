@@ -1,4 +1,4 @@
-"""Patched PEFT layers: the cast of an adapter's input is derived, and one for all adapters on that input."""
+"""Patched PEFT layers. The cast of an adapter's input is derived, and all adapters on one input share it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .selective import recalled
 
 
 class AdapterMixin(ModuleMixin):
-    """Any `BaseTunerLayer`: overrides its cast alone."""
+    """Any `BaseTunerLayer`. The mixin changes how its input is cast, and nothing else."""
 
     # PEFT asks for the class of a layer by its name ("ParamWrapper")
     prefix = ""

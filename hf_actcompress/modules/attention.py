@@ -1,4 +1,4 @@
-"""Patched attention modules: the stock forward, which is made to find our attention function under another name."""
+"""Patched attention modules: their stock forward finds our attention function in the place of stock's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from .base import ModuleMixin, Settings
 
-# models/ registers our functions under these names in transformers' attention interface
+# under these names models/ registers our functions in transformers' attention interface
 ATTENTION_NAME = "hf_actcompress"
 EAGER_NAME = "hf_actcompress_probabilities"
 OURS = {"sdpa": ATTENTION_NAME, "eager": EAGER_NAME}
@@ -35,12 +35,12 @@ class _AttentionName(str):
         return hash(OURS[str(self)])
 
     def __str__(self) -> str:
-        # an exact str: `str(x)` of a subclass calls this method
+        # return a plain str: `str(x)` of a subclass calls this method
         return str.__str__(self)
 
 
 class _ConfigView:
-    """A model's config as one attention module sees it: the same attributes, live, but for the attention's name."""
+    """A model's config as one attention module sees it: attention has another name, all else is the config's own."""
 
     def __init__(self, config: Any, patched: str) -> None:
         object.__setattr__(self, "_config", config)
@@ -50,7 +50,7 @@ class _ConfigView:
         value = getattr(object.__getattribute__(self, "_config"), name)
         if name != "_attn_implementation":
             return value
-        # whoever sets another implementation later gets that one
+        # if the config is set to another implementation later, that one is used
         patched = object.__getattribute__(self, "_patched")
         return patched if value == patched else value
 
@@ -63,7 +63,7 @@ class _ConfigView:
         return type(object.__getattribute__(self, "_config"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # a copy is a copy of the config itself
+        # copying or pickling the view copies the config itself
         return object.__getattribute__(self, "_config").__reduce_ex__(protocol)
 
 
@@ -90,7 +90,7 @@ class AttentionSettings(Settings):
 
 
 class AttentionMixin(ModuleMixin):
-    """The config is looked at through a view; the model's own is not touched and still builds the stock masks.
+    """The module sees its config through a view. The model's own config is not changed and builds the stock masks.
 
     Kind: the implementation that is replaced, "sdpa" or "eager".
     """

@@ -1,4 +1,4 @@
-"""A layer that says itself what is kept of it where it is checkpointed."""
+"""Layers that decide what is kept of them when they are checkpointed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
-# what a layer keeps if attention is not to run again
+# the name of what a layer keeps if its attention must not run again
 WITH_ATTENTION = "input, results of attention"
 
 
@@ -48,7 +48,7 @@ class CheckpointInputMixin(PatchedModule):
 
 
 def function_of(layer: Any, settings: CheckpointSettings | None) -> Callable[..., Any]:
-    """The checkpoint function that a layer was given; it keeps what the settings say, if there are any."""
+    """The checkpoint function that a layer was given, made to keep what the settings say, if there are settings."""
     if settings is not None and torch.compiler.is_compiling():
         # torch 2.11 cannot trace a look into __dict__ for the name of a property
         return partial(_checkpoint, settings.function, settings)
@@ -61,7 +61,7 @@ def function_of(layer: Any, settings: CheckpointSettings | None) -> Callable[...
 def _checkpoint(
     checkpoint: Callable[..., Any], settings: Settings, layer: Callable[..., Any], x: Any, *args: Any
 ) -> Any:
-    """``checkpoint(layer, x, *args)``, which runs on x and keeps it through the codec; attention's results if asked."""
+    """``checkpoint(layer, x, *args)``, which keeps x through the codec and, if asked to, the results of attention."""
     packable = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
     if not packable or not recording(x):
         return checkpoint(layer, x, *args)

@@ -1,7 +1,7 @@
 """Patched experts of transformers' experts interface, with grouped products.
 
-What is kept per pair of token and expert is the output of the first projection. The gathered inputs, the activation,
-the gated product and the output of the second projection are not.
+For each pair of token and expert the output of the first projection is kept. The gathered inputs, the activation, the
+gated product and the output of the second projection are not kept.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ExpertsMixin(_Module):
         y = ops.experts_down(h, down[0], down[1], routing, experts, offsets, products, codec=codec)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.size(0), device=order.device)
-        # one row per choice of a token, summed in fp32 by torch
+        # each token has one row per chosen expert; torch sums them in fp32
         return y[back].view(hidden.size(0), choices, -1).sum(dim=1).to(hidden.dtype)
 
     def _activated(self) -> Callable[[Tensor], Tensor]:
@@ -108,13 +108,13 @@ class ExpertsMixin(_Module):
 
 
 def _weight(module: Any, name: str) -> Any:
-    """A weight of all experts. What an adapter of PEFT has made of it is declared as made again."""
+    """A weight of all experts. If an adapter of PEFT has computed it, it is declared as derived."""
     weight = getattr(module, name)
     made = None if isinstance(weight, nn.Parameter) else module._modules.get("parametrizations")
     if made is not None and name in made and len(made[name]) == 1:
         adapter = made[name][0]
         own = {name: value.detach() for name, value in vars(adapter).items() if isinstance(value, Tensor)}
-        # some hold a difference of the weight's own size
+        # some adapters hold a difference as large as the weight itself
         small = sum(value.nbytes for value in own.values()) < weight.nbytes
         if type(adapter).__module__.startswith("peft.") and small and next(adapter.parameters(), None) is None:
             declare(
@@ -154,7 +154,7 @@ def _gather(hidden: Tensor, tokens: Tensor) -> Tensor:
 def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of those tokens [S, H], declared as made of the rows of all."""
     x = hidden[tokens]
-    # the whole record: padding rows are routed to experts, too
+    # the record with padding rows, because these are routed to experts, too
     declare(x, _gather, whole_record_of(hidden), stored_exact(tokens))
     if x.dtype == dtype:
         return x

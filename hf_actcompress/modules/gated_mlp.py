@@ -1,5 +1,5 @@
-"""Patched gated MLPs. They call their children, whatever those have become (adapters, quantised layers), and read none
-of their weights."""
+"""Patched gated MLPs. They call their children and read none of their weights, because a child may be an adapter or a
+quantised layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _GatedMLPMixin(TiledMixin):
     actcompress: GatedMLPSettings | None
 
     def _product(self, gate: Tensor, up: Tensor, act: Any) -> Tensor:
-        """act(gate) * up; through our op if the activation is a patched one that nobody hooks."""
+        """act(gate) * up; by our op if the activation is a patched one without hooks."""
         activation, settings = settings_of(act), self.actcompress
         if not isinstance(activation, ActivationSettings) or settings is None or has_hooks(act):
             return act(gate) * up  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The patched language-modelling head: a linear layer whose output is deferred while a loss is being computed."""
+"""The patched language-modelling head: a linear layer that defers its output while a loss is being computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .leaves import LinearMixin
 
 
 class _Scope(threading.local):
-    """The heads that may defer their output in the forward in progress: none outside such a forward."""
+    """The heads that may defer their output in the forward in progress. Outside of a forward there are none."""
 
     def __init__(self) -> None:
         self.heads: tuple[HeadMixin, ...] = ()

@@ -46,7 +46,7 @@ class LinearMixin(_Module):
 
 
 class OwnLinearMixin(_Module):
-    """A subclass of nn.Linear with a forward of its own, which runs once in a module that runs again."""
+    """A subclass of nn.Linear with a forward of its own. Inside of a module that runs again it runs once only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = only_tensor(args, kwargs)
@@ -74,7 +74,7 @@ class Conv2dMixin(_Module):
         weight, bias = self.weight, self.bias
         if not keeps_for_backward(x, weight, bias):
             return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
-        # pixels need no gradient: the batch holds them anyway, so keeping them as they are costs nothing
+        # an input without gradient is pixels: the batch holds them anyway, so keeping them as they are costs nothing
         codec, name = (settings.codec, settings.codec_name) if x.requires_grad else (IDENTITY, compilation.PLAIN)
         derive = settings.keeps == "input" or codec == IDENTITY
         if torch.compiler.is_compiling() and derive:
@@ -160,7 +160,7 @@ def _fewbit(method: str, bits: int) -> Callable[..., Tensor]:
     return keep
 
 
-# variants of a pointwise activation, by the tensor that each keeps
+# the ops of a pointwise activation, by the tensor that each variant keeps
 ACTIVATION_OPS: dict[str, Callable[..., Tensor]] = {
     "input": _input,
     "output": _output,
@@ -194,7 +194,7 @@ class ActivationMixin(_Module):
 
 
 class DropoutMixin(_Module):
-    """nn.Dropout. The mask's replay needs eager mode and a contiguous, aligned input; elsewhere the stock op runs."""
+    """nn.Dropout. Drawing its mask again needs eager mode and a contiguous, aligned input; else the stock op runs."""
 
     p: float
 
@@ -207,5 +207,5 @@ class DropoutMixin(_Module):
     @staticmethod
     def _replays(x: Tensor) -> bool:
         eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
-        # x need not require a gradient: an adapter on the output may be the first thing that does
+        # asked even if x requires no gradient, because an adapter on the output may be the first to require one
         return eager and recording(x) and draws_like_any(x)

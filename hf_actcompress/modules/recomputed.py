@@ -37,7 +37,7 @@ class RecomputedMixin(_Module):
 
 
 class BatchNormMixin(_Module):
-    """torch's BatchNorm runs as it is and keeps its input. Its output is declared as made of that."""
+    """torch's BatchNorm. Stock's code runs and keeps its input; the output is declared as derived from that input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(*args, **kwargs)
@@ -54,7 +54,7 @@ class BatchNormMixin(_Module):
 
 
 class _Normed:
-    """Recompute function of a BatchNorm's output; it holds no tensor, and moves no running statistics."""
+    """Recompute function of a BatchNorm's output. It holds no tensor and updates no running statistics."""
 
     __slots__ = ("affine", "eps", "running")
 

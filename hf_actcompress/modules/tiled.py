@@ -44,7 +44,7 @@ class TiledMixin(ModuleMixin):
         if x is None or x.dim() < 2 or not x.numel() or not x.is_floating_point() or not self._may_be_tiled():
             return self.whole(*args, **kwargs)
         own = ops.OwnWeights(self)
-        # without gradients there is one reason left, the memory of the MLP's insides: with several tiles
+        # without gradients there is one reason for tiles: the memory inside of the MLP, if there are several tiles
         saves = not torch.is_grad_enabled() and x[..., 0].numel() > settings.tile and not _in_tile()
         if not saves and not keeps_for_backward(x, *own.tensors):
             return self.whole(*args, **kwargs)
@@ -55,16 +55,16 @@ class TiledMixin(ModuleMixin):
         return self.stock_forward()(*args, **kwargs)
 
     def _unread(self) -> nn.Module | None:
-        """The layer whose output no gradient depends on: the last one, also inside of plain LoRA, which adds to it."""
+        """The layer on whose output no gradient depends: the last one, also the base layer of a plain LoRA layer."""
         assert self.actcompress is not None
         last: Any = self._modules.get(self.actcompress.last)
         if isinstance(last, PatchedModule) and last.stock_class.__module__ == _LORA:
-            # other forms of LoRA scale by what the base layer returns
+            # other forms of LoRA multiply with the base layer's output
             return last.base_layer if not last.lora_variant else None  # type: ignore[attr-defined, no-any-return]
         return last  # type: ignore[no-any-return]
 
     def _may_be_tiled(self) -> bool:
-        """Not in a graph or a module that runs again, nor where hooks would see tiles or weights are sharded."""
+        """No tiles in a graph, in a module that runs again, for sharded weights, or where hooks would see them."""
         if torch.compiler.is_compiling() or current.call is not None:
             return False
         return not any(is_sharded(part) or (part is not self and has_hooks(part)) for part in self.modules())
