@@ -12,7 +12,7 @@ from .codec import Codec
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """Keep a tensor as it is: `element_size()` bytes per element, exact, shared with whoever else keeps it."""
+    """Keep a tensor as it is: `element_size()` bytes per element, exact, shared with all others that keep it."""
 
     @property
     def lossless(self) -> bool:

@@ -110,7 +110,7 @@ def _without_unreturned(output: Any, labelled: bool) -> Any:
 
 
 def _returned(logits: DeferredLogits, head: LinearSource, labelled: bool) -> Tensor | None:
-    """Logits for whoever called the model.
+    """Logits as the caller of the model gets them.
 
     After a loss of the model's own they are a plain tensor where they are kept, because then hardly anybody
     differentiates them. Otherwise a loss outside may, and they stay deferred. Tensors without data (an estimate's)

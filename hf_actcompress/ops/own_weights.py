@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class OwnWeights:
-    """The parameters of a module and of all inside of it, each once, by the places from which code reads them."""
+    """The parameters of a module and of its children, each once, with the places from which code reads them."""
 
     __slots__ = ("_places", "_versions", "tensors")
 
@@ -31,7 +31,7 @@ class OwnWeights:
         self._versions = [x._version for x in self.tensors]
 
     def are_the_same(self) -> bool:
-        """Whether these parameters are still there, and nobody has written on them."""
+        """Whether the module still has these parameters, and none was modified in place."""
         return [x._version for x in self.tensors] == self._versions and all(
             place.get(name) is self.tensors[index] for place, name, index in self._places
         )

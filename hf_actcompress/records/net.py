@@ -124,7 +124,7 @@ class Net:
         return held
 
     def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
-        # aliases without the graph, which may hold this object; but leaves themselves: ZeRO-3 and FSDP2 change their data
+        # aliases without the graph, which may hold this object; but leaves themselves: FSDP2 and ZeRO-3 move their data
         parts = tuple(x if x.grad_fn is None else x.detach() for x in tensors)
         outside = self.outside
         if outside is None:

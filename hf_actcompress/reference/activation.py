@@ -17,7 +17,7 @@ _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
-    """y again, from x: stock's own, so in its `dtype`; the row `kind` with `options` is for who knows the formula."""
+    """y again, from x, by stock's code and so in its `dtype`. A kernel computes row `kind` with `options` instead."""
     return stock(x)
 
 

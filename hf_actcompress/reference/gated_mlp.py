@@ -1,4 +1,4 @@
-"""h = act(gate) * up, the product of SwiGLU, GeGLU and their kin."""
+"""h = act(gate) * up, the product of SwiGLU, GeGLU and similar MLPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gated_product(
     options: tuple[float, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The product again, all [..., F]: stock's own, so in its `dtype`; `kind` is for who knows the formula."""
+    """The product again, all [..., F]: stock's own, so in its `dtype`; a kernel reads `kind` instead."""
     return stock(gate) * up
 
 

@@ -35,7 +35,7 @@ def int_group_pack(
         bits: 8, 5, 4, 3 or 2.
         group_size: Features that share a scale and a zero point.
         stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
-        channels: int64 [k], features that do not count for the ranges and whose codes nobody reads, or None.
+        channels: int64 [k], features that do not count for the ranges and whose codes are not read, or None.
         keep_sign: Whether what is decoded has to be above zero where x is; a code is then up to one step further off.
 
     Returns:
@@ -100,7 +100,7 @@ def _quantise(
         # to nearest, all that counted for the range is inside of it
         codes.clamp_(0, levels)
     if keep_sign:
-        # the range is rounded outwards, so there is a code on the right side of zero; of skipped values nobody reads it
+        # the range is rounded outwards, so there is a code on the right side of zero; of skipped values it is not read
         decoded = codes.floor_() * scale.unsqueeze(-1) + zero
         codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
     return codes, scale, zero.squeeze(-1)

@@ -29,7 +29,7 @@ class RowSample(Codec):
 
     Winner-take-all: the tokens of largest norm are kept for certain, as many as lower the variance, the rest is drawn.
     The weights are folded into the kept rows. The best probabilities would have the norm of dy as a factor, which the
-    forward does not know; that of x alone costs variance, never bias. One tensor has one sample, whoever uses it.
+    forward does not know; that of x alone costs variance, never bias. All consumers of a tensor share one sample.
     With `norms`, as the paper has it, the factor is what dy was when the same sample came last: see
     ``CompressionConfig.gradient_norms``, and ``training.GradientNorms`` for those who number their samples.
 
