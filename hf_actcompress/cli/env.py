@@ -30,7 +30,7 @@ _VARIABLES = (
 
 
 def env(as_json: Json = False) -> None:
-    """What a bug report needs: versions, the machine, settings, which kernels are usable, and known conflicts."""
+    """What a bug report needs: versions, machine, kernels, conflicts."""
     with exit_codes():
         found = _environment()
     if as_json:
