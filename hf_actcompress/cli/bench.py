@@ -19,9 +19,9 @@ Recipe = Annotated[Path | None, typer.Option(help="recipes/benchmark.py, where i
 def bench(context: typer.Context, recipe: Recipe = None, as_json: Json = False) -> None:
     """Kept bytes, peak, step time, gradient error: measured here.
 
-    It runs recipes/benchmark.py, which is part of a checkout and not of the wheel: the file is looked for in the working
-    directory, and beside the package in a checkout. Options that are not listed here go to the recipe, such as --quick,
-    --device cuda or --models llama. The exit code is that of the recipe.
+    It runs recipes/benchmark.py, which is part of a checkout and not of the wheel: the file is looked for in the
+    working directory, and beside the package in a checkout. Options that are not listed here go to the recipe, such as
+    --quick, --device cuda or --models llama. The exit code is that of the recipe.
     """
     found = recipe if recipe is not None else find_recipe()
     if found is None or not found.is_file():
