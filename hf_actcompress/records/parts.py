@@ -42,10 +42,10 @@ class Parts:
         if x.nbytes <= _WORTH * storage.nbytes():
             self._kept.setdefault(storage._cdata, []).append(weakref.ref(held))
 
-    def settle(self, last: int = _LAST) -> None:
+    def settle(self) -> None:
         """Decide for those of the last whole tensors whose memory only saved parts hold."""
         if self._kept:
-            self._settle([*self._kept][-last:])
+            self._settle([*self._kept][-_LAST:])
 
     def close(self) -> None:
         """At the end of the forward: decide for every whole tensor for which that is possible."""
