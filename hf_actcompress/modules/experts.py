@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.experts import GroupedProducts
 from ..records import declare, known_record, parameter, stored_exact, whole_record_of
-from .base import PatchedModule, Settings, has_hooks, keeps_for_backward
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        config: Any
-        num_experts: int
-        has_gate: bool
-        has_bias: bool
-        is_transposed: bool
-        has_post_expert_norm: bool
-        _is_expert_parallel: bool
-        _apply_gate: Callable[[Tensor], Tensor]
-        act_fn: Callable[[Tensor], Tensor]
-        down_proj: Tensor
-        down_proj_bias: Tensor
-else:
-    _Module = PatchedModule
+from .base import ModuleMixin, Settings, has_hooks, keeps_for_backward
 
 GROUPED = "grouped_mm"
 
@@ -46,10 +29,21 @@ class ExpertsSettings(Settings):
     products: GroupedProducts
 
 
-class ExpertsMixin(_Module):
+class ExpertsMixin(ModuleMixin):
     """Experts that are called with hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K]."""
 
     actcompress: ExpertsSettings | None
+    config: Any
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    has_post_expert_norm: bool
+    _is_expert_parallel: bool
+    _apply_gate: Callable[[Tensor], Tensor]
+    act_fn: Callable[[Tensor], Tensor]
+    down_proj: Tensor
+    down_proj_bias: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = _three(args, kwargs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compilation, ops
-from ..codecs import IDENTITY, Codec
+from ..codecs import IDENTITY
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
 from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording
@@ -137,45 +137,27 @@ class RMSNormMixin(_Module):
         return ops.rms_norm(x, weight, eps, settings.kind, codec=settings.codec, copy_affine=is_sharded(self))
 
 
-_Stock = Callable[[Tensor], Tensor]
-_Options = tuple[float, ...]
-
-
-def _input(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
-    return ops.activation(x, stock, kind, options, codec=codec)
-
-
-def _output(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
-    return ops.activation_output(x, stock, kind)
-
-
-def _derivative(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
-    return ops.activation_derivative(x, stock, kind, options, codec=codec)
-
-
-def _fewbit(method: str, bits: int) -> Callable[..., Tensor]:
-    def keep(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
-        return ops.activation_fewbit(x, stock, kind, options, bits=bits, method=method)
-
-    return keep
-
-
-# the ops of a pointwise activation, by the tensor that each variant keeps
-ACTIVATION_OPS: dict[str, Callable[..., Tensor]] = {
-    "input": _input,
-    "output": _output,
-    "derivative": _derivative,
-    **{f"steps{bits}": _fewbit("steps", bits) for bits in (1, 2, 3, 4)},
-    **{f"values{bits}": _fewbit("values", bits) for bits in (2, 3, 4, 8)},
-    "relus2": _fewbit("relus", 2),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ActivationSettings(Settings):
     """Also the constants of an activation's row, such as a slope or bounds."""
 
     constants: tuple[float, ...]
+
+
+def _fewbit(method: str, bits: int) -> _ActivationOp:
+    return lambda x, stock, s: ops.activation_fewbit(x, stock, s.kind, s.constants, bits=bits, method=method)
+
+
+# the ops of a pointwise activation, by the tensor that each variant keeps
+_ActivationOp = Callable[[Tensor, Callable[[Tensor], Tensor], ActivationSettings], Tensor]
+ACTIVATION_OPS: dict[str, _ActivationOp] = {
+    "input": lambda x, stock, s: ops.activation(x, stock, s.kind, s.constants, codec=s.codec),
+    "output": lambda x, stock, s: ops.activation_output(x, stock, s.kind),
+    "derivative": lambda x, stock, s: ops.activation_derivative(x, stock, s.kind, s.constants, codec=s.codec),
+    **{f"steps{bits}": _fewbit("steps", bits) for bits in (1, 2, 3, 4)},
+    **{f"values{bits}": _fewbit("values", bits) for bits in (2, 3, 4, 8)},
+    "relus2": _fewbit("relus", 2),
+}
 
 
 class ActivationMixin(_Module):
@@ -189,8 +171,7 @@ class ActivationMixin(_Module):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling() and settings.keeps == "input":
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
-        keep = ACTIVATION_OPS[settings.keeps]
-        return keep(x, self.stock_forward(), settings.kind, settings.constants, settings.codec)
+        return ACTIVATION_OPS[settings.keeps](x, self.stock_forward(), settings)
 
 
 class DropoutMixin(_Module):

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..records import declare, stored_exact, whole_record_of
-from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor
+from .base import ModuleMixin, is_sharded, keeps_for_backward, only_tensor
 
-if TYPE_CHECKING:
 
-    class _Module(PatchedModule, nn.Module):
-        weight: Tensor | None
-        bias: Tensor | None
-        running_mean: Tensor | None
-        running_var: Tensor | None
-        eps: float
-else:
-    _Module = PatchedModule
+class _Module(ModuleMixin):
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    eps: float
 
 
 class RecomputedMixin(_Module):
