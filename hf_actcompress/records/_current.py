@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from ..private_apis import innermost_saved_tensor_hooks
+
 if TYPE_CHECKING:
     from .held import Held
     from .outside import Hooks
 
 
-class Netting(Protocol):
+class Netting:
     """Saved-tensor hooks for what stock code saves. Our own ops decide for themselves what they save."""
 
     hooks: Any
     outside: Hooks | None
 
     def is_innermost(self) -> bool:
-        """Whether no other hooks have been installed since."""
-        ...
+        """Whether no other hooks have been installed since, such as those of a checkpointed region."""
+        top = innermost_saved_tensor_hooks()
+        return top is not None and top[0] is self.hooks[0]
 
 
 class Calling(Protocol):

@@ -31,12 +31,11 @@ from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec, on_feature_maps
 from ..private_apis import (
-    innermost_saved_tensor_hooks,
     next_sequence_number,
     saved_tensor_hooks_allowed,
 )
 from ..reference.bits import pack_mask
-from ._current import current
+from ._current import Netting, current
 from .activations import is_activation, is_feature_map
 from .functional import dropout_of_mask, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
@@ -53,7 +52,7 @@ from .views import View, dense
 _SMALL = 256
 
 
-class Net:
+class Net(Netting):
     """The hooks of one forward. Autograd holds them as long as the graph, so nothing here may hold a tensor."""
 
     def __init__(self, codec: Codec | None) -> None:
@@ -88,11 +87,6 @@ class Net:
     def unpack(self, held: Held) -> Tensor:
         """x again. Raises RuntimeError where torch does: somebody has written in place."""
         return value_of(held, self.outside)
-
-    def is_innermost(self) -> bool:
-        """Whether no other hooks have been installed since: those of a checkpointed region."""
-        top = innermost_saved_tensor_hooks()
-        return top is not None and top[0] is self.hooks[0]
 
     def close(self) -> None:
         """Forget what only a forward in progress needs. The hooks are methods of this object: they keep it alive."""

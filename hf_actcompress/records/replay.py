@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..private_apis import innermost_saved_tensor_hooks
-from ._current import current
+from ._current import Netting, current
 from .held import check_versions
 from .outside import Hooks, stands_before
 from .saving import own_tensors
@@ -19,7 +18,7 @@ class Done(Exception):
     """Ends the second run early, because everything that was asked for has been saved."""
 
 
-class Replay:
+class Replay(Netting):
     """The second run of a module's code: what it saves is collected, and linear layers return their first results."""
 
     outside: Hooks | None = None
@@ -46,11 +45,6 @@ class Replay:
 
     def pack(self, x: Tensor) -> None:
         """Does nothing, because these hooks are the innermost."""
-
-    def is_innermost(self) -> bool:
-        """Whether no other hooks have been installed since."""
-        top = innermost_saved_tensor_hooks()
-        return top is not None and top[0] is self.hooks[0]
 
     @contextmanager
     def on(self) -> Iterator[None]:
