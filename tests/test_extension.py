@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import (
     PRESETS,
@@ -28,8 +29,9 @@ from hf_actcompress.codecs.codec import TensorMeta, meta_of
 from hf_actcompress.errors import CodecError, RegistrationError, UnknownOptionError
 from hf_actcompress.extension import register_activation, register_codec, register_preset, register_rule
 from hf_actcompress.models.sites import Declined
+from hf_actcompress.roles import Role
 from hf_actcompress.testing import check_codec
-from tests.slopes import bert, llama
+from tests.slopes import VOCAB, bert, llama
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,20 @@ def test_an_activation_and_a_rule_of_ones_own() -> None:
     registration.remove()
     patch_model(model)
     assert "ours to keep" not in str(patch_report(model))
+
+
+def test_rules_of_others_are_asked_before_those_of_heads_and_checkpoints() -> None:
+    def never(module: nn.Module, config: CompressionConfig) -> Declined | None:
+        ours = isinstance(module, GradientCheckpointingLayer) or getattr(module, "out_features", 0) == VOCAB
+        return Declined(Role.OTHER, "ours to keep") if ours else None
+
+    config = CompressionConfig(checkpoint_input="int8_outliers", programs=False)
+    wanted = {Role.LOSS_HEAD, Role.CHECKPOINT_INPUT}
+    assert wanted <= {row.role for row in patch_report(patch_model(llama(2, hidden=64), config)).patched}
+    with register_rule(never):
+        report = patch_report(patch_model(llama(2, hidden=64), config))
+    assert not wanted & {row.role for row in report.patched}
+    assert sum(row.reason == "ours to keep" for row in report.rows) == 3
 
 
 @pytest.mark.parametrize("codec", [Half(), *CODECS.values()], ids=str)
