@@ -123,7 +123,9 @@ def test_every_row_of_what_to_add_names_a_commit() -> None:
     if shallow.stdout.strip() != "false":
         pytest.skip("a checkout without its history")
     for commit in commits:
-        subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, check=True, capture_output=True
+        )
 
 
 def test_every_op_is_listed() -> None:
