@@ -75,5 +75,5 @@ class Float8(Codec):
 
 
 def _unpacked_product(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    """What is done if `grad_weight` returns None."""
+    """The way that is taken if `grad_weight` returns None."""
     return dy.t().mm(implementation("float8_unpack", codes)(codes, scale, dy.dtype, group_size))

@@ -1,4 +1,4 @@
-"""Attention through transformers' attention interface: our function under our name, its mask beside it."""
+"""Attention through transformers' attention interface: our function and its mask are registered under our name."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def attention_forward(
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
     settings = settings_of(module) or Settings(Role.ATTENTION)
-    # a graph cannot hold it, and layers of chosen tokens are not compiled
+    # not in a graph, which cannot hold it; layers of chosen tokens are not compiled
     chosen = None if torch.compiler.is_compiling() else keys_and_values()
     if chosen is not None:
         key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
@@ -119,14 +119,14 @@ def _attended(
     scaling: float | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention by whichever way keeps no more than q, k, v, output and statistics."""
+    """Attention by a way that keeps no more than q, k, v, the output and its statistics."""
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
     keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
-    # calls whose q, k, v and output are kept by us all the same
+    # we keep q, k, v and the output of these calls, too
     ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
@@ -146,7 +146,7 @@ def _attended(
 
 
 def _keeps(*tensors: Tensor | None) -> bool:
-    """Whether something is kept of the call, for its backward or for a second run of its checkpointed layer."""
+    """Whether anything is kept of the call, for its backward or for a second run of its checkpointed layer."""
     region = ops.region_in_progress()
     # reentrant checkpointing runs the layer without gradients first
     first = region is not None and region.is_first and not torch.is_grad_enabled()

@@ -47,7 +47,7 @@ OTHERS_RULES: list[Rule] = []
 
 @dataclass(frozen=True)
 class Places:
-    """What the model around it makes of a module, by the module's `id`.
+    """The modules, by `id`, that have a special place in the model around them.
 
     Attributes:
         heads: The output layers of all transformers models in the tree.
@@ -82,7 +82,7 @@ def find_site(module: nn.Module, config: CompressionConfig, places: Places = _NO
         found = next((answer for rule in OTHERS_RULES if (answer := rule(module, config)) is not None), None)
         if found is None:
             found = _own(module, config, id(module) in places.heads)
-    # layers that are checkpointed are asked for their function, whatever their forward is
+    # a checkpointed layer is asked for its checkpoint function, whether its forward is bound or not
     if not isinstance(found, Site) or "forward" not in module.__dict__ or found.mixin is CheckpointInputMixin:
         return found
     return Declined(

@@ -19,7 +19,7 @@ from .probe import REFUSALS, probe_rows, takes_one_tensor, undisturbed
 from .sites import Site
 
 _LINEAR = (nn.Linear, Conv1D)
-# rows: a smaller tile does not fill a device
+# rows; a smaller tile does not fill a device
 _SMALLEST = 256
 _Settings = TypeVar("_Settings", bound=TiledSettings)
 
@@ -61,7 +61,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 class _Row(nn.Module):
-    """In place of a linear layer: a function of the single element, another one for each layer."""
+    """Stands in for a linear layer: a pointwise function, another one for each layer."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
