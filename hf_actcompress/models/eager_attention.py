@@ -59,7 +59,7 @@ def _same(module: nn.Module, stock: Callable[..., Any], roundings: _Dtypes) -> b
     probe.training = False
     groups = getattr(module, "num_key_value_groups", 1)
     generator = torch.Generator().manual_seed(0)
-    # scores from near zero to some hundreds, where a softcap shows
+    # scores from near zero to some hundreds, at which a softcap changes the values
     scales = torch.tensor([1.0, 30.0])[:, None, None, None]
     q = torch.randn(2, 2 * groups, 7, 16, generator=generator) * scales
     k, v = (torch.randn(2, 2, 7, 16, generator=generator) for _ in range(2))
@@ -119,7 +119,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The module's own eager function, keeping the probabilities once; that function itself where ours is no use."""
+    """The values of the module's own eager function, with the probabilities kept once; that function where ours cannot."""
     assert isinstance(module, AttentionMixin)
     settings = module.actcompress
     stock = eager_function_of(module.stock_class)
@@ -134,7 +134,7 @@ def eager_attention_forward(
 
 @cache
 def _own_keywords(stock: Callable[..., Any]) -> tuple[str, ...]:
-    """What the stock function takes and our op does not know: a softcap, sinks, a position bias."""
+    """Arguments of the stock function that our op does not know: a softcap, sinks, a position bias."""
     standard = inspect.signature(eager_attention_forward).parameters
     own = (name for name in inspect.signature(stock).parameters if name not in standard)
     return (*own, "position_bias", "softcap", "s_aux", "cache")

@@ -64,7 +64,7 @@ class _Experts(nn.Module):
         if bias:
             shapes |= {"gate_up_proj_bias": (4, 32), "down_proj_bias": (4, 16)}
         for name, shape in shapes.items():
-            # no random numbers: a probe may not draw any
+            # no random numbers, because a probe must not draw any
             values = torch.linspace(0, 40, math.prod(shape)).cos().view(shape)
             setattr(self, name, nn.Parameter(values))
 

@@ -52,7 +52,7 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
             continue
         last = row.children[row.children.index(row.act) - 1]
         settings = GatedMLPSettings(Role.GATED_MLP, codec=CODECS[config.mlp], children=row.children, last=last)
-        # of what a whole MLP computes; tiles are calls of that
+        # compared without tiles, because a tile is a call of the same code
         if _same_with_stand_ins(module, row, settings):
             return Site(row.mixin, tiled_settings(settings, module, config))
         return Declined(Role.GATED_MLP, f"has {', '.join(row.children)} but its forward does something else with them")
@@ -60,7 +60,7 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
 
 
 class _StandIn(nn.Module):
-    """In place of a projection: a different affine map per name, pointwise, or two halves for a fused projection."""
+    """Stands in for a projection: a pointwise affine map, another one per name; two halves for a fused projection."""
 
     def __init__(self, index: int, halves: bool) -> None:
         super().__init__()

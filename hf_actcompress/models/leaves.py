@@ -1,4 +1,4 @@
-"""Rows for leaf types: exact types, because a subclass may compute something else with the same weights."""
+"""Rules for leaf types. They match exact types, because a subclass may compute something else with the same weights."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ACTIVATION_TYPES: dict[type, Activation] = {
 if hasattr(hf, "SqrtSoftplusActivation"):  # newer than transformers 5.17
     ACTIVATION_TYPES[hf.SqrtSoftplusActivation] = Activation("sqrt_softplus")
 
-# the same types where they were told to compose the function in Python; in fp32 that is more accurate than the kernel
+# the same types if they compose the function in Python, which in fp32 is more accurate than the kernel
 _COMPOSED = {hf.GELUActivation: Activation("gelu_erf"), hf.GELUTanh: Activation("gelu_new")}
 
 WITH_PARAMETERS = (nn.PReLU, hf.XIELUActivation)
@@ -146,7 +146,7 @@ def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -
         return Declined(Role.ACTIVATION, f"its derivative is not that of {row.kind!r} (found by a numeric probe)")
     variant = config.activation_variant
     if row.kind in TWO_VALUED and variant == "input" and not config.derive_linear:
-        # nobody rebuilds the output: one bit is exact
+        # the output is not rebuilt, so one bit is enough for the exact gradient
         variant = "steps1"
     keeps, note = _activation_keeps(row.kind, options, variant)
     codec = CODECS[config.mlp]
@@ -155,7 +155,7 @@ def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -
 
 
 def _activation_keeps(kind: str, options: tuple[float, ...], variant: str) -> tuple[str, str]:
-    """What an activation of that kind keeps under a variant, and why it keeps its input all the same."""
+    """What an activation of that kind keeps under a variant, and why if it is the input instead."""
     if variant == "output" and kind not in INVERTED:
         return "input", f"keeps its input: {kind} has no inverse of two branches"
     if variant == "relus2" and kind not in ("gelu", "silu"):
@@ -169,7 +169,7 @@ def _derivative_holds(module: nn.Module, kind: str, options: tuple[float, ...]) 
     """Probe f' against autograd in fp64, off the kinks."""
     with torch.enable_grad():
         x = torch.linspace(-7.03, 7.01, 61, dtype=torch.float64, device="cpu", requires_grad=True)
-        # not called: the user's hooks are not for our probe
+        # the module is not called, because the user's hooks must not see our probe
         y = type(module).forward(module, x)
         (expected,) = torch.autograd.grad(y.sum(), x)
     return torch.allclose(activation_bwd(torch.ones_like(y), x.detach(), kind, options), expected, atol=1e-6)

@@ -97,7 +97,7 @@ def _stock_values(
             x = rows.to(dtype)
             try:
                 with undisturbed():
-                    # not called: the user's hooks are not for our probe
+                    # the module is not called, because the user's hooks must not see our probe
                     y = type(probe).forward(probe, x.clone())
             except REFUSALS:
                 continue
