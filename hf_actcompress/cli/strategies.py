@@ -43,7 +43,7 @@ class Strategy:
 
     @property
     def resolved(self) -> CompressionConfig | None:
-        """What the model is patched with."""
+        """The config that the model is patched with."""
         from ..config import CompressionConfig
 
         if self.config is None:
@@ -73,7 +73,7 @@ class Strategy:
 
     @property
     def gradients(self) -> str:
-        """ "exact", or what is lost."""
+        """ "exact", or by what the gradients are not."""
         config = self.resolved
         if config is None or config.lossless:
             return "exact"

@@ -94,7 +94,8 @@ def _switch_on(layer: Any) -> None:
 def checkpoint_without_cache(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """torch's checkpoint. It leaves caches out, because the second run would fill them once more.
 
-    GPT-2 gives its layers the cache by position. Among keywords transformers removes it, and a model that is checkpointed as a whole makes none.
+    GPT-2 gives its layers the cache by position. transformers removes it from the keywords, and a model that is
+    checkpointed as a whole makes none.
     """
     return checkpoint(layer, *(None if isinstance(arg, Cache) else arg for arg in args), **kwargs)
 

@@ -119,7 +119,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The values of the module's own eager function, with the probabilities kept once; that function where ours cannot."""
+    """As the module's own eager function, with the probabilities kept once. Where ours cannot stand in, stock runs."""
     assert isinstance(module, AttentionMixin)
     settings = module.actcompress
     stock = eager_function_of(module.stock_class)

@@ -37,7 +37,7 @@ def gated_product_bwd(
 def gated_product_bwd_of(
     dh: Tensor, gate: Tensor, up: Tensor, activated: Tensor, kind: str, options: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
-    """As `gated_product_bwd`, from act(gate), which somebody has already."""
+    """As `gated_product_bwd`, for callers that have act(gate) already."""
     dtype = torch.promote_types(activated.dtype, up.dtype)
     dup = (dh * activated.to(dtype)).to(up.dtype)
     dactivated = (dh * up.to(dtype)).to(activated.dtype)
