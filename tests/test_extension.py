@@ -82,6 +82,24 @@ def test_a_codec_in_the_place_of_its_name() -> None:
         CODECS.pop(config.mlp)
 
 
+@dataclass(frozen=True)
+class HalfOfRows(Half):
+    takes_rows = True
+
+
+def test_a_codec_of_rows_is_given_no_padding() -> None:
+    ids = torch.arange(64).view(2, 32)
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(8, 32), 0)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask.bool(), torch.tensor(-100))}
+    kept = []
+    for codec in (Half(), HalfOfRows()):
+        with register_codec("half", codec):
+            config = CompressionConfig(mlp="half", drop_padding=True)
+            model = patch_model(llama(2, hidden=64).train(), config)
+            kept.append(kept_bytes(lambda model=model: model(**batch), "cpu"))
+    assert kept[1] < 0.9 * kept[0]
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(RegistrationError, match="'int8' was not registered: the name is taken"):
         register_codec("int8", Half())

@@ -43,6 +43,16 @@ class Codec(Protocol):
         """Whether neighbours along the axis before the last are stored together: they must be tokens, and not heads."""
         return False
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it stores each row by itself, so that it can be given any number of rows of any sequences."""
+        return False
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of an element, if the codec rounds all elements to as many."""
+        return None
+
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         """Encode x, of any shape: the tensors to keep, and static Python data (shape, dtype)."""
         ...

@@ -34,6 +34,8 @@ class Float8(Codec):
         ValueError: A group size below 1.
     """
 
+    takes_rows = True
+    bits = 8
     format: str = "e4m3"
     group_size: int | None = 128
 

@@ -14,6 +14,8 @@ from .codec import Codec
 class Identity(Codec):
     """Keep a tensor as it is: `element_size()` bytes per element, exact, shared with all others that keep it."""
 
+    takes_rows = True
+
     @property
     def lossless(self) -> bool:
         return True

@@ -35,6 +35,7 @@ class IntChannels(Codec):
         ValueError: A group size below 1.
     """
 
+    takes_rows = True
     bits: int = 5
     group_size: int = 64
 

@@ -50,6 +50,7 @@ class IntGroup(Codec):
         ValueError: A group size below 1, a negative number of outliers.
     """
 
+    takes_rows = True
     bits: int = 8
     group_size: int = 64
     rounding: str = "nearest"

@@ -63,6 +63,14 @@ class Offload(Codec):
     def lossless(self) -> bool:
         return self.inner.lossless
 
+    @property
+    def takes_rows(self) -> bool:
+        return self.inner.takes_rows
+
+    @property
+    def bits(self) -> int | None:
+        return self.inner.bits
+
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         tensors, meta = self.inner.pack(x)
         host = tuple(_to_host(t.detach()) for t in tensors)

@@ -12,15 +12,7 @@ from ..records import declare, stored_exact, whole_record_of
 from .base import ModuleMixin, is_sharded, keeps_for_backward, only_tensor
 
 
-class _Module(ModuleMixin):
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    eps: float
-
-
-class RecomputedMixin(_Module):
+class RecomputedMixin(ModuleMixin):
     """A norm or an activation of a model's own making."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -33,8 +25,14 @@ class RecomputedMixin(_Module):
         return ops.recomputed(x, self.stock_forward(), own, codec=settings.codec)
 
 
-class BatchNormMixin(_Module):
+class BatchNormMixin(ModuleMixin):
     """torch's BatchNorm. Stock's code runs and keeps its input; the output is declared as derived from that input."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    eps: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(*args, **kwargs)

@@ -21,22 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..codecs import (
-    IDENTITY,
-    BlockSparse,
-    Codec,
-    Float8,
-    Identity,
-    IntChannels,
-    IntGroup,
-    IntMeasured,
-    IntRanked,
-    IntRunning,
-    Offload,
-    Pooled,
-    RowSample,
-    TopK,
-)
+from ..codecs import IDENTITY, Codec, Pooled
 from ..errors import PaddingError
 from .copies import Copies, SharedRows
 from .guard import Guard
@@ -45,9 +30,6 @@ from .record import Derived, Pending, Recipe, Record, Stored, stored_exact
 
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
 _ATTENTION = "an attention mask lets real tokens attend to padding"
-
-# these codecs store each row by itself, so they take any number of rows of any sequences
-_OF_ROWS = (BlockSparse, Float8, Identity, IntChannels, IntGroup, IntMeasured, IntRanked, IntRunning, RowSample, TopK)
 
 
 class PaddingGuard(Guard):
@@ -160,22 +142,14 @@ def checkpointed() -> bool:
     return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def _takes_rows(codec: Codec) -> bool:
-    if isinstance(codec, Offload):
-        return _takes_rows(codec.inner)
-    # a cache of gradient norms is addressed by the position in a sequence
-    cached = isinstance(codec, RowSample) and codec.norms is not None
-    return isinstance(codec, _OF_ROWS) and not cached
-
-
 def drops(x: Tensor, codec: Codec) -> bool:
     """Whether `keep` leaves padding rows of x out."""
-    return padding_in(x) is not None and _takes_rows(codec)
+    return padding_in(x) is not None and codec.takes_rows
 
 
 def keeps_fewer(x: Tensor, codec: Codec) -> bool:
     """Whether `keep` leaves rows of x out, because they are padding or repeat others."""
-    return _rows_in(x) is not None and _takes_rows(codec)
+    return _rows_in(x) is not None and codec.takes_rows
 
 
 def keep(x: Tensor, codec: Codec) -> Record:
@@ -186,7 +160,7 @@ def keep(x: Tensor, codec: Codec) -> Record:
 def keep_later(x: Tensor, codec: Codec) -> Record:
     """As `keep`, but nothing is packed before the first consumer saves the record."""
     rows = _rows_in(x)
-    fewer = rows is not None and _takes_rows(codec)
+    fewer = rows is not None and codec.takes_rows
     if codec == IDENTITY and not fewer:
         return stored_exact(x)
     dropped = fewer and isinstance(rows, Padding)
@@ -194,7 +168,7 @@ def keep_later(x: Tensor, codec: Codec) -> Record:
 
 
 def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
-    if isinstance(without, Copies) and _takes_rows(codec):
+    if isinstance(without, Copies) and codec.takes_rows:
         different, numbers, excess = without.taken(x.detach())
         shared = SharedRows(without.guard, x.shape)
         return Derived(
@@ -204,7 +178,7 @@ def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
     if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
         # this codec averages neighbouring rows, so all rows stay in place; the averages leave padding rows out
         return Stored(codec, *codec.pack(x.detach(), padding.mask.to(x.device)))
-    if padding is None or not _takes_rows(codec):
+    if padding is None or not codec.takes_rows:
         return Stored(codec, *codec.pack(x.detach()))
     order = padding.order(x.device)
     rows = x.detach().flatten(0, 1).index_select(0, order[: padding.real])

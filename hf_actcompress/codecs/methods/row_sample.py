@@ -58,6 +58,11 @@ class RowSample(Codec):
     generators: Generators | None = field(default=None, compare=False, repr=False)
 
     @property
+    def takes_rows(self) -> bool:
+        # remembered norms are addressed by the position in a sequence
+        return self.norms is None
+
+    @property
     def linear_only(self) -> bool:
         return True
 
