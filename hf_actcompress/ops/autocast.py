@@ -29,7 +29,7 @@ def _has_autocast(device: str) -> bool:
 
 
 def without_autocast(grads: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
-    """Autocast off, for a backward that makes its forward's casts itself, even if it is called under autocast."""
+    """While a backward runs whose code has the casts of its forward in it: somebody may call it inside of autocast."""
     device = next(g.device.type for g in grads if g is not None)
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
