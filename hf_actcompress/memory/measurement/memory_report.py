@@ -70,7 +70,7 @@ def memory_report(
         unpatch_model(model)
         roles = module_roles(model, asked)
         stock = run()
-    # the advice is for the model as it came: the context above has restored it
+    # the advice is for the model as the user gave it, which the context above has restored
     with patch_restored(model), training_forward(model):
         advice = advise(model, inputs, before or stock, roles, run)
     return _report(stock, patched, roles, advice)
@@ -88,7 +88,7 @@ def _run(model: nn.Module, compiled: list[nn.Module], inputs: dict[str, Any], **
     with calls_exchanged(compiled), torch.no_grad():
         eager = saved_tensors(model, forward, loss_of, before)
     with watched(model, compiled) as names:
-        # what is traced is traced here, without our hooks
+        # tracing happens here, where our hooks are not on
         forward()
         inside = {module for outer in compiled for module in outer.modules()}
         found = saved_tensors(
