@@ -66,7 +66,7 @@ def _laplace(x: Tensor, mu: float = 0.707107, sigma: float = 0.282095) -> Tensor
 
 def _softsign(x: Tensor) -> Tensor:
     root = (x.abs() + 1).reciprocal()
-    # f' of inf is inf * 0 in stock
+    # as in stock, where f' of inf is inf * 0
     return torch.where(root == 0, torch.nan, root * root)
 
 
@@ -82,7 +82,7 @@ def gelu_new_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gelu_new_bwd(dy: Tensor, x: Tensor, t: Tensor, half: Tensor) -> Tensor:
-    """dx from what `gelu_new_parts` returned, over which it is written: five tensors are the most at once."""
+    """dx from the result of `gelu_new_parts`, over which it is written. At most five tensors exist at once."""
     inner = x.square().mul_(1.5 * _CUBIC * _SCALE).add_(0.5 * _SCALE)
     slope = aten.tanh_backward.grad_input(x, t, grad_input=t)
     return half.addcmul_(slope, inner).mul_(dy)

@@ -134,7 +134,7 @@ class _Collector:
         return ".".join(filter(None, (self.stack[-1], module)))
 
     def pack(self, x: Tensor) -> _Packed:
-        # the caller of the op is one frame up, or above the hooks of this package: a dropout without a module is found so
+        # the caller of the op is one frame up, or above the hooks of this package: so dropout without a module is found
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
             frame = frame.f_back
