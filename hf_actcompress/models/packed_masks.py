@@ -172,7 +172,7 @@ def _seen(
         fits = call.real.shape == (rows, tokens)
         return (Band(rows, tokens, causal, chunked), _window(reach, causal), call.real) if fits else None
     if not reach or tokens < reach:
-        # stock makes no mask either
+        # stock makes none
         return None
     if not causal:
         return Band(rows, tokens, causal), _window(reach, causal), None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class OwnWeights:
-    """The parameters of a module and of its children, each once, with the places from which code reads them."""
+    """The parameters of a module and of all inside of it, each once, by the places from which code reads them."""
 
     __slots__ = ("_places", "_versions", "tensors")
 
