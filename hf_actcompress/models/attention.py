@@ -126,7 +126,7 @@ def _attended(
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
     keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
-    # we keep q, k, v and the output of these calls, too
+    # calls whose q, k, v and output are kept by us all the same
     ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():

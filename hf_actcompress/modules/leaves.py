@@ -188,5 +188,5 @@ class DropoutMixin(_Module):
     @staticmethod
     def _replays(x: Tensor) -> bool:
         eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
-        # asked even if x requires no gradient, because an adapter on the output may be the first to require one
+        # x need not require a gradient: an adapter on the output may be the first thing that does
         return eager and recording(x) and draws_like_any(x)

@@ -77,7 +77,7 @@ class Net(Netting):
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
         held = held or self._smaller(x, own) or (self._kept(x) if own else self._whole(x))
-        # autograd numbers a node before the node saves anything
+        # a node takes its number, and then it saves
         number = next_sequence_number() - 1
         self._by_node.setdefault(number, []).append(weakref.ref(held))
         if x.grad_fn is not None and x.grad_fn._sequence_nr() == number:

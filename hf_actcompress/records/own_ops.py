@@ -20,7 +20,7 @@ _Function = type[torch.autograd.Function]
 class _Off:
     """The net is off while one of our ops runs, which decides itself what to keep. That saves time on the host.
 
-    It is on again before autograd saves, if a saved tensor was made by a node of stock code that keeps its inputs.
+    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs.
     """
 
     __slots__ = ("hooks", "on")

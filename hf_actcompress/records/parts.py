@@ -1,4 +1,4 @@
-"""Parts of larger tensors that stock code saves: copies of the parts are kept where nothing else holds the rest.
+"""Parts of larger tensors that stock code saves: copies of them are kept where nobody holds the rest.
 
 Queries, keys and values are often views of one product. Rotated queries and keys are new tensors, so a value that is
 saved as a view holds three times its size. This is not known when it is saved, because the rest may be saved later. So
@@ -35,7 +35,7 @@ class Parts:
         self._kept: dict[int, list[weakref.ref[Kept]]] = {}
 
     def note(self, held: Kept, x: Tensor) -> None:
-        """Note that `held` keeps x as it is."""
+        """x is kept by `held`, as it is."""
         if type(x) not in (Tensor, FakeTensor) or x.layout is not strided:
             return
         storage = x.untyped_storage()
