@@ -73,10 +73,10 @@ def plan(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """How to keep each layer so that a training fits on --gpu, at the least cost.
+    """How to keep each layer, so that a training fits on --gpu.
 
-    Without --gpu the card is this machine's. Exits with 1 if even the smallest plan is too large, and says by how much
-    and which smaller batch or sequence would fit.
+    Of all such plans it is the cheapest one. Without --gpu the card is this machine's. Exits with 1 if even the
+    smallest plan is too large, and says by how much and which smaller batch or sequence would fit.
     """
     weights, autocast = precision(dtype, bf16, fp16)
     room = card_option(gpu)

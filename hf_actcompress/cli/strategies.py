@@ -43,7 +43,7 @@ class Strategy:
 
     @property
     def resolved(self) -> CompressionConfig | None:
-        """What the model is patched with."""
+        """The config that the model is patched with."""
         from ..config import CompressionConfig
 
         if self.config is None:
@@ -73,11 +73,13 @@ class Strategy:
 
     @property
     def gradients(self) -> str:
-        """ "exact", or what is lost."""
+        """Whether gradients are exact; if not, the fewest bits in which a codec stores an element."""
         config = self.resolved
         if config is None or config.lossless:
             return "exact"
-        bits = [bits for name in config.codecs if (bits := _bits(name)) is not None]
+        from ..codecs import CODECS
+
+        bits = [bits for name in config.codecs if (bits := CODECS[name].bits) is not None]
         return f"lossy: {min(bits)} bits" if bits else "lossy"
 
 
@@ -104,17 +106,6 @@ def chosen(presets: list[str]) -> tuple[Strategy, ...]:
     for preset in presets:
         resolve(preset)
     return (DEFAULT[0], *(Strategy(preset, preset) for preset in presets))
-
-
-def _bits(codec: str) -> int | None:
-    """Of an element, where the codec rounds all of them."""
-    from ..codecs import CODECS, Float8, IntGroup, Offload
-
-    found = CODECS[codec]
-    inner = found.inner if isinstance(found, Offload) else found
-    if isinstance(inner, IntGroup):
-        return inner.bits
-    return 8 if isinstance(inner, Float8) else None
 
 
 @dataclass(frozen=True)

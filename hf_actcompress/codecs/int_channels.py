@@ -35,6 +35,7 @@ class IntChannels(Codec):
         ValueError: A group size below 1.
     """
 
+    takes_rows = True
     bits: int = 5
     group_size: int = 64
 
@@ -63,7 +64,7 @@ class IntChannels(Codec):
 
 
 def _channels_first(x: Tensor) -> Tensor:
-    """[..., D, S] of [..., S, D]; what has no tokens stays as it is."""
+    """[..., D, S] of [..., S, D]; a tensor without tokens is returned as it is."""
     return x.transpose(-1, -2) if x.dim() > 1 else x
 
 

@@ -1,4 +1,4 @@
-"""Attention through transformers' attention interface: our function under our name, its mask beside it."""
+"""Attention through transformers' attention interface: our function and its mask are registered under our name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .. import compilation, ops
 from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
-from ..modules.attention import ATTENTION_NAME, renamed
+from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice, transforms_active
@@ -58,8 +58,8 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     if name == "sdpa":
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
         model_config = module.__dict__["config"]
-        options = (renamed(model_config),)
-        settings = Settings(Role.ATTENTION, "sdpa", options, codec=codec, keeps=keeps, config=model_config)
+        named = renamed(model_config)
+        settings = AttentionSettings(Role.ATTENTION, "sdpa", codec, keeps, config=model_config, renamed=named)
         return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
         return find_eager(module, codec)
@@ -96,7 +96,7 @@ def attention_forward(
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
     settings = settings_of(module) or Settings(Role.ATTENTION)
-    # a graph cannot hold it, and layers of chosen tokens are not compiled
+    # not in a graph, which cannot hold it; layers of chosen tokens are not compiled
     chosen = None if torch.compiler.is_compiling() else keys_and_values()
     if chosen is not None:
         key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
@@ -119,7 +119,7 @@ def _attended(
     scaling: float | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention by whichever way keeps no more than q, k, v, output and statistics."""
+    """Attention by a way that keeps no more than q, k, v, the output and its statistics."""
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
@@ -146,7 +146,7 @@ def _attended(
 
 
 def _keeps(*tensors: Tensor | None) -> bool:
-    """Whether something is kept of the call, for its backward or for a second run of its checkpointed layer."""
+    """Whether anything is kept of the call, for its backward or for a second run of its checkpointed layer."""
     region = ops.region_in_progress()
     # reentrant checkpointing runs the layer without gradients first
     first = region is not None and region.is_first and not torch.is_grad_enabled()

@@ -26,7 +26,7 @@ from ..private_apis import transforms_active
 from ..reference.sequences import Band, Sequences, sequences_of
 from .copies import GlobalsCopy, global_names
 
-# stock's makers of masks -> what of the config says how far a query sees, and whether it sees what is behind it
+# for each of stock's mask functions: the config's field that says how far a query sees, and whether it is causal
 _MAKERS = {
     "create_causal_mask": (None, True),
     "create_sliding_window_causal_mask": ("sliding_window", True),
@@ -34,14 +34,14 @@ _MAKERS = {
     "create_bidirectional_mask": (None, False),
     "create_bidirectional_sliding_window_mask": ("sliding_window", False),
 }
-# what they may be given
+# the arguments that these functions may get
 _KNOWN = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"}
 # elements: a smaller mask of rows that are one sequence each is made, because with it the bits are stock's
 SMALLEST_MASK = 2**20
 
 
 class _Call:
-    """One forward of a model, and the sequences in its rows: looked for once, if stock would look.
+    """One forward of a model and the sequences in its rows. They are searched for once, and only if stock searches.
 
     Args:
         model: The model.
@@ -74,7 +74,7 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """What runs in place of the stock forward of a model for a call whose masks need not be made; None for others.
+    """The forward that replaces the stock forward for a call whose masks need not be made; None for other calls.
 
     Those are calls under no_grad or with another mask than a 2-D one, models that make their masks in another way, and
     models without windows in rows that are not packed. The host waits for positions where it does in stock, and for a
@@ -130,13 +130,13 @@ def _is_compiled(module: Any) -> bool:
         return True
     call = module.__dict__.get("_compiled_call_impl")
     while isinstance(call, partial):
-        # `memory_report` looks at what a call does
+        # `memory_report` watches this call
         call = call.args[-1]
     return call is not None and getattr(call, "__func__", None) is not nn.Module._call_impl
 
 
 def _maker(stock: Callable[..., Any], field: str | None, causal: bool) -> Callable[..., Any]:
-    """The mask that stock's function makes, without its memory where attention can do without."""
+    """The mask that stock's function makes; without memory of its own where attention does not need its values."""
     signature = inspect.signature(stock)
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ def _maker(stock: Callable[..., Any], field: str | None, causal: bool) -> Callab
         if found is None or embeds.shape[:2] != (found[0].rows, found[0].tokens):
             return stock(*args, **kwargs)
         sequences, window, real = found
-        # what is asked of the embeddings is their shape, dtype and device
+        # only shape, dtype and device of the embeddings are read
         like = embeds.new_empty(()).expand(embeds.shape)
         make_stocks = partial(stock, **{**given, "inputs_embeds": like})
         return PackedMask(sequences, window, make_stocks, embeds.device, None if real is None else real.to(like.device))
@@ -181,12 +181,12 @@ def _seen(
 
 
 def _window(reach: int | None, causal: bool) -> int | None:
-    """How many keys a query sees to one side, itself included, of what the config says."""
+    """How many keys a query sees to one side, itself included, computed from the config's number."""
     return reach if causal or reach is None else reach + 1
 
 
 def _is_plain(given: dict[str, Any], call: _Call, causal: bool) -> bool:
-    """Whether nothing but positions and padding decides what the mask is."""
+    """Whether the mask depends on positions and padding alone."""
     if torch.compiler.is_compiling() or given.get("attention_mask") is not call.mask:
         return False
     if causal and call.positions is not None and given.get("position_ids") is not call.positions:

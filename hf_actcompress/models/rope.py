@@ -1,4 +1,4 @@
-"""Rotary embeddings inside of attention: the stock forward, which is made to find our function under its own name.
+"""Rotary embeddings inside of attention: the stock forward finds our function under the name of stock's.
 
 The forward of an attention module looks `apply_rotary_pos_emb` up among the globals of its modeling file. A patched one
 runs a copy of that function over a copy of these globals with that one name exchanged; the file is not touched.
@@ -23,7 +23,7 @@ from .copies import GlobalsCopy
 
 NAME = "apply_rotary_pos_emb"
 _PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
-# of q and k, of cos and sin: the second pair is that of autocast
+# dtypes of q and k, and of cos and sin; the second pair is that under autocast
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -96,7 +96,7 @@ def _is_rope(function: Callable[..., Any]) -> bool:
     def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(sizes, generator=generator).to(dtype)
 
-    # when a file is loaded, whatever the default device and autocast are
+    # runs when a file is loaded, so it must not depend on the default device or on autocast
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         for dtype, angles in _DTYPES:
             q, k = normal(2, 5, 6, 8, dtype=dtype), normal(2, 5, 3, 8, dtype=dtype)

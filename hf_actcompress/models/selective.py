@@ -19,12 +19,12 @@ from .empty_cache import EmptyCache
 from .sites import Site
 from .source import names_in
 
-# code that keeps much, and that may run again: products of activations, softmax, scans
+# functions that keep much and may run again: products of activations, softmax, scans
 _KEEPING = frozenset({"baddbmm", "bmm", "cumsum", "einsum", "exp", "logsumexp", "matmul", "softmax", "softplus"})
-# decisions that must not be taken twice: a codec changes what they are taken by
+# functions that decide something. They must not run twice, because a codec changes their input
 _DECIDING = frozenset({"argmax", "argmin", "argsort", "bucketize", "multinomial", "nonzero", "sort", "topk", "unique"})
 _LINEAR = frozenset({Role.CONV2D, Role.LINEAR, Role.OWN_LINEAR})
-# modules that know themselves what to keep, or that hold whole layers
+# modules that decide themselves what to keep, or that hold whole layers
 _OTHERS = frozenset(
     {
         Role.ATTENTION, Role.BATCH_NORM, Role.CHECKPOINT_INPUT, Role.EXPERTS, Role.LAYER, Role.LOSS_HEAD,
@@ -32,7 +32,7 @@ _OTHERS = frozenset(
     }
 )  # fmt: skip
 _LAYERS = (BatchNormBase, PreTrainedModel, nn.ModuleList, nn.RNNBase)
-# of the weights of the linear layers: what may be multiplied a second time
+# weights outside of linear layers may be this share of those inside: their products are computed a second time
 _SMALL = 0.25
 
 

@@ -37,7 +37,7 @@ class RopeFunction(torch.autograd.Function):
         for x, y in ((q, q_out), (k, k_out)):
             _declare(y, x, cos, sin)
         needed = ctx.needs_input_grad[:2]
-        # a frozen projection's output wants no gradient in stock either
+        # the output of a frozen projection requires no gradient in stock either
         ctx.mark_non_differentiable(*(y for y, wanted in zip((q_out, k_out), needed, strict=True) if not wanted))
         return q_out, k_out
 

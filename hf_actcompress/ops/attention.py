@@ -22,8 +22,8 @@ _Attend = Callable[..., Tensor]
 class FusedAttentionFunction(torch.autograd.Function):
     """Variants "fused" and "packed": a kernel's forward and backward; keeps what they need, the mask by reference.
 
-    `name` is that of the kernel's functions, `options` what they take after the mask; of packed sequences the mask is
-    their bounds.
+    `name` is the name of the kernel's functions, `options` are their arguments behind the mask. For packed sequences
+    the mask is their bounds.
     """
 
     @staticmethod
@@ -36,7 +36,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         kept, dropped = keep_heads(q, k, v, None if is_causal else mask, is_causal, codec)
         # the kernel writes [B, S, H, D], which the next linear reads as [B, S, H * D]: one record for both
         out_record = keep_output_heads(out, codec, dropped)
-        # where the q of a row was dropped and is zero now, its statistic has to be zero, too. Packed kernels have
+        # a row whose q was dropped has a q of zero now, so its statistic has to be zero, too. Packed kernels have
         # statistics of a shape of their own, which stay whole
         statistics = keep_row_heads(lse, dropped and lse.shape == q.shape[:3])
         save(ctx, *kept, out_record, statistics, stored_exact(mask) if mask is not None else None)
@@ -83,7 +83,7 @@ def fused_attention(
     """
     dtype = autocast_dtype(q)
     if dtype is not None:
-        # autograd's own cast: the cast tensors are what is kept, the wider ones die
+        # autograd casts here: the cast tensors are kept, and the wider ones are freed
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     options = is_causal, scale
     out: Tensor = applied(FusedAttentionFunction, "attention", q, k, v, mask, options, is_causal, codec)
@@ -118,10 +118,10 @@ class RecomputedAttentionFunction(torch.autograd.Function):
             with torch.enable_grad():
                 return (attend(*leaves).detach(),)
 
-        # a second run of a layer has to draw what the first has drawn
+        # a second run of a layer has to draw the same random numbers as the first
         out = (compute() if draws else result_in_region(compute))[0]
         if codec != IDENTITY:
-            # for the next linear, which would keep it; nothing is packed if it does not
+            # the next linear layer keeps the output through the codec; nothing is packed if it keeps nothing
             record_in_order_of(out, out.flatten(2), codec)
         return out
 

@@ -31,7 +31,7 @@ class OwnWeights:
         self._versions = [x._version for x in self.tensors]
 
     def are_the_same(self) -> bool:
-        """Whether these parameters are still there, and nobody has written on them."""
+        """Whether the module still has these parameters, and none was modified in place."""
         return [x._version for x in self.tensors] == self._versions and all(
             place.get(name) is self.tensors[index] for place, name, index in self._places
         )

@@ -1,4 +1,4 @@
-"""`PackedMask`: stock's mask of a batch, which is made only where something asks for its values."""
+"""`PackedMask`: stock's mask of a batch, which is computed only when its values are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..reference.sequences import Band, Sequences
 class PackedMask(Tensor):
     """A mask [B, 1, T, T], bool, without memory: it says which tokens see which.
 
-    Attention that knows it needs no mask. All other code gets stock's, made once, by the first op that reads it.
+    Our attention needs no values of it. All other code gets stock's mask: the first op that reads it makes it, once.
 
     Args:
         sequences: Where the sequences of packed rows are; a band of rows of one sequence with padding.

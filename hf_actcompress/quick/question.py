@@ -1,4 +1,4 @@
-"""What is asked of the formula, and what of the data answers it. Without torch and transformers.
+"""A question to the formula, and the data that answer it. It imports neither torch nor transformers.
 
 `resources/formula.js` holds the same in JavaScript.
 """
@@ -100,7 +100,7 @@ def question(
     lora: bool | int | None = None,
     quantization: str | None = None,
 ) -> Question:
-    """What the data have on a model.
+    """The data about a model.
 
     Args:
         config: What its config.json holds.
@@ -144,7 +144,7 @@ def _class_of(config: Mapping[str, Any]) -> str:
 
 def _check_structure(name: str, data: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for field, expected in data["structure"].items():
-        # what a config leaves out is the class's own
+        # a field that the config leaves out has the default of its class
         if values.get(field, expected) != expected:
             raise ModelConfigError(
                 f"the formula of {name} is for {field}={expected!r}, and this config has {values[field]!r}; "

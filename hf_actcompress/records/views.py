@@ -22,7 +22,7 @@ def extent(x: Tensor) -> int:
 
 
 class View:
-    """Recompute function of a view: no copy, the base is what was rebuilt."""
+    """Recompute function of a view of a tensor that was rebuilt. It makes no copy."""
 
     __slots__ = ("shape", "stride")
 
