@@ -14,6 +14,8 @@ from .common import INTERPRETED
 # a wider group is walked in pieces
 _WIDEST_TILE = 16384
 _PIECE = 4096
+# of a tile; each thread holds the scales of several, and 128 spill on compute capability 8.0
+_MOST_ODD_GROUPS = 64
 
 DTYPES = {
     torch.float64: tl.float64,
@@ -36,13 +38,13 @@ class GroupTile(NamedTuple):
 
 
 def group_tile(group_size: int, features: int) -> GroupTile:
-    """8 to 32 elements per thread; at least 8 columns, what one draw of random numbers serves."""
+    """4 to 32 elements per thread; at least 8 columns, what one draw of random numbers serves."""
     columns = max(triton.next_power_of_2(group_size), 8)
     if columns > _WIDEST_TILE:
         return GroupTile(1, _PIECE, 4, False)
-    # small, odd and shorter last groups need registers for their addresses
+    # small, odd and shorter last groups need registers for their addresses and scales
     even = group_size % 16 == 0 and features % group_size == 0
-    elements = max(columns, _PIECE if even else 1024)
+    elements = max(columns, _PIECE if even else min(1024, _MOST_ODD_GROUPS * columns))
     return GroupTile(elements // columns, columns, min(max(elements // 1024, 4), 16), True)
 
 
