@@ -59,6 +59,19 @@ def test_codes_differ_at_borders_only(kind: str, options: tuple[float, ...], bit
     assert bool((distance <= 16 * torch.finfo(torch.float32).eps).all())
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_none(broken: float) -> None:
+    """The factor is NaN where the reference's is, and elsewhere the codes are its codes."""
+    x = torch.tensor([0.5, broken, -0.5], device=DEVICE)
+    for kind, options, bits, method in CONFIGURATIONS:
+        args = x.view(3, 1), kind, options, bits, method
+        (ours, scale), (stock, stock_scale) = kernel.fewbit_codes(*args), reference.fewbit_codes(*args)
+        if scale is not None:
+            assert torch.equal(scale.isnan(), stock_scale.isnan()), args
+        if scale is None or kind in UNBOUNDED or not scale.isnan():
+            assert torch.equal(ours, stock), args
+
+
 def test_a_row_of_zeros_and_a_scalar() -> None:
     for x in (torch.zeros(2, 5, device=DEVICE), torch.tensor(2.0, device=DEVICE), torch.randn(2, 3, 5).transpose(0, 2)):
         args = (x.to(DEVICE), "relu_squared", (), 4, "values")
