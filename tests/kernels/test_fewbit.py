@@ -18,7 +18,7 @@ CONFIGURATIONS = list(kernel.configurations())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 700)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (3, 2500)], ids=str)
 @pytest.mark.parametrize("name", ["fewbit_bwd", "fewbit_codes"])
 def test_samples(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for args in samples(name, dtype, *shape):
@@ -42,6 +42,9 @@ def test_every_kind_is_there() -> None:
 @pytest.mark.parametrize(("kind", "options", "bits", "method"), CONFIGURATIONS)
 def test_codes_differ_at_borders_only(kind: str, options: tuple[float, ...], bits: int, method: str) -> None:
     x = torch.linspace(-8, 8, 4099, device=DEVICE)
+    if method != "values" and kind not in (*TWO_VALUED, *UNBOUNDED):
+        # the borders of x themselves, which are below
+        x = torch.cat((x, x.new_tensor(fewbit_borders(kind, bits, method))))
     with poisoned():
         ours, scale = kernel.fewbit_codes(x, kind, options, bits, method)
     stock, stock_scale = reference.fewbit_codes(x, kind, options, bits, method)
