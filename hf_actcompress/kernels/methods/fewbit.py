@@ -53,9 +53,7 @@ def _row_factor(scale_ptr, start, count, width, inside, WIDE: tl.constexpr, TILE
         following = tl.load(scale_ptr + row + 1, mask=(row + 1) * width < count, other=1.0)
         return tl.where(at < width - passed, tl.load(scale_ptr + row), following)
     else:
-        # below 2 * TILE, so that no quotient is rounded past an integer, from which it is 0.5 / width away
-        passed_rows = ((passed + at) + 0.5) * (1.0 / (width * 1.0))
-        return tl.load(scale_ptr + row + passed_rows.to(tl.int32), mask=inside, other=1.0)
+        return tl.load(scale_ptr + row + (passed + at) // width, mask=inside, other=1.0)
 
 
 @triton.jit
