@@ -16,6 +16,7 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,11 +32,16 @@ def measure(name: str, scale: Scale, command: str) -> list[Row]:
     """Every claim of one paper."""
     rows = []
     for claim in PAPERS[name].claims:
+        began = time.process_time()
         ours = claim.measure(scale)
+        seconds = time.process_time() - began
         said, reason = verdict(claim, ours)
         title, figure = PAPERS[name].title, claim.figure
         rows.append(
-            Row(name, title, claim.text, claim.source, claim.setting, claim.unit, figure, ours, said, reason, command)
+            Row(
+                name, title, claim.text, claim.source, claim.setting, claim.unit, figure, ours, said, reason, command,
+                seconds,
+            )
         )  # fmt: skip
         print(f"{title}: {readable(figure, claim.unit)} claimed, {readable(ours, claim.unit)} here: {said}", flush=True)
     return rows
