@@ -189,7 +189,7 @@ PAPERS = {
             "kept bytes of a GPT-2 layer, 2 x 512 tokens, fp32, no dropout; the GELUs, which are eight operations, are "
             "patched alone", _forward_ad,
             reason="the abstract says neither of which model nor of which activation 1.97 is. Of GPT-2's GELU stock "
-            "keeps four tensors of 4 h, with the method one; the layer's other 14 h stay",
+            "keeps four tensors of 4 h, with the method one; the other 12 h of the layer stay",
         ),
     )),
     "dropit": Paper("DropIT", "2202.13808", "dropit", (
