@@ -228,6 +228,7 @@ PRESETS: dict[str, CompressionConfig] = {
     "tempo": CompressionConfig(activation_variant="output", norm_variant="output", attention_variant="tempo"),
     "inverted": CompressionConfig(activation_variant="output"),
     "fewbit": CompressionConfig(activation_variant="steps3"),
+    "forward_ad": CompressionConfig(activation_variant="derivative"),
     # the papers' own quantisers. ActNN: what linear layers, convolutions, BatchNorms and pointwise activations read.
     # Mesa: all roles. GACT: all but attention, whose q and k of 4 bits would not fit the exact logsumexp
     "actnn": CompressionConfig(linear="int2_ranked", mlp="int2_ranked", other="int2_ranked"),

@@ -24,7 +24,7 @@ class IntChannels(Codec):
     Source: HyC-LoRA (MLSys 2025) has keys by channels, with one range for all tokens, which is calibrated in the first
         steps and then stays. Here ranges are those of the tensor, of as many tokens as a group has: on MiniLM at 256
         tokens, 4-bit queries, keys and values in groups of 64 give a gradient error of 9.4%, with one group of 256
-        tokens 13.6%.
+        tokens 13.6%. There keys are taken before the rotation, here after it; see recipes/README.md for the reason.
 
     Args:
         bits: As `IntGroup` has them.
