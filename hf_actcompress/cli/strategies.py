@@ -218,10 +218,14 @@ def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int],
     from ..memory.batch_size.search import Search
 
     start = next(iter(peaks))
-    search = Search(start, max(MOST, start), _ESTIMATES)
+    most = max(MOST, start)
+    search = Search(start, most, _ESTIMATES)
     while not search.settled(room) and (batch_size := search.candidate(room)) is not None:
         if len(search.tried) == 1 and guess is not None and (guess > start) == (peaks[start] <= room):
-            batch_size = min(guess, max(MOST, start))
+            batch_size = min(guess, most)
+        elif len(search.tried) == 2 and peaks[start] <= room < peaks[second := search.tried[1].batch_size]:
+            # by the line between the two, which a search on a card does not follow so far
+            batch_size = start + max(1, (room - peaks[start]) * (second - start) // (peaks[second] - peaks[start]))
         if batch_size not in peaks:
             peaks[batch_size] = peak(batch_size)
         search.add(BatchSizeTrial(batch_size, peaks[batch_size] <= room, peaks[batch_size]), state)
