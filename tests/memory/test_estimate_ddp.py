@@ -26,11 +26,11 @@ def test_buckets_are_a_second_copy_of_the_gradients(tmp_path: Path) -> None:
     model, held = hf.BertForMaskedLM(CONFIG), list[nn.Module]()
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        made = measure_step(lambda: held.append(DistributedDataParallel(model)), "cpu").peak_bytes
+        made = measure_step(lambda: held.append(DistributedDataParallel(model)), "cpu").left_bytes
     finally:
         held.clear()
         distributed.destroy_process_group()
-    assert added == alone.gradients_bytes == pytest.approx(made, rel=0.01)
+    assert added == alone.gradients_bytes == pytest.approx(made, rel=0.02)
     assert one_of_two.device_bytes - alone.device_bytes == added
     assert one_of_two.weights_bytes == alone.weights_bytes and one_of_two.optimizer_bytes == alone.optimizer_bytes
     assert any("gradient_as_bucket_view" in note for note in one_of_two.notes) and not alone.notes
