@@ -73,7 +73,7 @@ Fsdp = Annotated[int, typer.Option(min=1, help="Processes over which FSDP2 shard
 Zero = Annotated[
     int | None, typer.Option(min=2, max=3, help="Stage of DeepSpeed's ZeRO over --processes; the figures are of one.")
 ]
-Processes = Annotated[int, typer.Option(min=1, help="Over which --zero divides.")]
+Processes = Annotated[int, typer.Option(min=1, help="Over which --zero divides; without --zero: of DDP.")]
 Trl = Annotated[bool, typer.Option("--trl", help="The loss of TRL's trainers, whose fused head makes no logits whole.")]
 TargetLen = Annotated[
     int | None, typer.Option(min=1, help="Tokens of the labels of an encoder-decoder model; by default --seq-len.")
