@@ -31,7 +31,11 @@ from ..roles import Role
 from .eager_attention import find_eager
 from .methods.keys_and_values import keys_and_values
 from .rope import RotaryMixin, calls_rope, why_stock
+from .rotations import rotation_of
 from .sites import Declined, Site
+
+# probabilities of a CPU's attention with dropout: below, the generator's state would take more than what stock keeps
+_FEW = 512
 
 
 class RegisteredAttentionMixin(RotaryMixin):
@@ -47,7 +51,7 @@ def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Decli
         return None
     found = _site(module, config)
     reason = why_stock(type(module)) if isinstance(found, Site) and calls_rope(type(module)) else None
-    if isinstance(found, Site) and reason is not None:
+    if isinstance(found, Site) and reason is not None and rotation_of(type(module)) is None:
         return replace(found, settings=replace(found.settings, note=f"rotary embeddings are stock's: {reason}"))
     return found
 
@@ -125,7 +129,8 @@ def _attended(
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
-    keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
+    drops = dropout > 0 and cpu and query.numel() // query.size(-1) * key.size(2) > _FEW
+    keeps_more = keeps_more or attention_mask is not None or bias is not None or drops
     # calls whose q, k, v and output are kept by us all the same
     ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0

@@ -20,6 +20,7 @@ from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
 from ..reference import rope_fwd
 from .copies import GlobalsCopy
+from .rotations import rotation_of
 
 NAME = "apply_rotary_pos_emb"
 _PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
@@ -39,8 +40,12 @@ class RotaryMixin(AttentionMixin):
         super().__init_subclass__(**kwargs)
         # a patched class, made by patching or by unpickling; no other name than forward, which could be a child's
         stock_class = cls.__dict__.get("stock_class")
-        if stock_class is not None and calls_rope(stock_class) and why_stock(stock_class) is None:
+        if stock_class is None:
+            return
+        if calls_rope(stock_class) and why_stock(stock_class) is None:
             cls.forward = _forward(stock_class, rotary_copy(stock_class.forward))  # type: ignore[method-assign]
+        elif (found := rotation_of(stock_class)) is not None:
+            cls.forward = _forward(stock_class, GlobalsCopy(stock_class.forward, dict([found])))  # type: ignore[method-assign]
 
 
 def _forward(stock_class: Any, rotary: GlobalsCopy) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ class RecomputedMixin(ModuleMixin):
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or torch.compiler.is_compiling() or is_sharded(self):
             return super().forward(*args, **kwargs)
-        own = ops.OwnWeights(self)
+        own = ops.OwnWeights(self, buffers=True)
         if not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *own.tensors):
             return super().forward(*args, **kwargs)
         return ops.recomputed(x, self.stock_forward(), own, codec=settings.codec)

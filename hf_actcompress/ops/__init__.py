@@ -22,7 +22,7 @@ from ._packed_attention import packed_attention
 from ._recomputed import recomputed
 from ._returned_logits import returned_logits
 from ._rms_norm import rms_norm
-from ._rope import rope
+from ._rope import rope, rotated, rotates_normed
 from ._tiled import tiled
 from .attention import fused_attention, recomputed_attention
 from .deferred_logits import DeferredLogits, plain
@@ -72,6 +72,8 @@ __all__ = [
     "rms_norm",
     "rms_norm_output",
     "rope",
+    "rotated",
+    "rotates_normed",
     "tiled",
     "tokens_first",
 ]
@@ -107,7 +109,13 @@ OPS: tuple[Op, ...] = (
     Op("rms_norm", "input", rms_norm, "its input, rstd", "its output, the fp32 copies"),
     Op("dropout", "rng", dropout, "the generator's state", "mask and output"),
     Op("attention", "fused", fused_attention, "q, k, v, output, logsumexp, the mask once", "repeated k and v"),
-    Op("attention", "recomputed", recomputed_attention, "q, k, v, the mask once, RNG state", "probabilities"),
+    Op(
+        "attention",
+        "recomputed",
+        recomputed_attention,
+        "q, k, v, the mask once, the RNG state if it draws",
+        "probabilities",
+    ),
     Op("attention", "packed", packed_attention, "q, k, v, output, logsumexp", "repeated k and v"),
     Op("rope", "angles", rope, "cos and sin, which all layers share", "nothing"),
     Op("cast", "record", cast, "nothing", "its output"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -106,10 +107,10 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         codec: Codec,
         draws: bool,
     ) -> Tensor:
-        state = implementation("rng_state", q)(q.device)
+        state = stored_exact(implementation("rng_state", q)(q.device)) if draws else None
         kept, _ = keep_heads(q, k, v, mask, is_causal, codec)
         masks = [stored_exact(x) if x is not None else None for x in (mask, bias)]
-        save(ctx, *kept, *masks, stored_exact(state))
+        save(ctx, *kept, *masks, state)
         ctx.attend = SameAutocast(attend, q)
         # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph
         leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:6])
@@ -132,7 +133,8 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:6]
         leaves = _leaves(inputs, needs)
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need and x is not None]
-        with torch.enable_grad(), implementation("replayed_rng", dout)(state, dout.device):
+        drawn = nullcontext() if state is None else implementation("replayed_rng", dout)(state, dout.device)
+        with torch.enable_grad(), drawn:
             out = ctx.attend(*leaves)
             grads = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
         found = (next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True))
@@ -171,7 +173,8 @@ def recomputed_attention(
         What ``attend`` returns.
 
     Saves:
-        q, k, v, mask and bias by reference and the RNG state: no probabilities, no per-layer mask, no repeated heads.
+        q, k, v, mask and bias by reference, and the RNG state if the call draws: no probabilities, no per-layer mask,
+        no repeated heads.
 
     Gradient:
         Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.

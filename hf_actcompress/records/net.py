@@ -76,7 +76,7 @@ class Net(Netting):
             self._parts.settle()
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
-        held = held or self._smaller(x, own) or (self._kept(x) if own else self._whole(x))
+        held = held or self._smaller(x, own) or self._whole(x)
         # a node takes its number, and then it saves
         number = next_sequence_number() - 1
         self._by_node.setdefault(number, []).append(weakref.ref(held))
@@ -113,7 +113,7 @@ class Net(Netting):
     def _whole(self, x: Tensor) -> Kept:
         """x as it is, or a copy of it if it is a part of what nobody else will hold."""
         held = self._kept(x)
-        if self._parts is not None and x.grad_fn is not None:
+        if self._parts is not None:
             self._parts.note(held, x)
         return held
 

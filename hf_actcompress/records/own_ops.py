@@ -11,6 +11,7 @@ from torch import Tensor
 from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
 from .nodes import attention_in_order, pointwise
+from .parts import is_part
 from .saving import own_tensors
 
 # the type of `torch.autograd.Function.apply`
@@ -20,7 +21,8 @@ _Function = type[torch.autograd.Function]
 class _Off:
     """The net is off while one of our ops runs, which decides itself what to keep. That saves time on the host.
 
-    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs.
+    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs,
+    or is a part of a larger tensor.
     """
 
     __slots__ = ("hooks", "on")
@@ -37,7 +39,7 @@ class _Off:
             push_saved_tensor_hooks(self.hooks)
 
     def _needed(self, saved: Sequence[Tensor]) -> bool:
-        if not self.on and any(map(_is_made, saved)):
+        if not self.on and any(_is_made(x) or (x._base is not None and is_part(x)) for x in saved):
             push_saved_tensor_hooks(self.hooks)
             self.on = True
         return self.on

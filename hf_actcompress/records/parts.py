@@ -1,4 +1,4 @@
-"""Parts of larger tensors that stock code saves: copies of them are kept where nobody holds the rest.
+"""Parts of larger tensors that are saved: copies of them are kept where nobody holds the rest.
 
 Queries, keys and values are often views of one product. Rotated queries and keys are new tensors, so a value that is
 saved as a view holds three times its size. This is not known when it is saved, because the rest may be saved later. So
@@ -22,6 +22,13 @@ _WORTH = 0.75
 _LAST = 4
 
 
+def is_part(x: Tensor) -> bool:
+    """Whether x is a view of a result of which it has so little that a copy of it may be worth it."""
+    if x.grad_fn is None or type(x) not in (Tensor, FakeTensor) or x.layout is not strided:
+        return False
+    return x.nbytes <= _WORTH * x.untyped_storage().nbytes()
+
+
 class Parts:
     """The parts that are kept, by the memory that they are in. It holds no tensor.
 
@@ -36,11 +43,8 @@ class Parts:
 
     def note(self, held: Kept, x: Tensor) -> None:
         """x is kept by `held`, as it is."""
-        if type(x) not in (Tensor, FakeTensor) or x.layout is not strided:
-            return
-        storage = x.untyped_storage()
-        if x.nbytes <= _WORTH * storage.nbytes():
-            self._kept.setdefault(storage._cdata, []).append(weakref.ref(held))
+        if is_part(x):
+            self._kept.setdefault(x.untyped_storage()._cdata, []).append(weakref.ref(held))
 
     def settle(self) -> None:
         """Decide for those of the last whole tensors whose memory only saved parts hold."""

@@ -27,7 +27,7 @@ from ..codecs import IDENTITY, Codec
 from .outside import hooks_outside
 from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
 from .record import Derived, Recipe, Record, Stored, versions
-from .views import View, dense, extent
+from .views import TokensFirst, View, dense, extent
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
@@ -137,11 +137,14 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
     """Say that y need not be kept: `recompute(*sources)` returns it again, same shape, dtype and values.
 
     Args:
-        y: The output of an op, any shape; ignored unless it is contiguous.
+        y: The output of an op, any shape; ignored unless it is contiguous, or heads [B, H, S, D] of tokens that are.
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
         sources: Records of what y is made from; weights, statistics and RNG states as `stored_exact`.
     """
-    declare_as(y, Derived(Recipe(recompute), sources))
+    if y.is_contiguous():
+        declare_as(y, Derived(Recipe(recompute), sources))
+    elif y.dim() == 4:
+        declare_in_order(y, y.transpose(1, 2), TokensFirst(recompute), *sources)
 
 
 def declare_as(y: Tensor, record: Derived) -> None:

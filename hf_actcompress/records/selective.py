@@ -147,6 +147,9 @@ class Call:
         kept = known | storage_sizes(seen.x for seen in self._inputs if seen.needed and known_record(seen.x) is None)
         less = sum(size for storage, size in dropped.items() if storage not in instead)
         more = sum(size for storage, size in kept.items() if storage not in dropped)
+        if self._drawn is not None and self._drawn.has_changed():
+            # of a CPU a state is 5 kB, more than a tiny attention keeps
+            more += self._drawn.state.nbytes
         return less - more > _WORTH * sum(kept.values())
 
     def _is_same(self, forward: Forward, saved: Sequence[Again]) -> bool:
