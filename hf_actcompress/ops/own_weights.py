@@ -13,15 +13,20 @@ from torch import Tensor, nn
 
 
 class OwnWeights:
-    """The parameters of a module and of all inside of it, each once, by the places from which code reads them."""
+    """The parameters of a module and of all inside of it, each once, by the places from which code reads them.
+
+    Args:
+        module: That reads them.
+        children: Whether it reads those of the modules inside of it.
+    """
 
     __slots__ = ("_places", "_versions", "tensors")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, children: bool = True) -> None:
         self._places: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
         self.tensors: list[Tensor] = []
         known: dict[int, int] = {}
-        for part in module.modules():
+        for part in module.modules() if children else (module,):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     index = known.setdefault(id(parameter), len(known))
