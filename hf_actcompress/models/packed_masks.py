@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, masking_utils
 
-from ..modules.base import PLAIN_TENSORS
+from ..modules.base import PLAIN_TENSORS, stock_type
 from ..ops import PackedMask
 from ..private_apis import transforms_active
 from ..reference.sequences import Band, Sequences, sequences_of
+from .attention_rows import calls_interface, goes_in_rows
 from .copies import GlobalsCopy, global_names
 
 # for each of stock's mask functions: the config's field that says how far a query sees, and whether it is causal
@@ -64,6 +65,13 @@ class _Call:
         return None if real is None or real.all() else real
 
     @cached_property
+    def goes_in_rows(self) -> bool:
+        """Whether all attention of the model is eager, and goes some rows of queries at a time."""
+        kinds: Any = ((module, stock_type(module)) for module in self.model.modules())
+        modules = [module for module, kind in kinds if calls_interface(kind)]
+        return bool(modules) and all(map(goes_in_rows, modules))
+
+    @cached_property
     def is_compiled(self) -> bool:
         """Whether parts of the model are: their graphs take stock's mask."""
         return any(map(_is_compiled, self.model.modules()))
@@ -77,8 +85,8 @@ def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """The forward that replaces the stock forward for a call whose masks need not be made; None for other calls.
 
     Those are calls under no_grad or with another mask than a 2-D one, models that make their masks in another way, and
-    models without windows in rows that are not packed. The host waits for positions where it does in stock, and for a
-    2-D mask.
+    models without windows in rows that are not packed, unless attention is eager. The host waits for positions where it
+    does in stock, and for a 2-D mask.
     """
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if len(args) > 1 or not torch.is_grad_enabled() or transforms_active():
@@ -87,7 +95,9 @@ def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     kind: Any = type(model)
     copy = _copy(kind)
-    if copy is None or not copy.is_of(kind) or ((positions is None or mask is not None) and not _has_windows(kind)):
+    if copy is None or not copy.is_of(kind):
+        return None
+    if (positions is None or mask is not None) and not _has_windows(kind) and not _is_eager(model.config):
         return None
     return partial(_run, MethodType(copy.copy, model), _Call(model, positions, mask))
 
@@ -147,36 +157,41 @@ def _maker(stock: Callable[..., Any], field: str | None, causal: bool) -> Callab
         embeds, reach = given["inputs_embeds"], getattr(given["config"], field, None) if field else None
         if field and not reach:
             return stock(*args, **kwargs)
-        found = _seen(embeds, call, reach, causal, field == "attention_chunk_size")
+        eager = _is_eager(given["config"])
+        # stock looks for sequences in what this function is given: gpt-oss hands it no positions
+        packed = call.sequences if causal and given.get("position_ids") is not None else None
+        found = _seen(embeds, call, packed, reach, causal, field == "attention_chunk_size", eager)
         if found is None or embeds.shape[:2] != (found[0].rows, found[0].tokens):
             return stock(*args, **kwargs)
         sequences, window, real = found
         # only shape, dtype and device of the embeddings are read
         like = embeds.new_empty(()).expand(embeds.shape)
         make_stocks = partial(stock, **{**given, "inputs_embeds": like})
-        return PackedMask(sequences, window, make_stocks, embeds.device, None if real is None else real.to(like.device))
+        real = None if real is None else real.to(like.device)
+        return PackedMask(sequences, window, make_stocks, embeds.device, real, embeds.dtype if eager else torch.bool)
 
     return make
 
 
 def _seen(
-    embeds: Tensor, call: _Call, reach: int | None, causal: bool, chunked: bool
+    embeds: Tensor, call: _Call, packed: Sequences | None, reach: int | None, causal: bool, chunked: bool, eager: bool
 ) -> tuple[Sequences | Band, int | None, Tensor | None] | None:
     """Which tokens see which, the window, and which tokens are no padding; None where stock's mask is made."""
-    if causal and call.sequences is not None:
-        return None if chunked else (call.sequences, reach, None)
     rows, tokens = embeds.shape[:2]
-    if tokens**2 < SMALLEST_MASK:
+    small = tokens**2 < SMALLEST_MASK
+    if packed is not None:
+        return None if chunked or (small and eager) else (packed, reach, None)
+    if small:
         return None
     if call.real is not None:
         fits = call.real.shape == (rows, tokens)
         return (Band(rows, tokens, causal, chunked), _window(reach, causal), call.real) if fits else None
+    whole = Sequences(rows, tokens, tuple(range(0, rows * tokens + 1, tokens)))
     if not reach or tokens < reach:
-        # stock makes none
-        return None
+        # stock makes none but for eager attention
+        return (whole, None, None) if eager else None
     if not causal:
         return Band(rows, tokens, causal), _window(reach, causal), None
-    whole = Sequences(rows, tokens, tuple(range(0, rows * tokens + 1, tokens)))
     return (whole.cut(reach), None, None) if chunked else (whole, reach, None)
 
 
@@ -189,7 +204,8 @@ def _is_plain(given: dict[str, Any], call: _Call, causal: bool) -> bool:
     """Whether the mask depends on positions and padding alone."""
     if torch.compiler.is_compiling() or given.get("attention_mask") is not call.mask:
         return False
-    if causal and call.positions is not None and given.get("position_ids") is not call.positions:
+    positions = given.get("position_ids")
+    if causal and call.positions is not None and positions is not None and positions is not call.positions:
         return False
     if any(value is not None for name, value in given.items() if name not in _KNOWN):
         return False
@@ -198,5 +214,10 @@ def _is_plain(given: dict[str, Any], call: _Call, causal: bool) -> bool:
         # stock does not look for sequences if there is a cache
         return False
     config = given["config"]
-    as_named = not causal or getattr(config, "is_causal", True) is not False
-    return bool(config._attn_implementation == "sdpa" and as_named)
+    if causal and getattr(config, "is_causal", True) is False:
+        return False
+    return bool(config._attn_implementation == "sdpa" or (causal and _is_eager(config) and call.goes_in_rows))
+
+
+def _is_eager(config: Any) -> bool:
+    return bool(config._attn_implementation == "eager")

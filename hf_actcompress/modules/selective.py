@@ -30,13 +30,15 @@ class SelectiveMixin(ModuleMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
-        if settings is None or torch.compiler.is_compiling() or current.net is None:
+        if settings is None or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
+        stock = self.stock_forward()
+        if current.net is None:
+            return stock(*args, **kwargs)
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()), None)
         again = self.kwargs_again(args, kwargs)
         if x is None or again is None or not recording(x) or any(map(has_hooks, self._modules.values())):
-            return super().forward(*args, **kwargs)
-        stock = self.stock_forward()
+            return stock(*args, **kwargs)
         proved: dict[Any, bool] = self.__dict__.setdefault("actcompress_proved", {})
         kind = (x.dtype, autocast_dtype(x), self.training, *_kinds(args), *kwargs, *_kinds(tuple(kwargs.values())))
         parts = [(part, type(part), part.actcompress) for part in self.modules() if isinstance(part, PatchedModule)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._activation import activation
+from ._attention_rows import attention_rows
 from ._cast import cast
 from ._conv2d import conv2d
 from ._deferred_linear import LinearSource, deferred_linear
@@ -51,6 +52,7 @@ __all__ = [
     "activation_derivative",
     "activation_fewbit",
     "activation_output",
+    "attention_rows",
     "attention_tempo",
     "cast",
     "conv2d",
@@ -117,6 +119,7 @@ OPS: tuple[Op, ...] = (
         "probabilities",
     ),
     Op("attention", "packed", packed_attention, "q, k, v, output, logsumexp", "repeated k and v"),
+    Op("attention", "rows", attention_rows, "q, k, v", "mask, scores, probabilities, some rows at a time"),
     Op("rope", "angles", rope, "cos and sin, which all layers share", "nothing"),
     Op("cast", "record", cast, "nothing", "its output"),
     Op(

@@ -19,16 +19,18 @@ class OwnWeights:
     Args:
         module: Whose code runs again.
         buffers: Whether its constants count, too.
+        children: Whether it reads those of the modules inside of it.
     """
 
     __slots__ = ("_places", "_versions", "tensors")
 
-    def __init__(self, module: nn.Module, buffers: bool = False) -> None:
+    def __init__(self, module: nn.Module, buffers: bool = False, children: bool = True) -> None:
         self._places: list[tuple[dict[str, Any], str, int]] = []
         self.tensors: list[Tensor] = []
         known: dict[int, int] = {}
-        places: list[dict[str, Any]] = [part._parameters for part in module.modules()]
-        places += [part._buffers for part in module.modules()] if buffers else []
+        parts = [*module.modules()] if children else [module]
+        places: list[dict[str, Any]] = [part._parameters for part in parts]
+        places += [part._buffers for part in parts] if buffers else []
         for place in places:
             for name, x in place.items():
                 if x is not None:

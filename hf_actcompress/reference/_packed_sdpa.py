@@ -60,7 +60,7 @@ def _blocks(band: Band, window: int | None, q: Tensor, real: Tensor | None) -> I
     """The same where no query sees padding: `real` [B, T] is False there."""
     chunk = None
     if band.chunked and real is not None and window is not None:
-        chunk = (torch.arange(band.tokens, device=q.device) - _first_real(real)).div(window, rounding_mode="floor")
+        chunk = (torch.arange(band.tokens, device=q.device) - first_real(real)).div(window, rounding_mode="floor")
     for begin, end, first, last in band.blocks(window):
         mask = None if real is None else real[:, None, None, first:last]
         if band.causal or window is not None:
@@ -76,6 +76,6 @@ def _blocks(band: Band, window: int | None, q: Tensor, real: Tensor | None) -> I
         yield band, begin, end, first, last, mask
 
 
-def _first_real(real: Tensor) -> Tensor:
+def first_real(real: Tensor) -> Tensor:
     """[B, 1]: how many tokens of padding there are on the left of each row."""
     return (real.cumsum(1) == 0).sum(1, keepdim=True)

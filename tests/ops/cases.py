@@ -12,7 +12,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_actcompress import ops
 from hf_actcompress.reference import RMS_NORM_FORMULAS
-from tests.ops.attention_cases import fused_attention_cases, packed_attention_cases, recomputed_attention_cases
+from tests.ops.attention_cases import (
+    attention_rows_cases,
+    fused_attention_cases,
+    packed_attention_cases,
+    recomputed_attention_cases,
+)
 from tests.ops.contract_case import RNG_STATE, Case, Inputs, rand, rows, seeded, size, statistic
 from tests.ops.experts_cases import experts_cases, recomputed_cases
 
@@ -232,6 +237,7 @@ BUILDERS: dict[tuple[str, str], Callable[[], list[Case]]] = {
     ("attention", "fused"): fused_attention_cases,
     ("attention", "packed"): packed_attention_cases,
     ("attention", "recomputed"): recomputed_attention_cases,
+    ("attention", "rows"): attention_rows_cases,
     ("rope", "angles"): rope_cases,
     ("cast", "record"): cast_cases,
 }
