@@ -52,6 +52,6 @@ class Partitioner(CustomPartitionerFn):
 def _hash(inner: str) -> bytes:
     package = Path(__file__).parent.parent
     files = sorted(
-        str(path) for part in ("compilation", "codecs", "reference") for path in (package / part).glob("*.py")
+        str(path) for part in ("compilation", "codecs", "reference") for path in (package / part).rglob("*.py")
     )
     return get_hash_for_files(tuple(files), inner)
