@@ -112,6 +112,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("hf-actcompress")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -15,30 +15,30 @@ from .errors import UnknownOptionError
 class CompressionConfig(ConfigFile):
     """How each role's kept tensors are stored, and which roles are patched. The default is the preset "exact".
 
-    Codecs are names of `CODECS`. A codec itself is taken, too, and stands in the config by its name, or by its `repr`.
+    Codecs are names of `CODECS`. A codec object is also accepted: the config holds its name, or else its `repr`.
 
     Args:
         linear: Codec of linear inputs that have to be kept (most are derived and cost nothing).
         norm: Codec of the norms' inputs.
         mlp: Codec of activation inputs and of gate and up.
         attention: Codec of q, k, v and the output; with another codec than "identity" every attention call goes through
-            our op. Codecs along tokens, such as "int5_channels", need the variant "recomputed".
-        other: Codec of large activations that code without a rule keeps (`net`); another one than "identity" takes
-            nothing that is made of weights alone, and no masks, statistics, indices or losses.
+            our op. Codecs along tokens, such as "int5_channels", need ``attention_variant="recomputed"``.
+        other: Codec of large activations that code without a rule keeps (`net`). It never stores what is computed from
+            weights alone, nor masks, statistics, indices or losses.
         derive_linear: Rebuild a linear's input in backward where that is possible, at no cost in bytes. False: each
-            linear input is stored through the codec `linear`, as the papers on sparse activations have it.
+            linear input is stored through the codec `linear`, as in the papers on sparse activations.
         activation_variant: What a pointwise activation keeps: its "input" (exact), its "output" and a bit (Tempo,
             Inverted Activations), its "derivative" (nested forward differentiation), a derivative replaced by a step
             function of 1 to 4 bits ("steps3": few-bit backward), or the derivative's value in 2 to 8 bits ("values8").
-            Gated MLPs keep gate and up, exactly, whatever is said here.
+            Gated MLPs keep gate and up exactly under every variant.
         norm_variant: What a norm keeps: its "input" (exact) or its "output" (Tempo).
-        attention_variant: "statistics": the logsumexp of the exact q and k. "recomputed": the attention is run again
-            from what was stored, which is what 4-bit q and k need. "tempo": as "statistics", and eager attention
-            keeps its probabilities once.
+        attention_variant: "statistics": the logsumexp of the exact q and k. "recomputed": attention runs again on what
+            was stored, as q and k in 4 bits need it. "tempo": as "statistics", and eager attention keeps its
+            probabilities once.
         loss_head: Patch the language-modelling head so that nothing of vocabulary size is kept for backward.
         overrides: Codecs of single layers, as (dotted part of a module's name, role, codec): ``("layers.3", "mlp",
-            "int4")`` holds for every module below a "layers.3". Later ones win. `checkpoint_attention` may be set in
-            the same way. `calibrate` and `plan` write them.
+            "int4")`` holds for every module below a "layers.3". A later one replaces an earlier one.
+            `checkpoint_attention` may be set in the same way. `calibrate` and `plan` write them.
         logits: Return ``outputs.logits`` as stock does. False: where a forward in training, or under ``no_grad`` with
             labels, computes a loss, the head never makes them whole; ``outputs.logits`` computes its values when they
             are asked for (``argmax`` over the vocabulary a few rows at a time), until the weights change.
@@ -49,55 +49,57 @@ class CompressionConfig(ConfigFile):
             model itself selects the positions (ModernBERT's `sparse_prediction`).
         drop_padding: Keep nothing of the rows where the model's ``attention_mask`` [B, S] is 0, wherever they are: of
             hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (pools are of real tokens).
-            Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where
-            one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what
-            gradient checkpointing and unpatched modules keep, and encoder-decoder models.
-        share_prompts: Keep the rows of tokens once that begin several sequences of a batch, such as the prompt of a
-            group of completions (GRPO) or of two answers (DPO): hidden states, MLP tensors, q, k, v and what attention
-            keeps, through any codec that takes rows. For causal models without dropout (adapters' included): with
-            dropout or attention in both directions the forward raises SharedRowsError, and so does backward where a
-            comparison of some features finds other differences. Exact: equal rows differ by rounding at most. All rows
-            are computed. Finding equal rows waits for the device. Nothing is shared where a forward gets more than
-            `input_ids`, masks [B, S], positions and labels, or a filled cache. Layers run leaf by leaf. Kept whole:
-            statistics of norms, what gradient checkpointing and unpatched modules keep, and all in compiled graphs;
-            estimates know nothing of it. Not with `drop_padding`, `tokens`, encoder-decoders, or context parallelism.
+            Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where one
+            does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what gradient
+            checkpointing and unpatched modules keep, and encoder-decoder models.
+        share_prompts: Keep one copy of the rows of tokens with which several sequences of a batch begin, such as the
+            prompt of a group of completions (GRPO) or of two answers (DPO): hidden states, MLP tensors, q, k, v and
+            what attention keeps, through any codec that takes rows. For causal models without dropout (adapters'
+            included): with dropout or attention in both directions the forward raises SharedRowsError, and so does
+            backward where a comparison of some features finds other differences. Exact: equal rows differ by rounding
+            at most. All rows are computed. Finding equal rows waits for the device. Nothing is shared where a forward
+            gets more than `input_ids`, masks [B, S], positions and labels, or a filled cache. Layers run leaf by leaf.
+            Kept whole: statistics of norms, what gradient checkpointing and unpatched modules keep, and all in compiled
+            graphs. Estimates do not take it into account. Not with `drop_padding`, `tokens`, encoder-decoders, or
+            context parallelism.
         checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
             parts of their names: ``("layers.3",)``. "every:2" is every second layer, from the first on, as transformers
             counts them ("every:1": all); "but_last:1" all but the last one, which backward needs first: computing it
             again saves no memory while the rest is kept. Layers that are checkpointed anyway stay so. `plan` writes
             names.
-        checkpoint_attention: What a checkpointed layer keeps of attention, whoever asked for the checkpointing.
+        checkpoint_attention: What a checkpointed layer keeps of attention, however checkpointing was switched on.
             "recomputed": nothing. "kept": its output and statistics, so that its kernel does not run again in backward.
             It does run again with dropout, in code of a model's own making, in compiled graphs, and on a GPU where the
             call is not causal and has no mask. Exact; `checkpoint_input` must be lossless, because statistics of the
             exact q and k do not fit those of a rounded input.
-        checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, whoever asked for the
-            checkpointing (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer
-            is computed again from what was stored.
+        checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, however checkpointing was
+            switched on (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer is
+            computed again from what was stored.
         gradient_norms: For a codec of `linear` that samples tokens: how many samples to remember; 0 is off. A token
             then counts by the norm of x times that of its gradient when the same sample came last (WTA-CRS), which
-            helps from the second epoch on. A sample is known by a hash of its `input_ids` (or what the model's main
-            input is), so nothing has to be numbered; where each epoch cuts, masks or augments anew, none is met again.
-            Takes 4 bytes per sample, token and linear layer on the host, and a copy of the ids to the host per forward.
-            Not in compiled graphs, which sample by x alone.
+            helps from the second epoch on. A sample is recognised by a hash of its `input_ids` (or what the model's
+            main input is), so nothing has to be numbered; where each epoch cuts, masks or augments anew, no sample is
+            met again. Takes 4 bytes per sample, token and linear layer on the host, and a copy of the ids to the host
+            per forward. Not in compiled graphs, which sample by x alone.
         refresh_bits: For codecs whose bits are measured (GACT): before the tenth training forward and then before each
-            that is a multiple of this number, measure how much the gradient suffers from each layer's rounding, and set
-            the bits anew. It takes a forward and backward per layer and role, and two copies of the gradient. Nothing
-            is measured where the forward returns no loss, under reentrant checkpointing, where parameters are sharded,
-            or in compiled graphs. Call backward for one forward before the next one if layers are checkpointed: what
-            was packed before the bits change is not what their recomputation packs. 0 is off: the bits stay equal.
-        net: Look at what code without a rule saves, too: keep nothing of it that can be computed again bit by bit, and
+            whose number is a multiple of this one, measure how much the gradient suffers from each layer's rounding,
+            and set the bits anew. It takes a forward and backward per layer and role, and two copies of the gradient.
+            Nothing is measured where the forward returns no loss, under reentrant checkpointing, where parameters are
+            sharded, or in compiled graphs. Call backward for one forward before the next one if layers are
+            checkpointed: what was packed before the bits change is not what their recomputation packs. 0 is off: the
+            bits stay equal.
+        net: Also treat what code without a rule saves: keep nothing of it that can be computed again bit by bit, and
             the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
             `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
         selective: Run code of a model's own making again in backward (eager attention with its probabilities, a
             state-space scan) and keep what its linear layers return, which do not run again. Needs `net`.
         tiled_mlp: Rows (tokens) of a tile in which MLPs are computed, forward and backward, so that the working memory
             of an MLP is that of a tile; "auto" is half of the hidden size, 256 at least; 0 is off. An MLP then keeps
-            its input alone, which costs nothing where it is a norm's output, and is computed twice; in a checkpointed
-            layer (but with ``use_reentrant=True``) not once more. Exact, with the weights' gradients summed over tiles
-            in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants have no effect
-            inside. Evaluation under ``no_grad`` goes in tiles, too. Not computed in tiles: MLPs with hooks on their
-            layers, sharded ones (ZeRO-3), compiled ones, and experts.
+            its input alone, which costs nothing where it is a norm's output, and is computed twice, also in a
+            checkpointed layer (with ``use_reentrant=True`` three times there). Exact, with the weights' gradients
+            summed over tiles in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants
+            have no effect inside. Evaluation under ``no_grad`` goes in tiles, too. Not computed in tiles: MLPs with
+            hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts.
         programs: Run layers as programs: one autograd Function per layer where torch runs its attention by a fused
             kernel, else two and the attention, in code that is written down from what the layer's own code does, with
             the same bits and kept bytes for less of the host's time. A layer that is checkpointed as torch does it by
@@ -191,44 +193,31 @@ class CompressionConfig(ConfigFile):
         return {self.other, *(getattr(self, role) for role in CODEC_FIELDS), *single}
 
 
+# Storage: every role goes through a codec. q, k and v have 8 bits at least, because they have to fit the exact
+# statistics. A few channels of the residual stream are far larger than the others: stored apart, they cost under 1% of
+# the bytes, and most of the error disappears. Few linear inputs are stored at all (those of heads and poolers), and an
+# error in these matters. From the input of a checkpointed layer the whole layer is computed again, q and k included: it
+# has 8 bits in every preset, because it is small.
+_INT8 = CompressionConfig(
+    linear="int8",
+    norm="int8_outliers",
+    mlp="int8",
+    attention="int8",
+    other="int8",
+    checkpoint_input="int8_outliers",
+)
+_INT4 = replace(_INT8, norm="int4_128_outliers", mlp="int4_outliers")
+
 PRESETS: dict[str, CompressionConfig] = {
     "exact": CompressionConfig(),
     # exact, too, for long contexts: MLPs keep their input alone and are computed again in tiles, logits in chunks
     "long": CompressionConfig(tiled_mlp="auto", logits=False),
-    # storage: every role through a codec; q, k and v not below 8 bits where they have to fit the exact statistics. a
-    # few channels of the residual stream are far larger than the rest: kept apart, they cost under 1% of the bytes and
-    # most of the error goes. few linear inputs are stored at all (heads, poolers), and those matter
-    # the input of a checkpointed layer makes all of that layer, q and k too, and costs little: none stores it coarser
-    "int8": CompressionConfig(
-        linear="int8",
-        norm="int8_outliers",
-        mlp="int8",
-        attention="int8",
-        other="int8",
-        checkpoint_input="int8_outliers",
-    ),
-    "int4": CompressionConfig(
-        linear="int8",
-        norm="int4_128_outliers",
-        mlp="int4_outliers",
-        attention="int8",
-        other="int8",
-        checkpoint_input="int8_outliers",
-    ),
-    # attention in 5 bits, too: it is run again in backward, so that its statistics fit what was stored
-    "int4_attention": CompressionConfig(
-        linear="int8",
-        norm="int4_128_outliers",
-        mlp="int4_outliers",
-        attention="int5_channels",
-        attention_variant="recomputed",
-        other="int8",
-        checkpoint_input="int8_outliers",
-    ),
-    # what `calibrate` starts from; without it, the residual stream twice as fine as the rest
-    "adaptive": CompressionConfig(
-        linear="int8", norm="int8_outliers", mlp="int4_outliers", attention="int8", checkpoint_input="int8_outliers"
-    ),
+    "int8": _INT8,
+    "int4": _INT4,
+    # attention in 5 bits, too: it runs again in backward, so that its statistics fit what was stored
+    "int4_attention": replace(_INT4, attention="int5_channels", attention_variant="recomputed"),
+    # where `calibrate` starts; without it, the residual stream has twice the bits of the MLPs
+    "adaptive": replace(_INT8, mlp="int4_outliers", other="identity"),
     "fp8": CompressionConfig(
         linear="fp8_e4m3", norm="fp8_e4m3", mlp="fp8_e4m3", attention="fp8_e4m3", checkpoint_input="int8_outliers"
     ),
@@ -239,6 +228,7 @@ PRESETS: dict[str, CompressionConfig] = {
     "tempo": CompressionConfig(activation_variant="output", norm_variant="output", attention_variant="tempo"),
     "inverted": CompressionConfig(activation_variant="output"),
     "fewbit": CompressionConfig(activation_variant="steps3"),
+    "forward_ad": CompressionConfig(activation_variant="derivative"),
     # the papers' own quantisers. ActNN: what linear layers, convolutions, BatchNorms and pointwise activations read.
     # Mesa: all roles. GACT: all but attention, whose q and k of 4 bits would not fit the exact logsumexp
     "actnn": CompressionConfig(linear="int2_ranked", mlp="int2_ranked", other="int2_ranked"),

@@ -10,16 +10,16 @@ from .errors import UnknownOptionError
 
 CODEC_FIELDS = ("linear", "norm", "mlp", "attention", "checkpoint_input")
 
-# what an override may set for single layers
+# the fields that an override may set for single layers
 OVERRIDABLE = (*CODEC_FIELDS, "checkpoint_attention")
 
-# every so many layers, or all but so many at the end
+# every n-th layer, or all layers but the last n
 _SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
 
-# which tokens get gradients
+# how the tokens that get gradients are chosen
 TOKEN_CHOICES = ("random", "last", "loss")
 
-# which tensors an op keeps, where there is a choice
+# for ops that can keep different tensors: the variants of each
 VARIANTS: dict[str, tuple[str, ...]] = {
     "activation_variant": (
         "input", "output", "derivative",
@@ -62,7 +62,7 @@ def check(config: Any) -> None:
 
 
 def _check_attention(config: Any) -> None:
-    """Attention keeps its output with heads before features, which a codec along tokens would take for tokens."""
+    """A codec along tokens would take heads for tokens: attention keeps its output with heads before features."""
     codecs = [config.attention, *(value for _, field, value in config.overrides if field == "attention")]
     along = [name for name in codecs if CODECS[name].along_tokens]
     if along and config.attention_variant != "recomputed":
@@ -70,13 +70,13 @@ def _check_attention(config: Any) -> None:
 
 
 def _check_checkpoints(config: Any) -> None:
-    """Statistics of the exact q and k do not fit those of an input that was rounded, in any layer."""
+    """Kept statistics of the exact q and k do not fit a q and k that are computed from a rounded input."""
     if config.checkpoint_attention == "kept" and not CODECS[config.checkpoint_input].lossless:
         lossless = [name for name, codec in CODECS.items() if codec.lossless]
         raise UnknownOptionError('checkpoint_input with checkpoint_attention="kept"', config.checkpoint_input, lossless)
     for part, field, _ in config.overrides:
         if field.startswith("checkpoint"):
-            # the config of that layer is checked like any other
+            # making the config of that layer checks it
             config.at(part)
 
 
@@ -94,7 +94,7 @@ def _check_tokens(config: Any) -> None:
 
 
 def name_of(codec: Any) -> Any:
-    """A name for a codec that was given itself. One that is not in the table comes in under its `repr`."""
+    """The name of a codec that was given as an object. A codec that is not in the table is added under its `repr`."""
     if isinstance(codec, str) or not callable(getattr(codec, "pack", None)):
         return codec
     name = next((name for name, row in CODECS.items() if row == codec), repr(codec))

@@ -1,4 +1,4 @@
-"""A config as data and as a file, by the names that transformers and PEFT give to these methods."""
+"""A config as data and as a file. The methods have the names that transformers and PEFT use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ConfigFile:
 
     @classmethod
     def from_dict(cls: type[_Config], data: Mapping[str, Any]) -> _Config:
-        """What `to_dict` gave, also after JSON made lists of its tuples; fields that are missing have their defaults.
+        """The config of a dictionary that `to_dict` made, also after JSON; missing fields have their defaults.
 
         Raises:
             UnknownOptionError: A field that no config has, or a codec that is not registered in this process.
@@ -40,12 +40,12 @@ class ConfigFile:
         return cls(**{name: _tuples(value) for name, value in data.items()})
 
     def to_json(self) -> str:
-        """As `to_dict`; `from_json` reads it, but for a function: of that there is the name, which it refuses."""
+        """As `to_dict`. `from_json` reads it unless a field is a function, of which only the name is written."""
         return json.dumps(self.to_dict(), indent=2, default=_name)
 
     @classmethod
     def from_json(cls: type[_Config], text: str) -> _Config:
-        """What `to_json` wrote. Raises as `from_dict`."""
+        """The config that `to_json` wrote. It raises the errors of `from_dict`."""
         return cls.from_dict(json.loads(text))
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
@@ -56,7 +56,7 @@ class ConfigFile:
 
     @classmethod
     def from_pretrained(cls: type[_Config], folder: str | PathLike[str]) -> _Config:
-        """What `save_pretrained` wrote there.
+        """The config that `save_pretrained` wrote there.
 
         Raises:
             FileNotFoundError: The folder holds no such file.

@@ -1,12 +1,12 @@
 """Which implementation of a function runs: a Triton kernel or the torch reference.
 
-`implementation(name, x)` picks by x's device and by what is installed; `use("reference")` and `use("triton")` are
+`implementation(name, x)` chooses by x's device and by what is installed; `use("reference")` and `use("triton")` are
 explicit choices for a block of code. An explicit choice never falls back: under "triton" a kernel that cannot run
 raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device, or on
-an XPU (pointwise kernels), after it has agreed there with the reference, once per process, and the reference everywhere
-else. Of the kernels of the table `TIMED` nobody knows for which shapes they are faster: `auto` times both there when a
-shape is met first, unless the environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for deterministic
-results. If a launch fails later, the reference runs in its place from then on, with a warning.
+an XPU (pointwise kernels), once it has agreed there with the reference in this process, and the reference everywhere
+else. It is not known for which shapes the kernels of the table `TIMED` are faster: `auto` times both when it meets a
+shape for the first time, unless the environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for
+deterministic results. If a launch fails later, the reference runs in its place from then on, with a warning.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ OLDEST, OLDEST_OF_ALL = (7, 5), (8, 0)
 _log = logging.getLogger(__name__)
 _kernels: dict[str, Callable[..., Any]] = {}
 _trusted: dict[tuple[str, str | None, torch.device], bool] = {}
-# what a launch failed with after the kernel was trusted
+# the error of each trusted kernel whose launch has failed
 _failed: dict[tuple[str, torch.device], str] = {}
 _probing = threading.RLock()
 _decisions = Decisions()
 
-# of the process, not of a thread or context: backward runs in autograd's own threads, and torch.compile reads it
+# one for the process, not per thread or context: backward runs in autograd's threads, and torch.compile reads it
 _choice = "auto"
 
 
@@ -55,7 +55,7 @@ def use(choice: str) -> Iterator[None]:
         raise UnknownOptionError("implementation", choice, CHOICES)
     global _choice
     if choice == "triton" and importlib.util.find_spec("triton") is not None:
-        # now, because nothing can be imported while a graph is traced
+        # imported now, because nothing can be imported while a graph is traced
         for name in KERNELS:
             _kernel(name)
     before, _choice = _choice, choice
@@ -73,7 +73,7 @@ def chosen() -> str:
 def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any]:
     """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x.
 
-    `row` is the argument by which a kernel has variants: the kind of an activation, the variant of a norm. Each is
+    `row` is the argument by which a kernel has rows: the kind of an activation, the formula of a norm. Each is
     tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
     if runs_kernel(name, x, row):
@@ -87,15 +87,16 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
 
 
 def runs_kernel(name: str, x: Tensor, row: str | None = None) -> bool:
-    """Whether `implementation` is a kernel, or one where it is faster: for who has something better than the reference.
+    """Whether `implementation` gives a kernel, perhaps only where it is faster.
 
-    Who has it for a kernel of `TIMED` asks `kernel_wins` with the arguments, too.
+    For callers that know something better than the reference. For a kernel of `TIMED` they also ask `kernel_wins` with
+    the arguments.
     """
     if _choice == "triton" and name in KERNELS:
         _require(name, x)
         return True
-    # while a graph is traced the reference: a compiler fuses it with its neighbours and may recompute it, which it
-    # does with no foreign kernel
+    # the reference while a graph is traced: a compiler fuses it with its neighbours and may recompute it, which it
+    # cannot do with a kernel of ours
     if _choice != "auto" or name not in KERNELS or torch.compiler.is_compiling():
         return False
     if name in TIMED and not _may_time():
@@ -124,7 +125,7 @@ def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[st
 def kernel_wins(name: str, other: Callable[..., Any], *args: Any) -> bool:
     """Whether a kernel of `TIMED` is what runs for these arguments, the first of which is dy, and not `other`.
 
-    Both are run on the arguments if `auto` has to find out, as functions that write on none of them and draw nothing.
+    If `auto` does not know yet, both run on the arguments. So neither may write on them or draw random numbers.
     """
     if _choice == "triton":
         return True
@@ -143,7 +144,7 @@ def _faster(name: str, *args: Any) -> Any:
 
 
 def _made_by_other(args: tuple[Any, ...]) -> int:
-    """Bytes, at most, of what a way without the kernel makes: x or dy once more, and dW."""
+    """The most bytes that a way without the kernel allocates: x or dy once more, and dW."""
     dy, *stored = args
     outputs, widths = dy.size(-1), [x.size(-1) for x in stored if isinstance(x, Tensor)]
     features = max([*widths, *(arg for arg in stored if type(arg) is int)])
@@ -156,7 +157,7 @@ def _may_time() -> bool:
 
 
 def _timing_status(name: str) -> str:
-    """Of a kernel of `TIMED`."""
+    """The status of a kernel of `TIMED`."""
     if not _may_time():
         return "on request only: HF_ACTCOMPRESS_TIMING is 0, or torch is asked for deterministic results"
     found = _decisions.of(name)
@@ -183,7 +184,7 @@ def _unfit(x: Tensor) -> str | None:
         return "no kernel computes in fp64"
     if x.dtype == torch.bfloat16 and lacks_bf16(x.device):
         return "the GPU has no bf16"
-    # sharded, fake and wrapped tensors have no memory of their own to point at
+    # sharded, fake and wrapped tensors have no memory of their own
     return None if type(x) in (Tensor, torch.nn.Parameter) else f"the tensor is a {type(x).__name__}"
 
 
@@ -242,7 +243,7 @@ def _older_than(oldest: tuple[int, int], device: torch.device) -> str | None:
 
 
 def _probed(name: str, row: str | None, device: torch.device) -> str | None:
-    """Why `auto` does not trust the kernel on that device; for None in any of its variants."""
+    """Why `auto` does not trust the kernel on that device; for None in any of its rows."""
     with _probing:
         return _probe(name, row, device)
 
@@ -260,7 +261,7 @@ def _probe(name: str, row: str | None, device: torch.device) -> str | None:
 
 @cache
 def _launcher(name: str, row: str | None, device: torch.device) -> Callable[..., Any]:
-    """The kernel as `auto` hands it out: one that fails is the reference from then on, also where it is held."""
+    """The kernel for `auto`. Once it fails, the reference runs in its place, also where this function is held."""
 
     def failed(reason: str) -> None:
         _trusted[name, row, device] = False

@@ -47,8 +47,8 @@ def register_codec(name: str, codec: Codec) -> Registration:
 
     Args:
         name: A new one.
-        codec: A frozen dataclass with the methods of `Codec`, which is best its base. `check_codec(codec)` of
-            `hf_actcompress.testing` tries whether it holds what a codec promises.
+        codec: A frozen dataclass with the methods of `Codec`; `Codec` should be its base. `check_codec(codec)` of
+            `hf_actcompress.testing` checks that it keeps a codec's promises.
 
     Raises:
         RegistrationError: The name is taken, or an equal codec has a name already.
@@ -83,13 +83,13 @@ def register_preset(name: str, config: CompressionConfig) -> Registration:
 
 
 def register_activation(kind: type[nn.Module], function: str, attributes: tuple[str, ...] = ()) -> Registration:
-    """Say which function a pointwise activation of one's own computes: it then keeps what torch's own would.
+    """Say which function your own pointwise activation computes. It then keeps what torch's activation keeps.
 
     Args:
         kind: A class, exactly; subclasses are other classes. Its forward takes x and returns f(x).
         function: A row of `hf_actcompress.reference.ACTIVATIONS`, such as "gelu_new" or "leaky_relu". The values stay
             those of the class's own forward; backward uses the derivative of the row.
-        attributes: Of the instances, that hold the row's constants, in its order.
+        attributes: Names of the instance attributes that hold the row's constants, in the order of the row.
 
     Raises:
         UnknownOptionError: No such function.
@@ -104,13 +104,14 @@ def register_activation(kind: type[nn.Module], function: str, attributes: tuple[
 
 
 def register_rule(rule: Rule) -> Registration:
-    """Say how modules of a type of one's own are patched. The rule is asked before those of this package.
+    """Say how modules of your own type are patched. The rule is asked before those of this package.
 
     Args:
-        rule: From a module that is not patched yet and the config that holds there: a `Site` (the mixin that the
-            module's class gets, and `Settings` for it), `Declined` (why the module is left alone; reports say it), or
-            None for a module that the rule does not know. The mixins of `hf_actcompress.modules` compute what torch's
-            own modules compute: a rule may use one only if that holds for its type, too.
+        rule: A function of a module that is not patched yet, and of the config that holds there. It returns a `Site`
+            (the mixin that the module's class gets, and the mixin's `Settings`), `Declined` (the reason why the module
+            is left alone, for reports), or None for a module that the rule does not know. The mixins of
+            `hf_actcompress.modules` compute what torch's own modules compute: a rule may use one only if that holds for
+            its type, too.
 
     Raises:
         RegistrationError: The rule is registered already.

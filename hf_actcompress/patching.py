@@ -14,19 +14,17 @@ from torch import nn
 from .compilation import register
 from .config import PRESETS, CompressionConfig, Configured, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .models import Site, find_site
-from .models.adapters import rank_layers
-from .models.checkpointing import find_checkpoint_input, restore_checkpointing, switch_on
-from .models.heads import find_head
-from .models.methods.chosen_layers import find_chosen_tokens, refuse_choice
+from .models import Places, Site, find_site
+from .models.checkpointing import restore_checkpointing, switch_on
+from .models.methods.chosen_layers import refuse_choice
 from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
 from .models.selective import find_selective
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
-from .modules.checkpoint import CheckpointInputMixin
-from .programs import find_program, is_outdated
+from .modules.checkpoint import CheckpointInputMixin, CheckpointSettings
+from .programs import LayerSettings, find_program, is_outdated
 from .reference.rng import Generators
-from .reporting import heads_of, is_parametrization, patch_report
+from .reporting import is_parametrization, patch_report
 from .roles import Role
 
 register()
@@ -49,9 +47,9 @@ def patch_model(
         config: A preset's name, a CompressionConfig, or what carries one (a plan, a calibration). The default keeps
             gradients exact.
         strict: Raise if nothing could be patched.
-        seed: Of what stochastic codecs draw; by default torch's initial seed. Dropout is not affected. Each model has
-            generators of its own, which a seed starts again; a deep copy or an unpickled model goes on from where the
-            original is, without a link to it.
+        seed: The seed of stochastic codecs; by default torch's initial seed. It does not affect dropout. Each model has
+            generators of its own, which start again when a seed is given. A deep copy or an unpickled model continues
+            from the original's state, independently of it.
 
     Returns:
         The same model. A second call with the same config patches what is new in the model; with another config it
@@ -87,10 +85,10 @@ def patch_model(
 
 
 def apply_config(model: nn.Module, config: CompressionConfig, generators: Generators | None = None) -> None:
-    """Patch what is not patched yet: all of it, or nothing if something goes wrong. No warning, no seed.
+    """Patch what is not patched yet: everything, or nothing if an error occurs. No warning, no seed.
 
     Args:
-        generators: From which the stochastic codecs draw; None: the model's own, or new ones.
+        generators: Those of the stochastic codecs; None: the model's own, or new ones.
     """
     refuse_choice(model, config)
     root = root_of(model)
@@ -120,23 +118,15 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
 
 
 def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
-    heads = {id(head) for head in heads_of(model)}
-    of_rank = {id(layer) for module in model.modules() for layer in rank_layers(module)}
-    # a list: modules change their classes on the way
+    places = Places.of(model)
+    # a list, because the loop changes the modules' classes
     for name, module in list(_named(model, prefix)):
         if settings_of(module) is not None or is_parametrization(name):
             continue
         if isinstance(module, PatchedModule):
-            # its class is patched and it has no settings: somebody made it with the class of a patched layer
+            # a patched class without settings: another library made this module by calling the class of a patched layer
             unpatch_instance(module)  # type: ignore[arg-type]
-        local = config.at(name)
-        if id(module) in of_rank:
-            local = replace(local, linear="identity", derive_linear=True, gradient_norms=0)
-        found = find_head(module, local) if id(module) in heads else None
-        if not isinstance(found, Site):
-            found = (
-                find_chosen_tokens(module, local) or find_checkpoint_input(module, local) or find_site(module, local)
-            )
+        found = find_site(module, config.at(name), places)
         if isinstance(found, Site):
             codec = found.settings.codec.drawing_from(generators).used_in(name, found.settings.role)
             patch_instance(module, found.mixin, replace(found.settings, codec=codec))
@@ -146,24 +136,24 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
     """Let the layers that are proved run as programs. Their leaves stay patched for calls that run leaf by leaf."""
     for layer in list(model.modules()):
         settings = settings_of(layer)
-        if settings is not None and is_outdated(layer):
-            # adapters have come into it, or have gone
-            _, settings = settings.options
-            unpatch_instance(layer)  # type: ignore[arg-type]
+        if isinstance(settings, LayerSettings) and is_outdated(layer):
+            # adapters were added to the layer or removed from it
+            settings = settings.kept
+            unpatch_instance(layer)
             if settings is not None:
                 patch_instance(layer, CheckpointInputMixin, settings)
-        if settings is not None and settings.role != Role.CHECKPOINT_INPUT:
+        kept = settings if isinstance(settings, CheckpointSettings) else None
+        if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
             continue
-        found = find_program(layer, config)
+        found = find_program(layer, config, kept)
         if isinstance(found, Site):
-            if settings is not None:
-                unpatch_instance(layer)  # type: ignore[arg-type]
-            programs, _ = found.settings.options
-            patch_instance(layer, found.mixin, replace(found.settings, options=(programs, settings)))
+            if kept is not None:
+                unpatch_instance(layer)
+            patch_instance(layer, found.mixin, found.settings)
 
 
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
-    """Let modules whose own code keeps much run again in backward: the outermost ones. Their leaves are patched."""
+    """Let modules whose own code keeps much run again in backward. Of nested ones only the outermost does."""
     inside: set[int] = set()
     for name, module in list(_named(model, prefix)):
         found = find_selective(module, config.at(name)) if id(module) not in inside else None

@@ -1,4 +1,4 @@
-"""What `patch_model` did to a model and what it left alone: read off the model as it is now."""
+"""What `patch_model` did to a model and what it left alone, as the model is now."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .config import CompressionConfig
 from .display.report import Report
 from .display.tables import Table
 from .errors import NotPatchedError
-from .models import Declined, Site, find_site
+from .models import Declined, Places, Site, find_site
 from .models.checkpointing import is_switched_on
 from .models.foreign import find_foreign
-from .models.heads import find_head, output_layers
+from .models.heads import find_head
 from .models.padding import why_not
 from .models.root import pretrained_models, root_module, root_of
 from .modules.base import PLAIN_TENSORS, Settings, settings_of, stock_type
-from .programs import find_program
+from .programs import LayerSettings, find_program
 from .roles import Role
 
 _INERT = (
@@ -45,7 +45,7 @@ class PatchRow:
     name: str
     module: str
     role: str
-    variant: str = ""
+    kind: str = ""
     codec: str = ""
     keeps: str = ""
     reason: str = ""
@@ -78,9 +78,9 @@ class PatchReport(Report):
 
     def tables(self) -> tuple[Table, ...]:
         """A row per module."""
-        columns = ("module", "type", "role", "variant", "codec", "keeps", "left alone or otherwise because")
+        columns = ("module", "type", "role", "kind", "codec", "keeps", "left alone or otherwise because")
         rows = [
-            (row.name, row.module, row.role, row.variant, row.codec, row.keeps, row.reason or row.note)
+            (row.name, row.module, row.role, row.kind, row.codec, row.keeps, row.reason or row.note)
             for row in self.rows
         ]
         return (Table(columns, rows, title="hf_actcompress"),)
@@ -89,11 +89,11 @@ class PatchReport(Report):
 def patch_report(model: nn.Module) -> PatchReport:
     """What is patched in a model, and what is left alone and why.
 
-    It is read off the model as it is now: adapters, heads and weights that were exchanged after `patch_model` show as
-    what they have become. Modules that no rule knows and that keep activations of their own are named, too.
+    The report describes the model as it is now, also where adapters, heads and weights were exchanged after
+    `patch_model`. Modules that no rule knows and that keep activations of their own are named, too.
 
     Raises:
-        NotPatchedError: The model is in stock.
+        NotPatchedError: The model is not patched.
     """
     root = root_of(model)
     if root is None:
@@ -106,28 +106,23 @@ def is_parametrization(name: str) -> bool:
     return ".parametrizations." in f".{name}."
 
 
-def heads_of(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The output layers of all transformers models in the tree."""
-    return tuple(head for part in pretrained_models(model).values() for head in output_layers(part))
-
-
 def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
     role = Role.PADDING if config.drop_padding else Role.SHARED_PROMPTS if config.share_prompts else None
     if role and (reason := why_not(root_module(model))):
         yield PatchRow("", type(root_module(model)).__name__, role, reason=reason)
-    heads = {id(head) for head in heads_of(model)}
+    places = Places.of(model)
     for name, module in model.named_modules():
         if is_parametrization(name):
             continue
         settings = settings_of(module)
-        if id(module) in heads and (settings is None or settings.role != Role.LOSS_HEAD):
+        if id(module) in places.heads and (settings is None or settings.role != Role.LOSS_HEAD):
             found = find_head(module, config.at(name))
             if isinstance(found, Declined):
                 yield _declined(name, module, found)
         if settings is not None:
             yield _patched(name, module, settings)
-            if settings.role == Role.LAYER and (checkpointed := settings.options[1]) is not None:
-                yield _patched(name, module, checkpointed)
+            if isinstance(settings, LayerSettings) and settings.kept is not None:
+                yield _patched(name, module, settings.kept)
             if settings.role == Role.CHECKPOINT_INPUT and isinstance(found := find_program(module, config), Declined):
                 yield PatchRow(name, stock_type(module).__name__, found.role, "leaf by leaf", note=found.reason)
         elif (row := _left_alone(name, module, config)) is not None:
@@ -146,7 +141,7 @@ def _on_cuda(model: nn.Module) -> bool:
 
 
 def _draws_again(model: nn.Module) -> bool:
-    """Whether masks are drawn again in backward by more than dropout modules, which keep bits in a CUDA graph."""
+    """Whether masks are drawn again in backward outside of dropout modules, which keep bits in a CUDA graph."""
     configs = [part.config for part in pretrained_models(model).values()]
     if any(getattr(config, name, 0.0) for config in configs for name in _ATTENTION_DROPOUT):
         return True
@@ -162,9 +157,7 @@ def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:
         reason = _INERT
     elif weight is not None and type(weight) not in PLAIN_TENSORS:
         reason = f"its weight is a {type(weight).__name__}, not a plain tensor: the stock forward runs"
-    return PatchRow(
-        name, stock, settings.role, settings.variant, codec, settings.keeps, reason=reason, note=settings.note
-    )
+    return PatchRow(name, stock, settings.role, settings.kind, codec, settings.keeps, reason=reason, note=settings.note)
 
 
 def _left_alone(name: str, module: nn.Module, config: CompressionConfig) -> PatchRow | None:

@@ -7,8 +7,9 @@ The jobs are two of `evaluate_presets.py`, a pretrained MiniLM (classification) 
 here first (language modelling), and "completion": the latter with labels for the end of each sequence alone, as in
 tuning on instructions. Kept bytes are those of the layers in bf16 under the preset `exact`; step times are
 medians of interleaved steps on this machine, over full tuning's. A row's difference is the mean, over seeds, of its
-held-out loss less that of full tuning from the same seed; beside it the spread (standard deviation) of full tuning's
-own losses over the seeds. Tokens are chosen by their loss where each has one. Writes chosen_tokens.json and .md.
+held-out loss less that of full tuning from the same seed, with its 95% interval; below it the spread (standard
+deviation) of full tuning's own losses over the seeds. Tokens are chosen by their loss where each has one. Writes
+chosen_tokens.json and .md.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import transformers
 from common.data import Example
+from common.evaluation_report import interval
 from common.jobs import Job, fit, held_out_loss, make_job
 from common.models import without_dropout
 from common.state import IGNORE
@@ -128,7 +130,7 @@ def table(found: dict[str, Any]) -> str:
         differences = [ours - theirs for ours, theirs in zip(result["losses"], full, strict=True)]
         lines.append(
             f"| {row} | {result['kept_h']:.1f} | {result['step_ratio']:.2f} | {statistics.mean(result['losses']):.3f} "
-            f"| {statistics.mean(differences):+.3f} |"
+            f"| {statistics.mean(differences):+.3f} ± {interval(differences) or 0:.3f} |"
         )
     spread = statistics.stdev(full) if len(full) > 1 else float("nan")
     return "\n".join(lines) + f"\n\nSpread of full tuning's loss over {len(full)} seeds: {spread:.3f}.\n"

@@ -43,8 +43,11 @@ DTYPES = ("bfloat16", "float32")
 ROWS, WIDTH = 64, 4096
 # of the kernels whose tiles depend on the width: those that models have
 WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
-# norms' rows, the heads of a token, one group per row, the vocabulary
-_SIZED = {"layer_norm", "methods.norm_output", "rms_norm", "rope", "float8", "int_group", "linear_cross_entropy"}
+# norms' rows, rows with a scale of few-bit codes, the heads of a token, one group per row, the vocabulary
+_SIZED = {
+    "layer_norm", "methods.norm_output", "methods.fewbit", "rms_norm", "rope", "float8", "int_group",
+    "linear_cross_entropy",
+}  # fmt: skip
 BY_WIDTH = frozenset(name for name, module in KERNELS.items() if module in _SIZED)
 OUT = Path(__file__).parent / "results" / "aot"
 

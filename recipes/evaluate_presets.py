@@ -9,11 +9,12 @@ bf16 autocast does to the gradient of the same batch; step times are medians of 
 
 Losses are held-out ones at the end of a training in which a bad gradient shows: MiniLM is fine-tuned, the language
 models learn from random weights at six times the rate of a fine-tune. Fine-tuned at a low rate they end within a
-thousandth of stock under most presets. Each seed is one order of the batches (and one dropout), the same for stock and
-preset: the mean of the paired differences has a 95% confidence interval (Student's t), and a preset is "worse" or
-"better" where that excludes zero. Of twenty presets that are as good as stock, one is told apart by chance. What is
-lossless trains with the first seed alone. Writes evaluation-JOB.json as it goes, and goes on from there (jobs may run
-side by side); then evaluation.md and .png of all.
+thousandth of stock under most presets. Each sequence comes three times (`--passes`), because WTA-CRS draws by what it
+saw of a sequence before. Each seed is one order of the batches (and one dropout), the same for stock and preset: the
+mean of the paired differences has a 95% confidence interval (Student's t), and a preset is "worse" or "better" where
+that excludes zero. Of twenty presets that are as good as stock, one is told apart by chance. What is lossless trains
+with the first seed alone. Writes evaluation-JOB.json as it goes, and goes on from there (jobs may run side by side);
+then evaluation.md and .png of all.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import transformers
+from common.data import shuffled_order
 from common.evaluation_report import write_reports
 from common.jobs import JOBS, Job, fit, held_out_loss, make_job
 from common.models import without_dropout
@@ -83,14 +85,16 @@ def bf16_error(job: Job) -> float:
     return float((gradient(model, batch, bf16=True) - exact).norm() / exact.norm())
 
 
-def final_loss(job: Job, config: CompressionConfig | str | None, seed: int, steps: int) -> float:
+def final_loss(job: Job, config: CompressionConfig | str | None, seed: int, args: argparse.Namespace) -> float:
     """Held-out loss after training a copy of the job's model, untrained where there is such a one; None is stock."""
     run = copy.copy(job)
+    trained_on = shuffled_order(len(job.train), 0, args.steps * job.batch_size // args.passes)
+    run.train = [job.train[i] for i in trained_on]
     run.model = copy.deepcopy(job.untrained or job.model)
     run.lr = LEARNING_RATE if job.untrained else job.lr
     if config is not None:
         patch_model(run.model, config, seed=seed)
-    fit(run, seed, steps)
+    fit(run, seed, args.steps)
     return held_out_loss(run)
 
 
@@ -110,7 +114,7 @@ def measure(job: Job, row: str, args: argparse.Namespace) -> dict[str, Any]:
         result["step_ratio"] = step_ratio(job, config, args.rounds)
     trained = config if row != "stock" else None
     seeds = 1 if row != "stock" and (PRESETS[config] if isinstance(config, str) else config).lossless else args.seeds
-    result["losses"] = [final_loss(job, trained, seed, args.steps) for seed in range(seeds)]
+    result["losses"] = [final_loss(job, trained, seed, args) for seed in range(seeds)]
     return result
 
 
@@ -128,7 +132,8 @@ def run_job(name: str, args: argparse.Namespace) -> None:
     """Measure what is missing of one job."""
     path = args.output_dir / f"evaluation-{name}.json"
     start = "pretrained" if name == "minilm" else "random weights"
-    results = load_results(path, {"start": start, "seeds": args.seeds, "steps": args.steps, "rounds": args.rounds})
+    chosen = {option: getattr(args, option) for option in ("seeds", "steps", "passes", "rounds")}
+    results = load_results(path, {"start": start, **chosen})
     results["command"] = args.command
     missing = [row for row in ("stock", *args.presets) if row not in results["rows"]]
     if not missing and "bf16_error" in results:
@@ -149,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--presets", nargs="+", choices=ROWS[1:], default=list(ROWS[1:]))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300, help="of each training, and of the one before it")
+    parser.add_argument("--passes", type=int, default=3, help="over the sequences of a training")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each model")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/evaluate_presets"))
     args = parser.parse_args(argv)

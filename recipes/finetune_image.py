@@ -7,7 +7,9 @@
 By default the images are scikit-learn's handwritten digits, made larger. A local --dataset is a folder with a folder of
 images for each class. With --compare each preset is trained from the same seeds as stock. Kept bytes and the peak (of
 forward and backward above weights and gradients) are the allocator's, of one batch. A step's time is the least of
---rounds, in which stock and all presets take turns. Writes image.json and image.md.
+--rounds, in which stock and all presets take turns. Writes image.json and image.md; what an earlier run with the same
+options found of other models stays in them. Behind an accuracy is the standard deviation over seeds, behind the mean
+difference from stock of the same seed its 95% interval.
 The only line that a training script of your own needs is the one with `patch_model`.
 """
 
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 from common.bench_report import environment
+from common.evaluation_report import interval
 from common.files import replace_text
 from common.images import IMAGE_MODELS, Batch, Images, accuracy, fit_images, image_model, load_images
 from common.options import positive
@@ -32,14 +35,14 @@ from tqdm.auto import tqdm
 
 from hf_actcompress import PRESETS, kept_bytes, measure_step, patch_model
 
-COMPARED = ("exact", "int8", "mesa", "gact", "actnn", "pooled", "blocksparse", "dropit")
+COMPARED = ("exact", "int8", "mesa", "gact", "actnn", "forward_ad", "pooled", "blocksparse", "dropit")
 COLUMNS = ("kept MiB", "kept, of stock", "peak MiB", "peak, of stock", "x step", "accuracy", "against stock, points")
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Row:
-    """One preset on one model; accuracies are those of the seeds, in order."""
+    """One preset on one model, by a command; accuracies are those of the seeds, in order."""
 
     model: str
     preset: str
@@ -47,6 +50,7 @@ class Row:
     peak_bytes: int
     seconds: float
     accuracies: list[float]
+    command: str
 
 
 def prepared(name: str, preset: str, images: Images, args: argparse.Namespace, seed: int) -> Any:
@@ -69,7 +73,7 @@ def stepper(model: Any, batch: Batch, device: str) -> Callable[[], float]:
     return step
 
 
-def measure_model(name: str, images: Images, args: argparse.Namespace) -> list[Row]:
+def measure_model(name: str, images: Images, args: argparse.Namespace, command: str) -> list[Row]:
     """Stock and every preset of --presets."""
     presets = ("stock", *args.presets)
     models = {preset: prepared(name, preset, images, args, seed=0) for preset in presets}
@@ -83,7 +87,7 @@ def measure_model(name: str, images: Images, args: argparse.Namespace) -> list[R
         kept = kept_bytes(lambda preset=preset: models[preset](**batch).loss, args.device)
         peak = measure_step(steps[preset], args.device).peak_bytes
         found = [trained(name, preset, images, args, seed)[1] for seed in range(args.seeds)]
-        rows.append(Row(name, preset, kept, peak, min(t[preset] for t in times), found))
+        rows.append(Row(name, preset, kept, peak, min(t[preset] for t in times), found, command))
     return rows
 
 
@@ -96,7 +100,8 @@ def trained(name: str, preset: str, images: Images, args: argparse.Namespace, se
 
 def markdown(rows: Sequence[Row], images: Images, args: argparse.Namespace, about: dict[str, Any]) -> str:
     """A table per model."""
-    lines = [f"`{about['command']}`", "", f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "]
+    commands = dict.fromkeys(f"`{row.command}`" for row in rows)
+    lines = [", ".join(commands), "", f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "]
     lines[-1] += f"transformers {about['transformers']}; {images.name}, {len(images.train[1])} to train on, "
     lines[-1] += f"{len(images.held_out[1])} held out, {images.size} x {images.size} pixels, batches of "
     lines[-1] += f"{args.batch_size}, {args.max_steps} steps, {args.seeds} seeds"
@@ -108,18 +113,16 @@ def markdown(rows: Sequence[Row], images: Images, args: argparse.Namespace, abou
 
 
 def _cells(row: Row, stock: Row) -> tuple[str, ...]:
-    mean, gaps = statistics.mean(row.accuracies), [
-        100 * (a - b) for a, b in zip(row.accuracies, stock.accuracies, strict=True)
-    ]  # fmt: skip
-    spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in (row.accuracies, gaps)]
+    spread = statistics.stdev(row.accuracies) if len(row.accuracies) > 1 else 0.0
+    gaps = [100 * (a - b) for a, b in zip(row.accuracies, stock.accuracies, strict=True)]
     return (
         f"{row.kept_bytes / MIB:.2f}",
         f"{row.kept_bytes / stock.kept_bytes:.3f}",
         f"{row.peak_bytes / MIB:.2f}",
         f"{row.peak_bytes / stock.peak_bytes:.3f}",
         f"{row.seconds / stock.seconds:.2f}",
-        f"{mean:.2%} ± {spread[0]:.2%}",
-        f"{statistics.mean(gaps):+.2f} ± {spread[1]:.2f}",
+        f"{statistics.mean(row.accuracies):.2%} ± {spread:.2%}",
+        f"{statistics.mean(gaps):+.2f} ± {interval(gaps) or 0:.2f}",
     )
 
 
@@ -133,6 +136,13 @@ def train_one(name: str, images: Images, args: argparse.Namespace) -> None:
     else:
         torch.save(model.state_dict(), folder / "weights.pt")
     print(f"{name}: {found:.2%} of {len(images.held_out[1])} held-out images; saved in {folder}")
+
+
+def earlier_rows(path: Path, about: dict[str, Any]) -> list[Row]:
+    """What a run with the same options, but for the models, has written there."""
+    found = json.loads(path.read_text()) if path.is_file() else {"options": {}}
+    options = [{**one["options"], "models": None} for one in (found, about)]
+    return [Row(**row) for row in found["rows"]] if options[0] == options[1] else []
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -168,9 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command = shlex.join(["python", "recipes/finetune_image.py", *(sys.argv[1:] if argv is None else argv)])
     about = environment(args.device, command, vars(args))
-    rows: list[Row] = []
+    rows = [row for row in earlier_rows(args.output_dir / "image.json", about) if row.model not in args.models]
     for name in args.models:
-        rows += measure_model(name, images, args)
+        rows += measure_model(name, images, args, command)
         record = {**about, "images": images.name, "rows": [asdict(row) for row in rows]}
         replace_text(args.output_dir / "image.json", json.dumps(record, indent=2) + "\n")
         replace_text(args.output_dir / "image.md", markdown(rows, images, args, about))

@@ -40,6 +40,7 @@ MODES: dict[str, Prepare] = {
     "stock": lambda model: model,
     **{name: lambda model, name=name: patch_model(model, name) for name in PRESETS},  # type: ignore[misc]
     "leaf by leaf": lambda model: patch_model(model, CompressionConfig(programs=False)),
+    "without the net": lambda model: patch_model(model, CompressionConfig(net=False)),
 }
 
 

@@ -2,7 +2,7 @@
 
     python recipes/reproduce.py --list
     python recipes/reproduce.py --paper actnn
-    python recipes/reproduce.py --paper all          # half an hour on one core
+    python recipes/reproduce.py --paper all          # two minutes on one core
     python recipes/reproduce.py --paper all --full   # larger batches, on a GPU
 
 Each claim has its source, our setting, our number and a verdict: "reproduced" where ours is at least nine tenths of the
@@ -16,6 +16,7 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -31,11 +32,16 @@ def measure(name: str, scale: Scale, command: str) -> list[Row]:
     """Every claim of one paper."""
     rows = []
     for claim in PAPERS[name].claims:
+        began = time.process_time()
         ours = claim.measure(scale)
+        seconds = time.process_time() - began
         said, reason = verdict(claim, ours)
         title, figure = PAPERS[name].title, claim.figure
         rows.append(
-            Row(name, title, claim.text, claim.source, claim.setting, claim.unit, figure, ours, said, reason, command)
+            Row(
+                name, title, claim.text, claim.source, claim.setting, claim.unit, figure, ours, said, reason, command,
+                seconds,
+            )
         )  # fmt: skip
         print(f"{title}: {readable(figure, claim.unit)} claimed, {readable(ours, claim.unit)} here: {said}", flush=True)
     return rows

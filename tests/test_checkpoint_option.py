@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report, unpatch_model
+from hf_actcompress.codecs import CODECS
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.modules.checkpoint import CheckpointInputMixin
 from tests.families import BY_NAME, build, differing, step
 
 NAMES = ("bert", "gpt2-gelu-tanh", "llama", "t5")
@@ -77,3 +79,12 @@ def test_a_layer_that_is_not_there_is_refused_and_nothing_is_patched():
     with pytest.raises(UnknownOptionError, match="layers.7"):
         patch_model(model, CompressionConfig(checkpoint=("layers.0", "layers.7")))
     assert flags(model) == flags(build(BY_NAME["llama"], "fp32"))
+
+
+def test_a_layer_whose_forward_is_bound_keeps_its_input_through_the_codec_all_the_same():
+    """As device_map's hooks bind it: the checkpoint function is asked for whatever the forward is."""
+    model = build(BY_NAME["llama"], "fp32")
+    layer = model.model.layers[0]
+    layer.forward = layer.forward
+    patch_model(model, CompressionConfig(checkpoint_input="int8_outliers"))
+    assert isinstance(layer, CheckpointInputMixin) and layer.actcompress.codec == CODECS["int8_outliers"]

@@ -115,6 +115,19 @@ def test_the_picture_of_the_house_is_that_of_the_code() -> None:
     assert filled(page) == page, "python -m tests.import_graph"
 
 
+def test_every_row_of_what_to_add_names_a_commit() -> None:
+    table = TEXTS["CONTRIBUTING.md"].split("| what | file |")[1].split("\n\n")[0].splitlines()[2:]
+    commits = [row.split("|")[-2].strip(" `") for row in table]
+    assert len(commits) > 9 and all(re.fullmatch("[0-9a-f]{7}", commit) for commit in commits)
+    shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if shallow.stdout.strip() != "false":
+        pytest.skip("a checkout without its history")
+    for commit in commits:
+        subprocess.run(
+            ["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, check=True, capture_output=True
+        )
+
+
 def test_every_op_is_listed() -> None:
     lines = set(TEXTS["hf_actcompress/ops/README.md"].splitlines())
     rows = {f"| {op.name} | {op.variant} | {op.keeps} | {op.rebuilds} | {op.gradient} |" for op in OPS}

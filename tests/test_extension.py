@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import (
     PRESETS,
@@ -28,8 +29,9 @@ from hf_actcompress.codecs.codec import TensorMeta, meta_of
 from hf_actcompress.errors import CodecError, RegistrationError, UnknownOptionError
 from hf_actcompress.extension import register_activation, register_codec, register_preset, register_rule
 from hf_actcompress.models.sites import Declined
+from hf_actcompress.roles import Role
 from hf_actcompress.testing import check_codec
-from tests.slopes import bert, llama
+from tests.slopes import VOCAB, bert, llama
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,24 @@ def test_a_codec_in_the_place_of_its_name() -> None:
         CODECS.pop(config.mlp)
 
 
+@dataclass(frozen=True)
+class HalfOfRows(Half):
+    takes_rows = True
+
+
+def test_a_codec_of_rows_is_given_no_padding() -> None:
+    ids = torch.arange(64).view(2, 32)
+    mask = torch.ones_like(ids).index_fill(1, torch.arange(8, 32), 0)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask.bool(), torch.tensor(-100))}
+    kept = []
+    for codec in (Half(), HalfOfRows()):
+        with register_codec("half", codec):
+            config = CompressionConfig(mlp="half", drop_padding=True)
+            model = patch_model(llama(2, hidden=64).train(), config)
+            kept.append(kept_bytes(lambda model=model: model(**batch), "cpu"))
+    assert kept[1] < 0.9 * kept[0]
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(RegistrationError, match="'int8' was not registered: the name is taken"):
         register_codec("int8", Half())
@@ -127,6 +147,20 @@ def test_an_activation_and_a_rule_of_ones_own() -> None:
     registration.remove()
     patch_model(model)
     assert "ours to keep" not in str(patch_report(model))
+
+
+def test_rules_of_others_are_asked_before_those_of_heads_and_checkpoints() -> None:
+    def never(module: nn.Module, config: CompressionConfig) -> Declined | None:
+        ours = isinstance(module, GradientCheckpointingLayer) or getattr(module, "out_features", 0) == VOCAB
+        return Declined(Role.OTHER, "ours to keep") if ours else None
+
+    config = CompressionConfig(checkpoint_input="int8_outliers", programs=False)
+    wanted = {Role.LOSS_HEAD, Role.CHECKPOINT_INPUT}
+    assert wanted <= {row.role for row in patch_report(patch_model(llama(2, hidden=64), config)).patched}
+    with register_rule(never):
+        report = patch_report(patch_model(llama(2, hidden=64), config))
+    assert not wanted & {row.role for row in report.patched}
+    assert sum(row.reason == "ours to keep" for row in report.rows) == 3
 
 
 @pytest.mark.parametrize("codec", [Half(), *CODECS.values()], ids=str)

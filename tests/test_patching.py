@@ -113,7 +113,7 @@ def test_report_prints_and_serialises(capsys: pytest.CaptureFixture[str]) -> Non
     report = patch_report(model)
     rows = json.loads(report.to_json())["rows"]
     assert len(rows) == len(report.rows) == len(report.patched) + len(report.left_alone)
-    assert rows[0].keys() == {"name", "module", "role", "variant", "codec", "keeps", "reason", "note"}
+    assert rows[0].keys() == {"name", "module", "role", "kind", "codec", "keeps", "reason", "note"}
     assert "embedding: keeps only its indices" in str(report)
     report.print()
     assert "ActCompress" not in capsys.readouterr().out
@@ -171,11 +171,11 @@ def test_an_error_in_the_middle_leaves_the_stock_model(monkeypatch: pytest.Monke
     classes = [type(m) for m in model.modules()]
     find, calls = patching.find_site, []
 
-    def failing(module: nn.Module, config: CompressionConfig) -> object:
+    def failing(module: nn.Module, config: CompressionConfig, places: object) -> object:
         calls.append(module)
         if len(calls) > 10:
             raise RuntimeError("out of luck")
-        return find(module, config)
+        return find(module, config, places)
 
     monkeypatch.setattr(patching, "find_site", failing)
     with pytest.raises(RuntimeError, match="out of luck"):

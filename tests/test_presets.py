@@ -26,6 +26,7 @@ ERRORS = {
     "int4_attention": 0.25,
     "tempo": 0.02,
     "inverted": 0.02,
+    "forward_ad": 0.02,
     "mesa": 0.06,
     "gact": 0.4,
 }

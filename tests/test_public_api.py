@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import re
 
@@ -72,6 +73,11 @@ def test_functions_name_their_arguments():
         doc = inspect.getdoc(getattr(hf_actcompress, name))
         for parameter in inspect.signature(getattr(hf_actcompress, name)).parameters:
             assert re.search(rf"^ *(\w+, )*{parameter}(, \w+)*:", doc, re.M), f"{name}: {parameter}"
+
+
+def test_the_version_is_that_of_the_installation(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"that of {name}")
+    assert hf_actcompress.__version__ == "that of hf-actcompress"
 
 
 def test_unknown_name_lists_the_known():

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from . import bench, env, estimate, page, plan, report
-from .common import EXIT_CODES
+from .common import EXIT_CODES, Exit, fail
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+# whichever library typer takes it from
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class _Commands(TyperGroup):
+    """What was called wrongly is one line, as all other errors are."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            fail(error.format_message(), Exit.USAGE)
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.callback(epilog=EXIT_CODES)

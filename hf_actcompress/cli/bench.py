@@ -17,11 +17,11 @@ Recipe = Annotated[Path | None, typer.Option(help="recipes/benchmark.py, where i
 
 
 def bench(context: typer.Context, recipe: Recipe = None, as_json: Json = False) -> None:
-    """Kept bytes, peak, step time and gradient error on this machine, by recipes/benchmark.py.
+    """Kept bytes, peak, step time, gradient error: measured here.
 
-    The recipes are files to read and change, and so part of the source and not of the wheel: it is looked for in the
-    working directory and beside the package in a checkout. Its own options go on from here, such as --quick,
-    --device cuda or --models llama; its exit code is this command's.
+    It runs recipes/benchmark.py, which is part of a checkout and not of the wheel: the file is looked for in the
+    working directory, and beside the package in a checkout. Options that are not listed here go to the recipe, such as
+    --quick, --device cuda or --models llama. The exit code is that of the recipe.
     """
     found = recipe if recipe is not None else find_recipe()
     if found is None or not found.is_file():

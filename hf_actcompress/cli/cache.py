@@ -53,7 +53,7 @@ def place_of(model: str, asked: Mapping[str, Any]) -> Path | None:
         asked: Every option.
     """
     if asked["trust_remote_code"]:
-        # whose code may read anything
+        # their code may read anything, so the answer cannot be kept
         return None
     try:
         config = config_of(model)
@@ -94,7 +94,7 @@ def write(place: Path, answer: Answer) -> None:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
-            # whoever reads at this time gets the old file or the new one, whole
+            # a process that reads meanwhile gets the whole old file or the whole new one
             os.replace(name, place)
         except OSError:
             os.unlink(name)

@@ -73,7 +73,7 @@ Fsdp = Annotated[int, typer.Option(min=1, help="Processes over which FSDP2 shard
 Zero = Annotated[
     int | None, typer.Option(min=2, max=3, help="Stage of DeepSpeed's ZeRO over --processes; the figures are of one.")
 ]
-Processes = Annotated[int, typer.Option(min=1, help="Over which --zero divides.")]
+Processes = Annotated[int, typer.Option(min=1, help="Over which --zero divides; without --zero: of DDP.")]
 Trl = Annotated[bool, typer.Option("--trl", help="The loss of TRL's trainers, whose fused head makes no logits whole.")]
 TargetLen = Annotated[
     int | None, typer.Option(min=1, help="Tokens of the labels of an encoder-decoder model; by default --seq-len.")
@@ -128,7 +128,7 @@ def exit_codes() -> Iterator[None]:
 
 @contextmanager
 def _only_errors_logged() -> Iterator[None]:
-    """What is lossy stands in the tables."""
+    """No warnings while a command runs: the tables say which rows are lossy."""
     logger = logging.getLogger("hf_actcompress")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -172,9 +172,9 @@ def writable(name: str, path: Path | None) -> None:
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """What was imported is left out of garbage collections: every measurement and every estimate makes several."""
+    """Imported objects are left out of garbage collections, of which each measurement and estimate makes several."""
     if gc.get_freeze_count():
-        # by someone else, who ends it
+        # the caller has frozen objects itself, and ends that itself
         yield
         return
     gc.collect()
@@ -198,7 +198,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 def progress(what: str) -> None:
-    """Says what is done, where nobody sees what `busy` shows: in the log of a pipe."""
+    """Say what is done where `busy` shows nothing, which is in the log of a pipe."""
     if not sys.stderr.isatty():
         typer.echo(what, err=True)
 

@@ -18,7 +18,7 @@ _PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "datasets", "trl", "triton", "liger-kernel", "deepspeed",
     "bitsandbytes", "torchao", "flash-attn", "matplotlib",
 )  # fmt: skip
-# package -> what is known of it
+# package -> a known conflict
 _KNOWN = {
     "liger-kernel": "rebinds the forward of the modules that it patches: patch_model leaves those alone and says so",
 }
@@ -30,7 +30,7 @@ _VARIABLES = (
 
 
 def env(as_json: Json = False) -> None:
-    """What a bug report needs: versions, the machine, settings, which kernels are usable, and known conflicts."""
+    """What a bug report needs: versions, machine, kernels, conflicts."""
     with exit_codes():
         found = _environment()
     if as_json:
@@ -85,7 +85,7 @@ def _version(name: str) -> str | None:
 
 
 def _too_old_or_new() -> Iterator[str]:
-    """Of the packages that this one can use, those whose version is not of the range that it was made for."""
+    """The packages whose installed version is outside of the range that this package supports."""
     from packaging.requirements import Requirement
 
     ranges = {}

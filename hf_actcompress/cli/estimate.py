@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from .assumptions import assumed
 from .cache import Answer, place_of, read, write
 from .common import (
     BatchSize,
@@ -50,9 +51,6 @@ from .estimate_table import EstimateTable, as_data, cells_of, columns_of, explan
 from .quick import by_formula
 from .remedies import remedies
 from .strategies import chosen, rows
-
-if TYPE_CHECKING:
-    from ..memory.estimation.estimates import Estimates
 
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
@@ -110,8 +108,8 @@ def _check_together(no_card: bool, fsdp: int, zero: int | None, processes: int, 
     """Of options that need or exclude each other, and a file that is to be written."""
     if no_card:
         raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
-    if (zero is None) != (processes == 1) or (zero is not None and fsdp > 1):
-        raise typer.BadParameter("--zero goes with --processes (2 or more), and without --fsdp")
+    if (zero is not None and processes == 1) or (fsdp > 1 and processes > 1):
+        raise typer.BadParameter("--zero goes with --processes (2 or more), and neither with --fsdp")
     writable("--html", html)
 
 
@@ -192,28 +190,5 @@ def _fill(
         with busy(f"looking for what would fit into {table.gpu}"):
             table.instead = list(remedies(several, room, batch_size, seq_len, options))
     table.evaluation_bytes = several.evaluation_bytes(batch_size, seq_len)
-    table.assumed = _assumed(several, options, f"{batch_size} x {seq_len}")
-
-
-def _assumed(several: Estimates, options: dict[str, Any], batch: str) -> str:
-    """All that the figures depend on beside the model, in one line."""
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
-    adapters = {True: "LoRA on all linear layers", None: "all weights trained"}
-    rank = options["lora"]
-    return ", ".join(
-        (
-            f"batch {batch} without padding"
-            + (f", labels of {options['target_len']}" if options["target_len"] else ""),
-            f"weights {'/'.join(dtypes)}" + (f" with {options['quantization']}" if options["quantization"] else ""),
-            f"autocast {options['autocast']}" if options["autocast"] and not options["zero"] else "no autocast",
-            adapters.get(rank) or f"LoRA of rank {rank} on all linear layers",
-            options["optimizer"],
-            f"engine {options['engine']}",
-            "the loss of TRL's fused head"
-            if options["trl"]
-            else "the model's own loss (--trl: that of TRL's trainers)",
-            *([f"one of {options['fsdp']} processes under FSDP2"] if options["fsdp"] > 1 else []),
-            *([f"one of {options['processes']} under ZeRO-{options['zero']}"] if options["zero"] else []),
-            "CUDA's fused attention" if options["device"] == "cuda" else "a CPU's attention",
-        )
-    )
+    table.assumed = assumed(options, batch_size, seq_len, dtypes)

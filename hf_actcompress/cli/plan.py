@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .assumptions import assumed
 from .common import (
     BatchSize,
     Bf16,
@@ -30,6 +31,7 @@ from .common import (
     frozen_imports,
     lora_of,
     precision,
+    progress,
     quantization_of,
     writable,
 )
@@ -73,10 +75,10 @@ def plan(
     html: Html = None,
     as_json: Json = False,
 ) -> None:
-    """How to keep each layer so that a training fits on --gpu, at the least cost.
+    """How to keep each layer, so that a training fits on --gpu.
 
-    Without --gpu the card is this machine's. Exits with 1 if even the smallest plan is too large, and says by how much
-    and which smaller batch or sequence would fit.
+    Of all such plans it is the cheapest one. Without --gpu the card is this machine's. Exits with 1 if even the
+    smallest plan is too large, and says by how much and which smaller batch or sequence would fit.
     """
     weights, autocast = precision(dtype, bf16, fp16)
     room = card_option(gpu)
@@ -87,12 +89,17 @@ def plan(
     options["trust_remote_code"] = trust_remote_code
     options |= _said(allow=tuple(allow or ()) or None, headroom=headroom)
     with exit_codes():
+        progress(f"planning {model}")
         with busy(f"planning {model}"):
             sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
             found = _planned(model, objective=objective, **sizes, **options)
         if out is not None:
             out.write_text(found.to_json())
-        typer.echo(found.to_json()) if as_json else found.print()
+        if as_json:
+            typer.echo(found.to_json())
+        else:
+            found.print()
+            typer.echo(f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
         if html is not None:
             _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
 

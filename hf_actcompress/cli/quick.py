@@ -15,6 +15,7 @@ from ..errors import ModelConfigError
 from ..quick.formula import QuickEstimate, largest
 from ..quick.headroom import HEADROOM, usable
 from ..quick.question import Question, question
+from .assumptions import assumed
 from .common import Exit, Rows, echo_json, exit_codes
 from .strategies import MOST
 
@@ -113,17 +114,24 @@ def by_formula(
     Raises:
         typer.Exit: No row fits.
     """
-    asked_for = tuple(options[name] for name in ("device", "engine", "fsdp", "zero", "target_len", "trl"))
-    if more or asked_for != ("cuda", "eager", 1, None, None, False):
+    asked_for = tuple(options[name] for name in ("device", "engine", "fsdp", "zero", "processes", "target_len", "trl"))
+    if more or asked_for != ("cuda", "eager", 1, None, 1, None, False):
         raise typer.BadParameter(
-            "--quick goes without --preset, --html, --fsdp, --zero, --target-len, --trl, --device cpu and "
+            "--quick goes without --preset, --html, --fsdp, --zero, --processes, --target-len, --trl, --device cpu and "
             "--engine compile"
         )
     with exit_codes():
         training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}
-        asked = question(config_of(model), **training)
+        config = config_of(model)
+        asked = question(config, **training)
         rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
-        echo_json({"model": model, "gpu_bytes": room, "rows": rows}) if as_json else _echo(rows)
+        dtype = options["dtype"] or config.get("dtype") or config.get("torch_dtype") or "float32"
+        line = f"{assumed(options, batch_size, seq_len, [dtype])}; a formula, within 3% of the answer without --quick"
+        if as_json:
+            echo_json({"model": model, "gpu_bytes": room, "assumed": line, "rows": rows})
+        else:
+            _echo(rows)
+            typer.echo(f"\nassumed: {line}")
     if room is not None and not any(row["fits"] for row in rows):
         raise typer.Exit(Exit.DOES_NOT_FIT)
 

@@ -11,7 +11,7 @@ from ..quick.sizes import readable_size
 if TYPE_CHECKING:
     from ..memory.estimation.estimates import Estimates
 
-# what a remedy is compared by: the smallest exact strategy
+# remedies are compared by this strategy, the smallest exact one
 STRATEGY = "exact + checkpointing"
 # done by others, and composed with
 _ON_HOST = "frozen weights on the host by FSDP, DeepSpeed or accelerate"

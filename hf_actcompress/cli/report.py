@@ -48,10 +48,10 @@ def report(
     html: HtmlPictures = None,
     as_json: Json = False,
 ) -> None:
-    """What a model keeps for backward, per module and role, stock beside patched: measured, on the CPU.
+    """What a model keeps for backward, stock beside patched.
 
-    The model is built from its config with random weights, on which what is kept does not depend, and runs on random
-    tokens. It needs memory for its weights: --layers makes a large one smaller.
+    It is measured on the CPU, per module and role. The model is built from its config with random weights, which do not
+    change what is kept, and runs on random tokens. It needs memory for its weights: --layers makes a large one smaller.
     """
     writable("--html", html)
     with exit_codes():

@@ -43,7 +43,7 @@ class Strategy:
 
     @property
     def resolved(self) -> CompressionConfig | None:
-        """What the model is patched with."""
+        """The config that the model is patched with."""
         from ..config import CompressionConfig
 
         if self.config is None:
@@ -73,11 +73,13 @@ class Strategy:
 
     @property
     def gradients(self) -> str:
-        """ "exact", or what is lost."""
+        """Whether gradients are exact; if not, the fewest bits in which a codec stores an element."""
         config = self.resolved
         if config is None or config.lossless:
             return "exact"
-        bits = [bits for name in config.codecs if (bits := _bits(name)) is not None]
+        from ..codecs import CODECS
+
+        bits = [bits for name in config.codecs if (bits := CODECS[name].bits) is not None]
         return f"lossy: {min(bits)} bits" if bits else "lossy"
 
 
@@ -104,17 +106,6 @@ def chosen(presets: list[str]) -> tuple[Strategy, ...]:
     for preset in presets:
         resolve(preset)
     return (DEFAULT[0], *(Strategy(preset, preset) for preset in presets))
-
-
-def _bits(codec: str) -> int | None:
-    """Of an element, where the codec rounds all of them."""
-    from ..codecs import CODECS, Float8, IntGroup, Offload
-
-    found = CODECS[codec]
-    inner = found.inner if isinstance(found, Offload) else found
-    if isinstance(inner, IntGroup):
-        return inner.bits
-    return 8 if isinstance(inner, Float8) else None
 
 
 @dataclass(frozen=True)
@@ -187,7 +178,8 @@ def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: i
     def peak(batch_size: int) -> int:
         return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)
 
-    return Row(strategy, found, peaks, _largest(peaks, room, found.device_bytes - found.step_peak_bytes, peak))
+    guess = several.guess(batch_size, seq_len, config, strategy.checkpointing, room)
+    return Row(strategy, found, peaks, _largest(peaks, room, found.device_bytes - found.step_peak_bytes, peak, guess))
 
 
 def _longest(several: Estimates, row: Row, room: int) -> int:
@@ -203,14 +195,28 @@ def _longest(several: Estimates, row: Row, room: int) -> int:
     return longest(several.model, peak, room)
 
 
-def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int]) -> int:
-    """The largest batch size within `room`, by the same search as on a card; adds what it looks at to `peaks`."""
+def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int], guess: int | None = None) -> int:
+    """The largest batch size within `room`, by the same search as on a card; adds what it looks at to `peaks`.
+
+    Args:
+        peaks: Of what was looked at.
+        room: Bytes of the card.
+        state: Those that are there without activations.
+        peak: Of a batch size.
+        guess: Where to look first.
+    """
     from ..memory.batch_size.report import BatchSizeTrial
     from ..memory.batch_size.search import Search
 
     start = next(iter(peaks))
-    search = Search(start, max(MOST, start), _ESTIMATES)
+    most = max(MOST, start)
+    search = Search(start, most, _ESTIMATES)
     while not search.settled(room) and (batch_size := search.candidate(room)) is not None:
+        if len(search.tried) == 1 and guess is not None and (guess > start) == (peaks[start] <= room):
+            batch_size = min(guess, most)
+        elif len(search.tried) == 2 and peaks[start] <= room < peaks[second := search.tried[1].batch_size]:
+            # by the line between the two, which a search on a card does not follow so far
+            batch_size = start + max(1, (room - peaks[start]) * (second - start) // (peaks[second] - peaks[start]))
         if batch_size not in peaks:
             peaks[batch_size] = peak(batch_size)
         search.add(BatchSizeTrial(batch_size, peaks[batch_size] <= room, peaks[batch_size]), state)

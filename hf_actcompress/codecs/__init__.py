@@ -45,7 +45,7 @@ IDENTITY = Identity()
 
 CODECS: dict[str, Codec] = {
     "identity": IDENTITY,
-    # any role
+    # for any role
     "int8": IntGroup(8),
     "int4": IntGroup(4),
     "int3": IntGroup(3, group_size=32),
@@ -56,14 +56,14 @@ CODECS: dict[str, Codec] = {
     "int4_32": IntGroup(4, group_size=32),
     "int8_outliers": IntGroup(8, outliers=4),
     "int4_outliers": IntGroup(4, outliers=4),
-    # without its outliers the residual stream has one range, and larger groups cost little
+    # the residual stream without its outliers has nearly one range everywhere, so larger groups cost little
     "int4_128_outliers": IntGroup(4, group_size=128, outliers=4),
     "int3_outliers": IntGroup(3, group_size=32, outliers=4),
     "int2_outliers": IntGroup(2, group_size=32, outliers=4),
-    # groups of tokens, for q, k and v
+    # these group tokens, and are for q, k and v
     "int4_channels": IntChannels(4),
     "int5_channels": IntChannels(5),
-    # of the papers' own making: ActNN, Mesa, GACT
+    # the papers' own quantisers: ActNN, Mesa, GACT
     "int2_ranked": IntRanked(),
     "int8_running": IntRunning(),
     "int4_measured": IntMeasured(4),
@@ -75,7 +75,7 @@ CODECS: dict[str, Codec] = {
     "offload_int8": Offload(IntGroup(8)),
     "offload_int4": Offload(IntGroup(4)),
     "offload_fp8": Offload(Float8("e4m3")),
-    # inputs of linears only
+    # for inputs of linear layers only
     "topk10": TopK(0.1),
     "topk20": TopK(0.2),
     "topk30": TopK(0.3),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# what a tensor may get
+# the widths that a tensor may get
 BITS = (2, 3, 4, 8)
 
 
@@ -28,7 +28,7 @@ class Sensitivity:
     error: float
 
     def squared_error(self, bits: int) -> float:
-        """Expected at another width: the step of a uniform quantiser is range / (2^bits - 1)."""
+        """The expected error at another width: the step of a uniform quantiser is range / (2^bits - 1)."""
         scaled: float = self.error * 15 / (2**bits - 1)
         return scaled * scaled
 

@@ -19,8 +19,8 @@ class Codec(Protocol):
     """What a codec must offer. `unpack(*pack(x))` has x's shape and dtype.
 
     A codec is a frozen dataclass (equal means the same format). It knows neither autograd nor ctx, reads nothing back
-    to the host, and the shapes of what it returns follow from x's shape and dtype alone. What it draws, it draws
-    from generators of its own (reference/rng.py), so that dropout draws as in the stock model.
+    to the host, and the shapes of what it returns follow from x's shape and dtype alone. A codec that
+    draws random numbers has generators of its own (reference/rng.py), so that dropout draws as in the stock model.
     """
 
     @property
@@ -40,8 +40,18 @@ class Codec(Protocol):
 
     @property
     def along_tokens(self) -> bool:
-        """Whether neighbours along the axis before the last share something: these have to be tokens, and not heads."""
+        """Whether neighbours along the axis before the last are stored together: they must be tokens, and not heads."""
         return False
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it stores each row by itself, so that it can be given any number of rows of any sequences."""
+        return False
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of an element, if the codec rounds all elements to as many."""
+        return None
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         """Encode x, of any shape: the tensors to keep, and static Python data (shape, dtype)."""
@@ -58,7 +68,7 @@ class Codec(Protocol):
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
         """dW [O, I] = dy^T x, dy [..., O], out of the packed x [..., I] where that is cheaper than unpacking.
 
-        None: it is not cheaper; unpack x and multiply.
+        It returns None if that is not cheaper: then x is unpacked and multiplied.
         """
         return None
 
@@ -76,7 +86,7 @@ class Codec(Protocol):
     def keeping_sign(self) -> Codec:
         """The same format with decoded values above zero where x is. A codec that cannot do so returns itself.
 
-        For what is kept of a ReLU: there the sign decides whether a gradient goes through.
+        This is for the input of a ReLU, whose sign decides whether a gradient passes.
         """
         return self
 

@@ -34,6 +34,8 @@ class Float8(Codec):
         ValueError: A group size below 1.
     """
 
+    takes_rows = True
+    bits = 8
     format: str = "e4m3"
     group_size: int | None = 128
 
@@ -75,5 +77,5 @@ class Float8(Codec):
 
 
 def _unpacked_product(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    """What is done if `grad_weight` returns None."""
+    """The way that is taken if `grad_weight` returns None."""
     return dy.t().mm(implementation("float8_unpack", codes)(codes, scale, dy.dtype, group_size))

@@ -12,7 +12,9 @@ from .codec import Codec
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """Keep a tensor as it is: `element_size()` bytes per element, exact, shared with whoever else keeps it."""
+    """Keep a tensor as it is: `element_size()` bytes per element, exact, shared with all others that keep it."""
+
+    takes_rows = True
 
     @property
     def lossless(self) -> bool:

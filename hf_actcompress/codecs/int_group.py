@@ -50,6 +50,7 @@ class IntGroup(Codec):
         ValueError: A group size below 1, a negative number of outliers.
     """
 
+    takes_rows = True
     bits: int = 8
     group_size: int = 64
     rounding: str = "nearest"
@@ -89,7 +90,7 @@ class IntGroup(Codec):
         return rows.view(known.shape)
 
     def has_grad_weight(self, dy: Tensor) -> bool:
-        # codes of 3 and of 5 bits lie in two fields, which the kernel does not read
+        # codes of 3 and of 5 bits are stored in two fields, which the kernel cannot read
         return self.bits not in (3, 5) and runs_kernel("int_group_grad_weight", dy)
 
     def grad_weight(self, dy: Tensor, tensors: tuple[Tensor, ...], meta: object) -> Tensor | None:
@@ -120,6 +121,6 @@ class IntGroup(Codec):
 def _unpacked_product(
     dy: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, features: int, bits: int, group_size: int, *_: Tensor
 ) -> Tensor:
-    """What is done if `grad_weight` returns None, but for the outliers."""
+    """The way that is taken if `grad_weight` returns None, without the outliers."""
     unpack = implementation("int_group_unpack", codes)
     return dy.t().mm(unpack(codes, scale, zero, features, dy.dtype, bits, group_size))

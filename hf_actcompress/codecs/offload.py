@@ -35,8 +35,8 @@ class Offload(Codec):
     From a CUDA device the copy goes to pinned memory on a side stream while the forward runs on, and comes back on the
     same stream: when backward asks for one activation, the copies of those that left before it are begun too
     (prefetch.py), and the backward waits for its own on the device and not on the host. Elsewhere it is a plain copy.
-    With the identity inside, x must not be written in place before the copy is through, which nothing checks; other
-    codecs have made their own tensors.
+    With the identity inside, x must not be written in place before its copy is complete, which nothing checks. Other
+    codecs copy tensors that they have made themselves.
 
     Bytes: none on the device, but for up to eight activations in backward; in host memory those of the inner codec.
     Bias: the inner codec's.
@@ -62,6 +62,14 @@ class Offload(Codec):
     @property
     def lossless(self) -> bool:
         return self.inner.lossless
+
+    @property
+    def takes_rows(self) -> bool:
+        return self.inner.takes_rows
+
+    @property
+    def bits(self) -> int | None:
+        return self.inner.bits
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         tensors, meta = self.inner.pack(x)
@@ -106,7 +114,7 @@ def _to_device(tensors: Tensors, meta: OffloadedMeta) -> Tensors:
 
 @cache
 def lane_of(device: torch.device) -> Lane | None:
-    """The activations of that device that are away; None where copies do not run beside the computation."""
+    """The activations of that device that are in host memory; None where copies do not run beside the computation."""
     return Lane(_SideStream(device)) if device.type == "cuda" else None
 
 
@@ -126,7 +134,7 @@ def _to_host(x: Tensor) -> Tensor:
     host = _host_memory(x)
     with torch.cuda.stream(side):
         host.copy_(x, non_blocking=True)
-    # x's memory is not given to others before the side stream has read it
+    # the allocator must not reuse x's memory before the side stream has read it
     x.record_stream(side)
     return host
 
@@ -154,7 +162,7 @@ def _say_unpinned(reason: str) -> None:
 
 
 class _SideStream:
-    """The way back to a CUDA device, on the stream that brought the bytes to the host, so behind those copies."""
+    """The way back to a CUDA device, on the stream of the copies to the host, so that it runs after them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -169,7 +177,7 @@ class _SideStream:
     def finish(self, arrival: tuple[Tensors, Any]) -> Tensors:
         copies, complete = arrival
         current = torch.cuda.current_stream(self.device)
-        # for these copies alone, not for the one that is ahead
+        # wait for these copies alone, and not for those that were begun ahead
         current.wait_event(complete)
         for x in copies:
             x.record_stream(current)

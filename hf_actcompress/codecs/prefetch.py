@@ -1,7 +1,7 @@
-"""What was moved off a device comes back in the reverse order, a few copies ahead of what backward asks for.
+"""Activations in host memory come back in reverse order, a few copies ahead of what backward asks for.
 
 Order, freeing and repeated backwards are tested on a CPU, with a stand-in for the stream; on a CUDA device the tests
-marked `gpu` are to be run, which nobody has done yet.
+marked `gpu` have not been run yet.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Link(Protocol):
 
 
 class Ticket:
-    """One activation that is away. It lives on an autograd ctx and so holds no tensor, but for a copy under way."""
+    """One activation in host memory. It is on an autograd ctx, so it holds no tensor except a copy under way."""
 
     __slots__ = ("__weakref__", "_away", "arrival", "place", "task")
 
     def __init__(self, tensors: Tensors, place: int) -> None:
         self._away = tuple(map(weakref.ref, tensors))
-        # among the tickets of its lane
+        # its number among the tickets of its lane
         self.place = place
         self.arrival: Any = None
         # the last backward that asked for it
@@ -49,7 +49,7 @@ class Ticket:
         return alive if len(alive) == len(self._away) else None
 
     def stands_for(self, tensors: Tensors) -> bool:
-        """Whether these are the tensors that left: hooks on saved tensors may have put others in their place."""
+        """Whether these are the tensors that were moved: saved-tensor hooks may have put others in their place."""
         away = self.away()
         return away is not None and all(a is b for a, b in zip(away, tensors, strict=True))
 
@@ -60,7 +60,7 @@ WINDOW = 4
 
 
 class Lane:
-    """The activations of one device that are away, in the order in which they left.
+    """The activations of one device that are in host memory, in the order in which they were moved.
 
     When backward asks for one, copies of those that left before it are begun, so that they travel while gradients are
     computed: at most `WINDOW` are ahead. As many of those that were asked for last stay a while, for their other
@@ -69,7 +69,7 @@ class Lane:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        # weak: a ticket ends with its graph
+        # weak references, because a ticket ends with its graph
         self._tickets: list[weakref.ref[Ticket]] = []
         self._ahead: list[Ticket] = []
         self._latest: deque[tuple[Ticket, Any]] = deque(maxlen=WINDOW)
@@ -114,7 +114,7 @@ class Lane:
             arrival = next((known for other, known in self._latest if other is ticket), None)
         if arrival is not None and ticket.stands_for(tensors):
             return arrival
-        # not foreseen, such as the first one, or what a checkpoint has packed since
+        # this one was not foreseen: it is the first one, or a checkpoint has packed it since
         self._place = max(self._place, ticket.place)
         return self.link.start(tensors)
 

@@ -35,14 +35,18 @@ class GroupTile(NamedTuple):
     whole: bool
 
 
-def group_tile(group_size: int, features: int) -> GroupTile:
-    """8 to 32 elements per thread; at least 8 columns, what one draw of random numbers serves."""
+def group_tile(group_size: int, features: int, most: int = 128) -> GroupTile:
+    """4 to 32 elements per thread; at least 8 columns, what one draw of random numbers serves.
+
+    Args:
+        most: Groups of a tile, where they are small or odd.
+    """
     columns = max(triton.next_power_of_2(group_size), 8)
     if columns > _WIDEST_TILE:
         return GroupTile(1, _PIECE, 4, False)
     # small, odd and shorter last groups need registers for their addresses
     even = group_size % 16 == 0 and features % group_size == 0
-    elements = max(columns, _PIECE if even else 1024)
+    elements = max(columns, _PIECE if even else min(1024, most * columns))
     return GroupTile(elements // columns, columns, min(max(elements // 1024, 4), 16), True)
 
 

@@ -185,7 +185,8 @@ def _int_group_pack(
     group = min(group_size, features)
     width = _kernel_bits(features, bits, group)
     target = codes if width == bits else codes.new_zeros(codes.size(0), codes.size(1) * 8 // bits)
-    rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features)
+    # a thread holds ranges and scales of several groups: with 128 they spill on compute capability 8.0
+    rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features, most=64)
     with on(x):
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
             rows.x, x if channels is None else channels, x if seed is None else seed, target, scale, zero,

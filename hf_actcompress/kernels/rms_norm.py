@@ -128,18 +128,18 @@ def _rebuild_kernel(
     tl.store(y_ptr + at, y, mask=mask)
 
 
-def _normed_dtype(x: Tensor, weight: Tensor | None, variant: str) -> torch.dtype:
+def _normed_dtype(x: Tensor, weight: Tensor | None, formula: str) -> torch.dtype:
     """The dtype in which x^ meets the gain."""
-    if weight is None or variant in ("one_plus_weight", "weight_in_fp32"):
+    if weight is None or formula in ("one_plus_weight", "weight_in_fp32"):
         return torch.float32
-    dtype = weight.dtype if variant == "cast_to_weight" else x.dtype
+    dtype = weight.dtype if formula == "cast_to_weight" else x.dtype
     return dtype if dtype in _HALF else torch.float32
 
 
-def _y_dtype(x: Tensor, weight: Tensor | None, variant: str) -> torch.dtype:
-    if weight is None or variant in ("one_plus_weight", "weight_in_fp32"):
+def _y_dtype(x: Tensor, weight: Tensor | None, formula: str) -> torch.dtype:
+    if weight is None or formula in ("one_plus_weight", "weight_in_fp32"):
         return x.dtype
-    return torch.promote_types(_normed_dtype(x, weight, variant), weight.dtype)
+    return torch.promote_types(_normed_dtype(x, weight, formula), weight.dtype)
 
 
 def _fake_square(x: Tensor) -> Tensor:
@@ -201,9 +201,9 @@ def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int
     return True
 
 
-def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) -> tuple[Tensor, Tensor]:
+def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, formula: str) -> tuple[Tensor, Tensor]:
     """In one kernel, for what `_repeats_torch` takes."""
-    y, rstd = _fake_rebuild(x, x, weight, variant), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    y, rstd = _fake_rebuild(x, x, weight, formula), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     width, rows = x.size(-1), x.numel() // x.size(-1)
     lanes, warps = _reduction_block(rows, width)
     threads = lanes * warps
@@ -215,8 +215,8 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) ->
             x, x if weight is None else weight.contiguous(), y, rstd, rows, width,
             # as torch computes it, in fp32
             c_float(rows).value / c_float(rows * width).value, eps,
-            HAS_WEIGHT=weight is not None, ONE_PLUS=variant == "one_plus_weight",
-            NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R,
+            HAS_WEIGHT=weight is not None, ONE_PLUS=formula == "one_plus_weight",
+            NORMED=DTYPES[_normed_dtype(x, weight, formula)], R=R,
             LANES=lanes, LOG_LANES=lanes.bit_length() - 1, WARPS=warps, LOG_WARPS=warps.bit_length() - 1,
             # a thread has eight elements at a time and 64 bytes of them on their way
             UNROLLED=8 // x.element_size(), num_warps=R * threads // 64, **STRICT,
@@ -224,24 +224,24 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, variant: str) ->
     return y, rstd
 
 
-def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, variant: str) -> tuple[Tensor, Tensor]:
+def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> tuple[Tensor, Tensor]:
     """y and rstd [..., 1] in fp32; eps None is torch's default."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     if _repeats_torch(x):
-        return _rms_norm_fwd(x, weight, eps, variant)
+        return _rms_norm_fwd(x, weight, eps, formula)
     # torch sums in an order that depends on the layout
     square = _rms_norm_square(x) if x.is_contiguous() else x.float().pow(2)
     rstd = torch.rsqrt(square.mean(-1, keepdim=True) + eps)
-    return rms_norm_rebuild(x, rstd, weight, variant), rstd
+    return rms_norm_rebuild(x, rstd, weight, formula), rstd
 
 
-def _fake_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
-    return x.new_empty(x.shape, dtype=_y_dtype(x, weight, variant))
+def _fake_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tensor:
+    return x.new_empty(x.shape, dtype=_y_dtype(x, weight, formula))
 
 
 @traced(_fake_rebuild)
-def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
-    y = _fake_rebuild(x, rstd, weight, variant)
+def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tensor:
+    y = _fake_rebuild(x, rstd, weight, formula)
     if x.numel() == 0:
         return y
     x, rstd, width = x.contiguous(), rstd.contiguous(), x.size(-1)
@@ -249,27 +249,27 @@ def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: s
     with on(x):
         _rebuild_kernel[(triton.cdiv(rows, R),)](
             x, rstd, x if weight is None else weight.contiguous(), y, rows, width,
-            HAS_WEIGHT=weight is not None, ONE_PLUS=variant == "one_plus_weight",
-            NORMED=DTYPES[_normed_dtype(x, weight, variant)], R=R, C=C, num_warps=warps, **STRICT,
+            HAS_WEIGHT=weight is not None, ONE_PLUS=formula == "one_plus_weight",
+            NORMED=DTYPES[_normed_dtype(x, weight, formula)], R=R, C=C, num_warps=warps, **STRICT,
         )  # fmt: skip
     return y
 
 
-def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
+def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tensor:
     """y from x and rstd, bit-equal to `rms_norm_fwd`."""
     if x.size(-1) > WIDEST_ROW:
-        return reference.rms_norm_rebuild(x, rstd, weight, variant)
-    return _rms_norm_rebuild(x, rstd, weight, variant)  # type: ignore[no-any-return]
+        return reference.rms_norm_rebuild(x, rstd, weight, formula)
+    return _rms_norm_rebuild(x, rstd, weight, formula)  # type: ignore[no-any-return]
 
 
 def rms_norm_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool],
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, formula: str, needed: tuple[bool, bool],
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """dx like x and dweight [C]; those not `needed` are None. dx is added to `dresidual`, x's gradient beside it."""
     if x.size(-1) > WIDEST_ROW:
-        return reference.rms_norm_bwd(dy, x, weight, rstd, variant, needed, dresidual)
-    one_plus = variant == "one_plus_weight"
+        return reference.rms_norm_bwd(dy, x, weight, rstd, formula, needed, dresidual)
+    one_plus = formula == "one_plus_weight"
     grads = norm_bwd(dy, x, weight, None, None, rstd, x.size(-1), False, False, one_plus, [*needed, False], dresidual)
     return present(grads[:2], (x, weight), needed)  # type: ignore[no-any-return]
 
@@ -277,21 +277,21 @@ def rms_norm_bwd(
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
     x, rstd = torch.randn(rows, width, device=device).to(dtype), torch.rand(rows, 1, device=device) + 0.5
     yield x, rstd, None, "weight_in_fp32"
-    for variant in ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32"):
+    for formula in ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32"):
         for weight_dtype in (dtype, torch.bfloat16 if dtype == torch.float32 else torch.float32):
-            yield x, rstd, torch.randn(width, device=device).to(weight_dtype), variant
+            yield x, rstd, torch.randn(width, device=device).to(weight_dtype), formula
 
 
 def _sample_fwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
-    yield from ((x, weight, 1e-6, variant) for x, _, weight, variant in _samples(*sizes))
+    yield from ((x, weight, 1e-6, formula) for x, _, weight, formula in _samples(*sizes))
 
 
 def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
-    for x, rstd, weight, variant in _samples(*sizes):
-        dy = torch.randn(x.shape, device=x.device).to(_y_dtype(x, weight, variant))
-        yield dy, x, weight, rstd, variant, (True, True)
+    for x, rstd, weight, formula in _samples(*sizes):
+        dy = torch.randn(x.shape, device=x.device).to(_y_dtype(x, weight, formula))
+        yield dy, x, weight, rstd, formula, (True, True)
     # beside a gradient of x's
-    yield dy, x, weight, rstd, variant, (True, True), torch.randn(x.shape, device=x.device).to(x.dtype)
+    yield dy, x, weight, rstd, formula, (True, True), torch.randn(x.shape, device=x.device).to(x.dtype)
 
 
 # what runs in a function's place where the device allows it, compiled ahead of time with its samples

@@ -38,16 +38,17 @@ def _rope_kernel(
     row = tl.program_id(0) // tiles
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     head = ((tl.program_id(0) % tiles) * R + tl.arange(0, R)).to(tl.int64)[:, None]
-    col = tl.arange(0, C)[None, :]
-    within = col < half
-    mask = (head < heads) & within
+    # Angles are read by [R, C] addresses, too, though those of all heads are the same: as [1, C] they have as many
+    # elements as a small tile has threads, each thread reads one, and they are handed around in shared memory.
+    col = tl.broadcast_to(tl.arange(0, C)[None, :], [R, C])
+    mask = (head < heads) & (col < half)
     # before the columns, so that what both halves share is computed once
     cos_ptr += batch * cos_batch + token * cos_token
     sin_ptr += batch * sin_batch + token * sin_token
-    cos1 = tl.load(cos_ptr + col * cos_col, mask=within).to(tl.float32)
-    cos2 = tl.load(cos_ptr + (half + col) * cos_col, mask=within).to(tl.float32)
-    sin1 = tl.load(sin_ptr + col * sin_col, mask=within).to(tl.float32)
-    sin2 = tl.load(sin_ptr + (half + col) * sin_col, mask=within).to(tl.float32)
+    cos1 = tl.load(cos_ptr + col * cos_col, mask=mask).to(tl.float32)
+    cos2 = tl.load(cos_ptr + (half + col) * cos_col, mask=mask).to(tl.float32)
+    sin1 = tl.load(sin_ptr + col * sin_col, mask=mask).to(tl.float32)
+    sin2 = tl.load(sin_ptr + (half + col) * sin_col, mask=mask).to(tl.float32)
     x_ptr += batch * x_batch + token * x_token
     x1 = tl.load(x_ptr + head * x_head + col * x_col, mask=mask).to(tl.float32)
     x2 = tl.load(x_ptr + head * x_head + (half + col) * x_col, mask=mask).to(tl.float32)

@@ -1,4 +1,9 @@
-"""How much memory a model takes: measured on the allocator, and attributed to modules and roles."""
+"""How much memory a model takes. Each folder answers one question, and its docstring names the way through it.
+
+`measurement`: what a model keeps now. `estimation`: what a training will need. `planning`: how to keep each layer, so
+that a training fits. `fidelity`: what a lossy setting costs the gradients. `batch_size`: the largest batch that trains
+on this device. `closed_form`: the formula of `estimate --quick`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call hands over, by the names that a forward has for it. Asked in every step, so that names are kept."""
+"""The arguments of a call by their names in the forward. Every step asks for them, so the names are cached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @cache
 def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a forward takes by position, without `self`.
+    """The names of the positional arguments of a forward, without `self`.
 
     Args:
         forward: A function of a class, as it is looked up there, perhaps with wrappers around it.
@@ -21,7 +21,7 @@ def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def arguments(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All that a call hands over, by name; what comes by position without a name has its number."""
+    """All arguments of a call, by name; a positional argument without a name has its number."""
     if not args:
         return dict(kwargs)
     function = getattr(stock, "__func__", None)
@@ -33,7 +33,7 @@ def arguments(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def argument(name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call hands over under that name, by keyword or by position; None if nothing."""
+    """The argument of a call with that name, given by keyword or by position; None if there is none."""
     found = kwargs.get(name)
     if found is not None or not args:
         return found

@@ -1,4 +1,4 @@
-"""Attention through transformers' attention interface: our function under our name, its mask beside it."""
+"""Attention through transformers' attention interface: our function and its mask are registered under our name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .. import compilation, ops
 from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
-from ..modules.attention import ATTENTION_NAME, renamed
+from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice, transforms_active
@@ -31,7 +31,11 @@ from ..roles import Role
 from .eager_attention import find_eager
 from .methods.keys_and_values import keys_and_values
 from .rope import RotaryMixin, calls_rope, why_stock
+from .rotations import rotation_of
 from .sites import Declined, Site
+
+# probabilities of a CPU's attention with dropout: below, the generator's state would take more than what stock keeps
+_FEW = 512
 
 
 class RegisteredAttentionMixin(RotaryMixin):
@@ -47,7 +51,7 @@ def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Decli
         return None
     found = _site(module, config)
     reason = why_stock(type(module)) if isinstance(found, Site) and calls_rope(type(module)) else None
-    if isinstance(found, Site) and reason is not None:
+    if isinstance(found, Site) and reason is not None and rotation_of(type(module)) is None:
         return replace(found, settings=replace(found.settings, note=f"rotary embeddings are stock's: {reason}"))
     return found
 
@@ -58,8 +62,8 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     if name == "sdpa":
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
         model_config = module.__dict__["config"]
-        options = (renamed(model_config),)
-        settings = Settings(Role.ATTENTION, "sdpa", options, codec=codec, keeps=keeps, config=model_config)
+        named = renamed(model_config)
+        settings = AttentionSettings(Role.ATTENTION, "sdpa", codec, keeps, config=model_config, renamed=named)
         return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
         return find_eager(module, codec)
@@ -96,7 +100,7 @@ def attention_forward(
     Where stock keeps q, k, v, output and statistics alone it runs unchanged.
     """
     settings = settings_of(module) or Settings(Role.ATTENTION)
-    # a graph cannot hold it, and layers of chosen tokens are not compiled
+    # not in a graph, which cannot hold it; layers of chosen tokens are not compiled
     chosen = None if torch.compiler.is_compiling() else keys_and_values()
     if chosen is not None:
         key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
@@ -119,13 +123,14 @@ def _attended(
     scaling: float | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention by whichever way keeps no more than q, k, v, output and statistics."""
+    """Attention by a way that keeps no more than q, k, v, the output and its statistics."""
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
-    keeps_more = keeps_more or attention_mask is not None or bias is not None or (dropout > 0 and cpu)
+    drops = dropout > 0 and cpu and query.numel() // query.size(-1) * key.size(2) > _FEW
+    keeps_more = keeps_more or attention_mask is not None or bias is not None or drops
     # calls whose q, k, v and output are kept by us all the same
     ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
@@ -146,7 +151,7 @@ def _attended(
 
 
 def _keeps(*tensors: Tensor | None) -> bool:
-    """Whether something is kept of the call, for its backward or for a second run of its checkpointed layer."""
+    """Whether anything is kept of the call, for its backward or for a second run of its checkpointed layer."""
     region = ops.region_in_progress()
     # reentrant checkpointing runs the layer without gradients first
     first = region is not None and region.is_first and not torch.is_grad_enabled()

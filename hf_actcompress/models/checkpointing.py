@@ -1,4 +1,4 @@
-"""Gradient checkpointing of single layers, by the flag that transformers' layers have, and how inputs are kept."""
+"""Gradient checkpointing of single layers, by the flag of transformers' layers, and how their inputs are kept."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..codecs import CODECS, IDENTITY
 from ..config import CompressionConfig
 from ..errors import UnknownOptionError
-from ..modules.base import Settings
-from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointInputMixin
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointInputMixin, CheckpointSettings
 from ..roles import Role
 from .sites import Site
 
 _FLAGS = ("gradient_checkpointing", CHECKPOINT_FUNCTION)
-# where a layer keeps what its flags were before
+# under this name a layer keeps its former flags
 _BEFORE = "actcompress_checkpointing"
 
 
@@ -50,7 +49,7 @@ def layers_asked_for(model: nn.Module, asked: tuple[str, ...] | str) -> tuple[st
     for part in parts:
         if not layers or (isinstance(asked, tuple) and not any(below(name, part) for name in layers)):
             raise UnknownOptionError("layer to checkpoint", part, layers)
-    # a layer inside of one that is computed again is computed again with it
+    # layers inside of a checkpointed layer are computed again with it
     outer = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
     if isinstance(asked, tuple):
         return tuple(outer)
@@ -67,8 +66,9 @@ def find_checkpoint_input(module: nn.Module, config: CompressionConfig) -> Site 
         return None
     if not isinstance(module, GradientCheckpointingLayer):
         return None
-    options = (module.__dict__.get(CHECKPOINT_FUNCTION),)
-    return Site(CheckpointInputMixin, Settings(Role.CHECKPOINT_INPUT, "packed", options, codec=codec, keeps=keeps))
+    function = module.__dict__.get(CHECKPOINT_FUNCTION)
+    settings = CheckpointSettings(Role.CHECKPOINT_INPUT, "packed", codec, keeps, function=function)
+    return Site(CheckpointInputMixin, settings)
 
 
 def checkpointable(model: nn.Module) -> dict[str, nn.Module]:
@@ -86,15 +86,16 @@ def _switch_on(layer: Any) -> None:
         return
     layer.__dict__[_BEFORE] = {flag: layer.__dict__[flag] for flag in _FLAGS if flag in layer.__dict__}
     if not layer.gradient_checkpointing:
-        # what `gradient_checkpointing_disable` leaves behind is not what anybody asked for
+        # a function that `gradient_checkpointing_disable` has left behind was not asked for
         layer._gradient_checkpointing_func = partial(checkpoint_without_cache, use_reentrant=False)
     layer.gradient_checkpointing = True
 
 
 def checkpoint_without_cache(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's checkpoint. The second run would fill a cache once more, which GPT-2 hands its layers by position.
+    """torch's checkpoint. It leaves caches out, because the second run would fill them once more.
 
-    transformers takes it out of the keywords, and a model that is checkpointed as a whole makes none.
+    GPT-2 gives its layers the cache by position. transformers removes it from the keywords, and a model that is
+    checkpointed as a whole makes none.
     """
     return checkpoint(layer, *(None if isinstance(arg, Cache) else arg for arg in args), **kwargs)
 

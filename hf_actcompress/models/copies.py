@@ -1,4 +1,4 @@
-"""Copies of stock functions that find ours under some of the names they look up: no file of transformers is touched."""
+"""Copies of stock functions in which some global names stand for our functions. No file of transformers is changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 class GlobalsCopy:
     """A stock function, and a copy of it over a copy of its file's globals, in which some names are other objects.
 
-    The copy sees the globals as they are when it is called: it is made again when somebody has exchanged one of those
-    that it reads. Around a decorated function its decorators' wrappers are copied, too.
+    The copy sees the globals of the time when it is called: it is made again when one that it reads was exchanged. The
+    wrappers of the function's decorators are copied, too.
 
     Args:
         stock: The function, with its decorators.
@@ -32,13 +32,13 @@ class GlobalsCopy:
         self._made = self._make()
 
     def is_of(self, stock_class: Any) -> bool:
-        """Whether nobody has exchanged the class's forward or one of the replaced globals since."""
+        """Whether the class's forward and the replaced globals are still those that were copied."""
         found = self._inner.__globals__
         return stock_class.forward is self.stock and all(found.get(n) is x for n, x in self._replaced.items())
 
     @property
     def copy(self) -> Callable[..., Any]:
-        """The copy over the globals of now."""
+        """The copy, with the globals of now."""
         seen, copy = self._made
         if any(map(is_not, seen, self._seen())):
             self._made = _, copy = self._make()

@@ -16,8 +16,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import ops
 from ..codecs import IDENTITY, Codec
-from ..modules.attention import EAGER_NAME, AttentionMixin
-from ..modules.base import Settings, keeps_for_backward
+from ..modules.attention import EAGER_NAME, AttentionMixin, AttentionSettings
+from ..modules.base import keeps_for_backward
 from ..roles import Role
 from .probe import DTYPES, REFUSALS, same_bits, undisturbed
 from .rope import RotaryMixin
@@ -41,7 +41,9 @@ def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
     for roundings in ROUNDINGS:
         if _same(module, stock, roundings):
             config = module.__dict__["config"]
-            settings = Settings(Role.ATTENTION, "eager", roundings, codec, "probabilities", config=config)
+            settings = AttentionSettings(
+                Role.ATTENTION, "eager", codec, "probabilities", config=config, roundings=roundings
+            )
             return Site(EagerAttentionMixin, settings)
     return Declined(Role.ATTENTION, "its eager function rounds otherwise than those known (found by a numeric probe)")
 
@@ -57,7 +59,7 @@ def _same(module: nn.Module, stock: Callable[..., Any], roundings: _Dtypes) -> b
     probe.training = False
     groups = getattr(module, "num_key_value_groups", 1)
     generator = torch.Generator().manual_seed(0)
-    # scores from near zero to some hundreds, where a softcap shows
+    # scores from near zero to some hundreds, at which a softcap changes the values
     scales = torch.tensor([1.0, 30.0])[:, None, None, None]
     q = torch.randn(2, 2 * groups, 7, 16, generator=generator) * scales
     k, v = (torch.randn(2, 2, 7, 16, generator=generator) for _ in range(2))
@@ -117,7 +119,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The module's own eager function, keeping the probabilities once; that function itself where ours is no use."""
+    """As the module's own eager function, with the probabilities kept once. Where ours cannot stand in, stock runs."""
     assert isinstance(module, AttentionMixin)
     settings = module.actcompress
     stock = eager_function_of(module.stock_class)
@@ -127,13 +129,12 @@ def eager_attention_forward(
     if not (plain and eager and keeps_for_backward(query, key, value)):
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
     scale = scaling if scaling is not None else query.size(-1) ** -0.5
-    how: _Dtypes = settings.options  # type: ignore[assignment]
-    return _attend(query, key, value, attention_mask, scale, dropout, how, settings.codec)
+    return _attend(query, key, value, attention_mask, scale, dropout, settings.roundings, settings.codec)
 
 
 @cache
 def _own_keywords(stock: Callable[..., Any]) -> tuple[str, ...]:
-    """What the stock function takes and our op does not know: a softcap, sinks, a position bias."""
+    """Arguments of the stock function that our op does not know: a softcap, sinks, a position bias."""
     standard = inspect.signature(eager_attention_forward).parameters
     own = (name for name in inspect.signature(stock).parameters if name not in standard)
     return (*own, "position_bias", "softcap", "s_aux", "cache")

@@ -39,7 +39,7 @@ class EmptyCache:
         return None if _holds_tensors(vars(layer) if layer is not None else None) else cls(copy.deepcopy(layer), index)
 
     def new(self) -> Cache:
-        """Such a cache, to be filled."""
+        """A new cache of that kind, empty."""
         cache = DynamicCache()
         if self.layer is not None:
             cache.layers = [copy.deepcopy(self.layer)] * (self.index + 1)

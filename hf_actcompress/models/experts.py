@@ -12,8 +12,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..codecs import CODECS, IDENTITY, Codec
 from ..config import CompressionConfig
-from ..modules.base import Settings, patch_instance
-from ..modules.experts import GROUPED, ExpertsMixin
+from ..modules.base import patch_instance
+from ..modules.experts import GROUPED, ExpertsMixin, ExpertsSettings
 from ..roles import Role
 from .grouped_products import GROUPED_PRODUCTS
 from .probe import DTYPES, REFUSALS, same_bits, undisturbed
@@ -42,9 +42,9 @@ def find_experts(module: nn.Module, config: CompressionConfig) -> Site | Decline
     return Site(ExpertsMixin, _settings(module, CODECS[config.mlp]))
 
 
-def _settings(module: Any, codec: Codec) -> Settings:
+def _settings(module: Any, codec: Codec) -> ExpertsSettings:
     products = GROUPED_PRODUCTS[module.is_transposed]
-    return Settings(Role.EXPERTS, GROUPED, (products,), codec, "the first projection's output")
+    return ExpertsSettings(Role.EXPERTS, GROUPED, codec, "the first projection's output", products=products)
 
 
 class _Config:
@@ -64,7 +64,7 @@ class _Experts(nn.Module):
         if bias:
             shapes |= {"gate_up_proj_bias": (4, 32), "down_proj_bias": (4, 16)}
         for name, shape in shapes.items():
-            # no random numbers: a probe may not draw any
+            # no random numbers, because a probe must not draw any
             values = torch.linspace(0, 40, math.prod(shape)).cos().view(shape)
             setattr(self, name, nn.Parameter(values))
 

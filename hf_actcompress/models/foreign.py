@@ -16,7 +16,7 @@ from .source import names_in
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict, ParametrizationList)
 _NORMS = (BatchNormBase, nn.GroupNorm, nn.LocalResponseNorm)
-# functions that keep their input, their output or a mask when code calls them outside of a module that is ours
+# functions that keep their input, their output or a mask if code calls them outside of a patched module
 _KEEPING = frozenset(
     {
         "baddbmm", "bmm", "conv1d", "conv2d", "cumprod", "cumsum", "dropout", "einsum", "elu", "exp", "gelu",
@@ -36,10 +36,10 @@ def find_foreign(module: nn.Module) -> Declined | None:
     if isinstance(module, _NORMS):
         return Declined(Role.NORM, f"no rule for {type(module).__name__}: {_SAME}")
     parameters = [p for p in module._parameters.values() if p is not None]
-    # one weight per expert; class tokens and position embeddings are of one row
+    # experts have one weight each; class tokens and position embeddings have one row
     if sum(p.dim() > 2 and p.size(0) > 1 for p in parameters) > 1:
         return Declined(Role.EXPERTS, f"no rule for fused weights ({type(module).__name__}): {_SAME}")
-    # a name may be that of a child, which has a row of its own
+    # the name may be a child's, which has a row of its own
     functions = tuple(name for name in sorted(names_in(module) & _KEEPING) if name not in module._modules)
     if "attention" in type(module).__name__.lower() and functions:
         return Declined(Role.ATTENTION, f"computes attention itself, not through the attention interface: {_SAME}")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..modules.base import HOOKS, Settings, patch_instance
-from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
+from ..modules.base import HOOKS, patch_instance
+from ..modules.gated_mlp import FusedGatedMLPMixin, GatedMLPSettings, SplitGatedMLPMixin, T5GatedMLPMixin
 from ..roles import Role
 from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site
@@ -21,7 +21,10 @@ from .tiled_mlps import tiled_settings
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """A row: the mixin, and the names of the children in the mixin's order; `act` the one that is the activation."""
+    """A row: the mixin, and the names of the children in the mixin's order.
+
+    `act` is the activation, which stands behind the projection that makes the output.
+    """
 
     mixin: type
     children: tuple[str, ...]
@@ -47,8 +50,9 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
     for row in GATED_MLPS:
         if not set(row.children) <= names:
             continue
-        settings = Settings(Role.GATED_MLP, "", row.children, CODECS[config.mlp])
-        # of what a whole MLP computes; tiles are calls of that
+        last = row.children[row.children.index(row.act) - 1]
+        settings = GatedMLPSettings(Role.GATED_MLP, codec=CODECS[config.mlp], children=row.children, last=last)
+        # compared without tiles, because a tile is a call of the same code
         if _same_with_stand_ins(module, row, settings):
             return Site(row.mixin, tiled_settings(settings, module, config))
         return Declined(Role.GATED_MLP, f"has {', '.join(row.children)} but its forward does something else with them")
@@ -56,7 +60,7 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
 
 
 class _StandIn(nn.Module):
-    """In place of a projection: a different affine map per name, pointwise, or two halves for a fused projection."""
+    """Stands in for a projection: a pointwise affine map, another one per name; two halves for a fused projection."""
 
     def __init__(self, index: int, halves: bool) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ class _StandIn(nn.Module):
         return torch.cat([y, 0.75 - y], dim=-1) if self.halves else y
 
 
-def _same_with_stand_ins(module: nn.Module, row: GatedMLP, settings: Settings) -> bool:
+def _same_with_stand_ins(module: nn.Module, row: GatedMLP, settings: GatedMLPSettings) -> bool:
     """Run the module's forward and the mixin's on the same stand-in children: no weight is read."""
     if not takes_one_tensor(module):
         return False

@@ -35,7 +35,7 @@ def _of_weight(h: Tensor, dy: Tensor, offsets: Tensor, weight: Tensor, *, transp
     return torch.nn.functional.grouped_mm(rows.transpose(0, 1), columns, offs=offsets)
 
 
-# by whether weights are [E, in, out]; else they are [E, out, in]
+# True: weights are [E, in, out]; False: [E, out, in]
 GROUPED_PRODUCTS = {
     transposed: GroupedProducts(
         partial(_forward, transposed=transposed),

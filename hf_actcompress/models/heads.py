@@ -1,4 +1,4 @@
-"""Which module is a model's language-modelling head, and what is done with its deferred logits."""
+"""Which module is a model's language-modelling head, and what becomes of its deferred logits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from ..config import CompressionConfig
-from ..modules.base import Settings, has_hooks, patched_class, stock_type
-from ..modules.head import HeadMixin, deferring
+from ..modules.base import has_hooks, patched_class, stock_type
+from ..modules.head import HeadMixin, HeadSettings, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
 from ..private_apis import transforms_active
 from ..roles import Role
@@ -24,7 +24,7 @@ from .sites import Declined, Site
 
 
 def output_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules whose output are the model's logits, as it stands: PEFT's `modules_to_save` copies included."""
+    """The modules whose output are the model's logits now, PEFT's copies in `modules_to_save` included."""
     if not isinstance(model, PreTrainedModel):
         return ()
     try:
@@ -38,7 +38,7 @@ def output_layers(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
-    """The site of one of the `output_layers`, or why it is treated as what it is otherwise."""
+    """The site of one of the `output_layers`, or why it is patched as any other module."""
     if not config.loss_head:
         return Declined(Role.LOSS_HEAD, "switched off (loss_head=False)")
     if hasattr(module, "modules_to_save"):
@@ -47,7 +47,8 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return Declined(Role.LOSS_HEAD, f"the head is a {stock_type(module).__name__}, not a plain nn.Linear")
     if "forward" in module.__dict__:
         return Declined(Role.LOSS_HEAD, "forward is already bound on the instance")
-    return Site(HeadMixin, Settings(Role.LOSS_HEAD, "logits" if config.logits else "no_logits", (config.targets,)))
+    kind = "logits" if config.logits else "no_logits"
+    return Site(HeadMixin, HeadSettings(Role.LOSS_HEAD, kind, targets=config.targets))
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def deferred_logits(
     if torch.is_grad_enabled():
         defers = model.training and (not labelled or _stock_loss(model))
     else:
-        # an evaluation; tensors of the inference mode do not say whether somebody has written on them
+        # an evaluation; not in inference mode, whose tensors do not count writes in place
         plain_mode = not torch.is_inference_mode_enabled() and not transforms_active()
         defers = labelled and plain_mode and _stock_loss(model)
     heads = _deferrable(model) if defers else ()
@@ -86,7 +87,7 @@ def _stock_loss(model: nn.Module) -> bool:
 
 
 def _deferrable(model: nn.Module) -> tuple[HeadMixin, ...]:
-    """Patched heads that nobody looks at: a hook may do anything, and FSDP's expects gradients at the output."""
+    """Patched heads without hooks: a hook may do anything, and FSDP's expects gradients at the output."""
     return tuple(
         layer
         for layer in output_layers(model)
@@ -109,11 +110,11 @@ def _without_unreturned(output: Any, labelled: bool) -> Any:
 
 
 def _returned(logits: DeferredLogits, head: LinearSource, labelled: bool) -> Tensor | None:
-    """Logits for whoever called the model.
+    """Logits as the caller of the model gets them.
 
-    After a loss of the model's own they are a plain tensor where they are kept, because then hardly anybody
-    differentiates them. Otherwise a loss outside may, and they stay deferred. Tensors without data (an estimate's)
-    cannot tell later which rows were meant.
+    After a loss of the model's own, kept logits are a plain tensor, because they are hardly ever differentiated then.
+    Otherwise a loss outside may differentiate them, and they stay deferred. Tensors without data (an estimate's) cannot
+    tell later which rows were meant.
     """
     if labelled and head.keep_logits:
         return plain(logits)

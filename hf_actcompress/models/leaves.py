@@ -1,4 +1,4 @@
-"""Rows for leaf types: exact types, because a subclass may compute something else with the same weights."""
+"""Rules for leaf types. They match exact types, because a subclass may compute something else with the same weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from ..codecs import CODECS, IDENTITY, Codec, RowSample
 from ..codecs.methods.gradient_norms import RememberedNorms
 from ..config import CompressionConfig
 from ..modules.base import Settings
-from ..modules.leaves import ActivationMixin, Conv2dMixin, DropoutMixin, LayerNormMixin, LinearMixin
+from ..modules.leaves import (
+    ActivationMixin,
+    ActivationSettings,
+    Conv2dMixin,
+    ConvSettings,
+    DropoutMixin,
+    LayerNormMixin,
+    LinearMixin,
+)
 from ..reference import INVERTED, TABLE_OPTIONS, TWO_VALUED, activation_bwd, layer_norm_output_reasons
 from ..roles import Role
 from .own_linear import find_own_linear
@@ -61,7 +69,7 @@ ACTIVATION_TYPES: dict[type, Activation] = {
 if hasattr(hf, "SqrtSoftplusActivation"):  # newer than transformers 5.17
     ACTIVATION_TYPES[hf.SqrtSoftplusActivation] = Activation("sqrt_softplus")
 
-# the same types where they were told to compose the function in Python; in fp32 that is more accurate than the kernel
+# the same types if they compose the function in Python, which in fp32 is more accurate than the kernel
 _COMPOSED = {hf.GELUActivation: Activation("gelu_erf"), hf.GELUTanh: Activation("gelu_new")}
 
 WITH_PARAMETERS = (nn.PReLU, hf.XIELUActivation)
@@ -88,16 +96,15 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
     return find_own_linear(module, config)
 
 
-def _linear(module: nn.Module, config: CompressionConfig, variant: str) -> Site:
+def _linear(module: nn.Module, config: CompressionConfig, kind: str) -> Site:
     codec = CODECS[config.linear]
     if codec.for_images:
-        return Site(
-            LinearMixin, Settings(Role.LINEAR, variant, note=f"keeps its input: {config.linear} is for feature maps")
-        )
+        note = f"keeps its input: {config.linear} is for feature maps"
+        return Site(LinearMixin, Settings(Role.LINEAR, kind, note=note))
     if config.gradient_norms and isinstance(codec, RowSample):
         codec = replace(codec, norms=RememberedNorms(config.gradient_norms))
     keeps = "input" if config.derive_linear else "encoded"
-    return Site(LinearMixin, Settings(Role.LINEAR, variant, codec=codec, keeps=keeps))
+    return Site(LinearMixin, Settings(Role.LINEAR, kind, codec, keeps))
 
 
 def _linear_codec(config: CompressionConfig) -> Codec:
@@ -113,10 +120,10 @@ def _conv2d(module: nn.Conv2d, config: CompressionConfig) -> Site | Declined:
     left, right, top, bottom = module._reversed_padding_repeated_twice
     if module.padding_mode != "zeros" or left != right or top != bottom:
         return Declined(Role.CONV2D, "pads with something else than zeros, or unevenly")
-    geometry = (module.stride, (top, left), module.dilation, module.groups)
-    settings = Settings(Role.CONV2D, options=geometry)
+    geometry: Any = (module.stride, (top, left), module.dilation, module.groups)
     keeps = "input" if config.derive_linear else "encoded"
-    return Site(Conv2dMixin, replace(settings, codec=CODECS[config.linear], keeps=keeps))
+    settings = ConvSettings(Role.CONV2D, codec=CODECS[config.linear], keeps=keeps, geometry=geometry)
+    return Site(Conv2dMixin, settings)
 
 
 def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:
@@ -139,14 +146,16 @@ def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -
         return Declined(Role.ACTIVATION, f"its derivative is not that of {row.kind!r} (found by a numeric probe)")
     variant = config.activation_variant
     if row.kind in TWO_VALUED and variant == "input" and not config.derive_linear:
-        # nobody rebuilds the output: one bit is exact
+        # the output is not rebuilt, so one bit is enough for the exact gradient
         variant = "steps1"
     keeps, note = _activation_keeps(row.kind, options, variant)
-    return Site(ActivationMixin, Settings(Role.ACTIVATION, row.kind, options, CODECS[config.mlp], keeps, note))
+    codec = CODECS[config.mlp]
+    settings = ActivationSettings(Role.ACTIVATION, row.kind, codec, keeps, note, constants=options)
+    return Site(ActivationMixin, settings)
 
 
 def _activation_keeps(kind: str, options: tuple[float, ...], variant: str) -> tuple[str, str]:
-    """What an activation of that kind keeps under a variant, and why it keeps its input all the same."""
+    """What an activation of that kind keeps under a variant, and why if it is the input instead."""
     if variant == "output" and kind not in INVERTED:
         return "input", f"keeps its input: {kind} has no inverse of two branches"
     if variant == "relus2" and kind not in ("gelu", "silu"):
@@ -160,15 +169,15 @@ def _derivative_holds(module: nn.Module, kind: str, options: tuple[float, ...]) 
     """Probe f' against autograd in fp64, off the kinks."""
     with torch.enable_grad():
         x = torch.linspace(-7.03, 7.01, 61, dtype=torch.float64, device="cpu", requires_grad=True)
-        # not called: the user's hooks are not for our probe
+        # the module is not called, because the user's hooks must not see our probe
         y = type(module).forward(module, x)
         (expected,) = torch.autograd.grad(y.sum(), x)
     return torch.allclose(activation_bwd(torch.ones_like(y), x.detach(), kind, options), expected, atol=1e-6)
 
 
 _RULES: dict[type, Callable[[Any, CompressionConfig], Site | Declined]] = {
-    nn.Linear: partial(_linear, variant=""),
-    Conv1D: partial(_linear, variant="transposed"),
+    nn.Linear: partial(_linear, kind=""),
+    Conv1D: partial(_linear, kind="transposed"),
     nn.LayerNorm: _layer_norm,
     nn.Dropout: _dropout,
 }

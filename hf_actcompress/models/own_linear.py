@@ -1,4 +1,4 @@
-"""Subclasses of nn.Linear with a forward of their own: stock's code runs, and counts as a product with a weight."""
+"""Subclasses of nn.Linear with a forward of their own: stock's code runs, and is treated as a product with a weight."""
 
 from __future__ import annotations
 

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, masking_utils
 
-from ..modules.base import PLAIN_TENSORS
+from ..modules.base import PLAIN_TENSORS, stock_type
 from ..ops import PackedMask
 from ..private_apis import transforms_active
 from ..reference.sequences import Band, Sequences, sequences_of
+from .attention_rows import calls_interface, goes_in_rows
 from .copies import GlobalsCopy, global_names
 
-# stock's makers of masks -> what of the config says how far a query sees, and whether it sees what is behind it
+# for each of stock's mask functions: the config's field that says how far a query sees, and whether it is causal
 _MAKERS = {
     "create_causal_mask": (None, True),
     "create_sliding_window_causal_mask": ("sliding_window", True),
@@ -34,14 +35,14 @@ _MAKERS = {
     "create_bidirectional_mask": (None, False),
     "create_bidirectional_sliding_window_mask": ("sliding_window", False),
 }
-# what they may be given
+# the arguments that these functions may get
 _KNOWN = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"}
 # elements: a smaller mask of rows that are one sequence each is made, because with it the bits are stock's
 SMALLEST_MASK = 2**20
 
 
 class _Call:
-    """One forward of a model, and the sequences in its rows: looked for once, if stock would look.
+    """One forward of a model and the sequences in its rows. They are searched for once, and only if stock searches.
 
     Args:
         model: The model.
@@ -64,6 +65,13 @@ class _Call:
         return None if real is None or real.all() else real
 
     @cached_property
+    def goes_in_rows(self) -> bool:
+        """Whether all attention of the model is eager, and goes some rows of queries at a time."""
+        kinds: Any = ((module, stock_type(module)) for module in self.model.modules())
+        modules = [module for module, kind in kinds if calls_interface(kind)]
+        return bool(modules) and all(map(goes_in_rows, modules))
+
+    @cached_property
     def is_compiled(self) -> bool:
         """Whether parts of the model are: their graphs take stock's mask."""
         return any(map(_is_compiled, self.model.modules()))
@@ -74,11 +82,11 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """What runs in place of the stock forward of a model for a call whose masks need not be made; None for others.
+    """The forward that replaces the stock forward for a call whose masks need not be made; None for other calls.
 
     Those are calls under no_grad or with another mask than a 2-D one, models that make their masks in another way, and
-    models without windows in rows that are not packed. The host waits for positions where it does in stock, and for a
-    2-D mask.
+    models without windows in rows that are not packed, unless attention is eager. The host waits for positions where it
+    does in stock, and for a 2-D mask.
     """
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if len(args) > 1 or not torch.is_grad_enabled() or transforms_active():
@@ -87,7 +95,9 @@ def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     kind: Any = type(model)
     copy = _copy(kind)
-    if copy is None or not copy.is_of(kind) or ((positions is None or mask is not None) and not _has_windows(kind)):
+    if copy is None or not copy.is_of(kind):
+        return None
+    if (positions is None or mask is not None) and not _has_windows(kind) and not _is_eager(model.config):
         return None
     return partial(_run, MethodType(copy.copy, model), _Call(model, positions, mask))
 
@@ -130,13 +140,13 @@ def _is_compiled(module: Any) -> bool:
         return True
     call = module.__dict__.get("_compiled_call_impl")
     while isinstance(call, partial):
-        # `memory_report` looks at what a call does
+        # `memory_report` watches this call
         call = call.args[-1]
     return call is not None and getattr(call, "__func__", None) is not nn.Module._call_impl
 
 
 def _maker(stock: Callable[..., Any], field: str | None, causal: bool) -> Callable[..., Any]:
-    """The mask that stock's function makes, without its memory where attention can do without."""
+    """The mask that stock's function makes; without memory of its own where attention does not need its values."""
     signature = inspect.signature(stock)
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -147,49 +157,55 @@ def _maker(stock: Callable[..., Any], field: str | None, causal: bool) -> Callab
         embeds, reach = given["inputs_embeds"], getattr(given["config"], field, None) if field else None
         if field and not reach:
             return stock(*args, **kwargs)
-        found = _seen(embeds, call, reach, causal, field == "attention_chunk_size")
+        eager = _is_eager(given["config"])
+        # stock looks for sequences in what this function is given: gpt-oss hands it no positions
+        packed = call.sequences if causal and given.get("position_ids") is not None else None
+        found = _seen(embeds, call, packed, reach, causal, field == "attention_chunk_size", eager)
         if found is None or embeds.shape[:2] != (found[0].rows, found[0].tokens):
             return stock(*args, **kwargs)
         sequences, window, real = found
-        # what is asked of the embeddings is their shape, dtype and device
+        # only shape, dtype and device of the embeddings are read
         like = embeds.new_empty(()).expand(embeds.shape)
         make_stocks = partial(stock, **{**given, "inputs_embeds": like})
-        return PackedMask(sequences, window, make_stocks, embeds.device, None if real is None else real.to(like.device))
+        real = None if real is None else real.to(like.device)
+        return PackedMask(sequences, window, make_stocks, embeds.device, real, embeds.dtype if eager else torch.bool)
 
     return make
 
 
 def _seen(
-    embeds: Tensor, call: _Call, reach: int | None, causal: bool, chunked: bool
+    embeds: Tensor, call: _Call, packed: Sequences | None, reach: int | None, causal: bool, chunked: bool, eager: bool
 ) -> tuple[Sequences | Band, int | None, Tensor | None] | None:
     """Which tokens see which, the window, and which tokens are no padding; None where stock's mask is made."""
-    if causal and call.sequences is not None:
-        return None if chunked else (call.sequences, reach, None)
     rows, tokens = embeds.shape[:2]
-    if tokens**2 < SMALLEST_MASK:
+    small = tokens**2 < SMALLEST_MASK
+    if packed is not None:
+        return None if chunked or (small and eager) else (packed, reach, None)
+    if small:
         return None
     if call.real is not None:
         fits = call.real.shape == (rows, tokens)
         return (Band(rows, tokens, causal, chunked), _window(reach, causal), call.real) if fits else None
+    whole = Sequences(rows, tokens, tuple(range(0, rows * tokens + 1, tokens)))
     if not reach or tokens < reach:
-        # stock makes none
-        return None
+        # stock makes none but for eager attention
+        return (whole, None, None) if eager else None
     if not causal:
         return Band(rows, tokens, causal), _window(reach, causal), None
-    whole = Sequences(rows, tokens, tuple(range(0, rows * tokens + 1, tokens)))
     return (whole.cut(reach), None, None) if chunked else (whole, reach, None)
 
 
 def _window(reach: int | None, causal: bool) -> int | None:
-    """How many keys a query sees to one side, itself included, of what the config says."""
+    """How many keys a query sees to one side, itself included, computed from the config's number."""
     return reach if causal or reach is None else reach + 1
 
 
 def _is_plain(given: dict[str, Any], call: _Call, causal: bool) -> bool:
-    """Whether nothing but positions and padding decides what the mask is."""
+    """Whether the mask depends on positions and padding alone."""
     if torch.compiler.is_compiling() or given.get("attention_mask") is not call.mask:
         return False
-    if causal and call.positions is not None and given.get("position_ids") is not call.positions:
+    positions = given.get("position_ids")
+    if causal and call.positions is not None and positions is not None and positions is not call.positions:
         return False
     if any(value is not None for name, value in given.items() if name not in _KNOWN):
         return False
@@ -198,5 +214,10 @@ def _is_plain(given: dict[str, Any], call: _Call, causal: bool) -> bool:
         # stock does not look for sequences if there is a cache
         return False
     config = given["config"]
-    as_named = not causal or getattr(config, "is_causal", True) is not False
-    return bool(config._attn_implementation == "sdpa" and as_named)
+    if causal and getattr(config, "is_causal", True) is False:
+        return False
+    return bool(config._attn_implementation == "sdpa" or (causal and _is_eager(config) and call.goes_in_rows))
+
+
+def _is_eager(config: Any) -> bool:
+    return bool(config._attn_implementation == "eager")

@@ -24,7 +24,7 @@ from ..roles import Role
 from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Site
 
-# what is as cheap as an op on single elements, beside those that torch tags as pointwise and views
+# ops that are as cheap as pointwise ones, beside those that torch tags as pointwise and views
 _CHEAP = {
     "_fused_rms_norm", "_prelu_kernel", "_softmax", "_to_copy", "amax", "amin", "cat", "clone", "copy_", "detach",
     "empty_like", "full_like", "gelu", "glu", "lift_fresh", "linalg_vector_norm", "mean", "native_group_norm",
@@ -37,25 +37,26 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def find_recomputed(module: nn.Module, config: CompressionConfig) -> Site | None:
     """The site of a BatchNorm, or of a module that the probe lets through; None for all others."""
     if type(module) in _BATCH_NORMS:
-        # stock's own node keeps the input as it is, which no codec changes
+        # torch's own node keeps the input, so a codec has no effect
         return Site(BatchNormMixin, Settings(Role.BATCH_NORM, "input")) if config.derive_linear else None
     if isinstance(module, PreTrainedModel) or not config.derive_linear or not _is_small(module):
         return None
     if not any(_may_run_again(module, x) and _keeps_as_much(module, x) for x in _shapes(module)):
         return None
     codec = CODECS[config.norm if module._parameters else config.mlp]
-    return Site(RecomputedMixin, Settings(Role.RECOMPUTED, "input", (), codec))
+    return Site(RecomputedMixin, Settings(Role.RECOMPUTED, "input", codec))
 
 
 def _is_small(module: nn.Module) -> bool:
-    """Whether it has vectors for weights at most, no state, and a forward of its own that takes one tensor."""
+    """Whether it has vectors for weights and single numbers for constants, and a forward that takes one tensor."""
     children = [child for child in module.modules() if child is not module]
     if any(child._parameters or child._buffers or type(child).forward is nn.Module.forward for child in children):
         return False
-    # an empty one is sharded (ZeRO-3)
+    # an empty parameter is sharded (ZeRO-3)
     vectors = all(p is None or (p.dim() <= 1 and p.numel()) for p in module._parameters.values())
+    numbers = all(b is None or b.numel() == 1 for b in module._buffers.values())
     own = type(module).forward is not nn.Module.forward
-    return vectors and own and not module._buffers and takes_one_tensor(module)
+    return vectors and own and numbers and takes_one_tensor(module)
 
 
 def _shapes(module: nn.Module) -> list[Tensor]:
@@ -85,6 +86,7 @@ class _CheapOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _may_run_again(module: nn.Module, x: Tensor) -> bool:
     """Whether a second call gives the same bits, out of cheap ops that write on no input, in every dtype."""
     probe = _probe(module)
+    constants = dict(probe._buffers)
     seen: Any = _CheapOnly()
     try:
         for dtype in DTYPES:
@@ -94,6 +96,8 @@ def _may_run_again(module: nn.Module, x: Tensor) -> bool:
                 first = probe(given)
             with undisturbed():
                 second = probe(given)
+            if any(probe._buffers[name] is not b or (b is not None and b._version) for name, b in constants.items()):
+                return False
             if not same_bits(first, second) or not same_bits(given, kept) or not first.is_floating_point():
                 return False
             if first._base is not None or first.untyped_storage()._cdata == given.untyped_storage()._cdata:
@@ -122,7 +126,7 @@ def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
 
 
 def _probe(module: nn.Module) -> Any:
-    """The module in training, on the CPU, without what others have hung on it."""
+    """The module in training mode, on the CPU, without hooks."""
     probe: Any = copy.copy(module)
     probe.__dict__.update({hooks: {} for hooks in HOOKS})
     probe.__dict__.pop("forward", None)
@@ -130,4 +134,5 @@ def _probe(module: nn.Module) -> Any:
         name: None if p is None else nn.Parameter(torch.ones(p.shape, dtype=p.dtype), requires_grad=False)
         for name, p in module._parameters.items()
     }
+    probe._buffers = {name: None if b is None else b.detach().clone() for name, b in module._buffers.items()}
     return probe.train() if not module._modules else probe

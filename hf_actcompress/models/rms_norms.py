@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..modules.base import HOOKS, Settings
-from ..modules.leaves import RMSNormMixin
-from ..reference import RMS_NORM_VARIANTS, rms_norm_fwd, rms_norm_output_reasons
+from ..modules.base import HOOKS
+from ..modules.leaves import RMSNormMixin, RMSNormSettings
+from ..reference import RMS_NORM_FORMULAS, rms_norm_fwd, rms_norm_output_reasons
 from ..roles import Role
 from .probe import DTYPES, REFUSALS, asked_once, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site, norm_keeps
@@ -24,7 +24,7 @@ EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
 def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
-    """The site of a module that has at most a 1-d weight and an eps and whose forward is bit-equal to a variant."""
+    """The site of a module that has at most a 1-d weight and an eps and whose forward is bit-equal to a formula."""
     if not _looks_like_one(module):
         return None
     eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
@@ -35,12 +35,14 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
         return Declined(Role.NORM, f"no eps found under {', '.join(EPS_NAMES)}")
     if not takes_one_tensor(module):
         return Declined(Role.NORM, "its forward takes more than one argument (a gate, a residual)")
-    variant, pairs = asked_once(module, _variant, eps_name)
-    if variant is None:
-        return Declined(Role.NORM, "its forward is none of the known RMSNorm variants (found by a numeric probe)")
+    formula, pairs = asked_once(module, _formula, eps_name)
+    if formula is None:
+        return Declined(Role.NORM, "its forward is none of the known RMSNorm formulas (found by a numeric probe)")
     has_weight = module._parameters.get("weight") is not None
-    settings = Settings(Role.NORM, variant, (eps_name, has_weight, pairs), CODECS[config.norm])
-    reasons = rms_norm_output_reasons(module._parameters.get("weight"), variant)
+    settings = RMSNormSettings(
+        Role.NORM, formula, CODECS[config.norm], eps_name=eps_name, has_weight=has_weight, pairs=pairs
+    )
+    reasons = rms_norm_output_reasons(module._parameters.get("weight"), formula)
     return Site(RMSNormMixin, norm_keeps(settings, config, reasons))
 
 
@@ -57,25 +59,25 @@ def _looks_like_one(module: nn.Module) -> bool:
     )
 
 
-def _variant(module: nn.Module, eps_name: str) -> tuple[str | None, frozenset[Pair] | None]:
-    """The variant whose values equal the module's bit by bit in its own dtype and in most others, and in which.
+def _formula(module: nn.Module, eps_name: str) -> tuple[str | None, frozenset[Pair] | None]:
+    """The formula whose values equal the module's bit by bit in its own dtype and in most others, and in which.
 
-    The dtypes are None if the variant holds in all of them.
+    The dtypes are None if the formula holds in all of them.
     """
     weight = module._parameters.get("weight")
     # ZeRO-3 may have left an empty tensor here, and says how many elements there are
     width = int(getattr(weight, "ds_numel", weight.numel())) if weight is not None else 64
-    if width == 0:  # on which every variant is the same
+    if width == 0:  # on which every formula is the same
         return None, None
     stock = _stock_values(module, weight, width)
     own = weight.dtype if weight is not None else None
     best, most = None, frozenset[Pair]()
-    for variant in RMS_NORM_VARIANTS:
+    for formula in RMS_NORM_FORMULAS:
         eps = getattr(module, eps_name)
-        pairs = frozenset(pair for pair, (x, gain, y) in stock.items() if _equal(x, gain, eps, variant, y))
+        pairs = frozenset(pair for pair, (x, gain, y) in stock.items() if _equal(x, gain, eps, formula, y))
         has_own = any(gain == own and (own is None or x == own) for x, gain in pairs)
         if has_own and len(pairs) > len(most):
-            best, most = variant, pairs
+            best, most = formula, pairs
     every = len(DTYPES) if weight is None else len(DTYPES) ** 2
     return best, None if len(most) == every else most
 
@@ -95,7 +97,7 @@ def _stock_values(
             x = rows.to(dtype)
             try:
                 with undisturbed():
-                    # not called: the user's hooks are not for our probe
+                    # the module is not called, because the user's hooks must not see our probe
                     y = type(probe).forward(probe, x.clone())
             except REFUSALS:
                 continue
@@ -113,6 +115,6 @@ def _copy_with(module: nn.Module, weight: Tensor | None, stand_in: Tensor | None
     return copy.deepcopy(module, memo)
 
 
-def _equal(x: Tensor, gain: Tensor | None, eps: float | None, variant: str, stock: Tensor) -> bool:
+def _equal(x: Tensor, gain: Tensor | None, eps: float | None, formula: str, stock: Tensor) -> bool:
     with undisturbed():
-        return same_bits(rms_norm_fwd(x, gain, eps, variant)[0], stock)
+        return same_bits(rms_norm_fwd(x, gain, eps, formula)[0], stock)

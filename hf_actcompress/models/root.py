@@ -2,7 +2,7 @@
 
 Every PreTrainedModel in the tree gets a patched forward, because other libraries call inner ones past the outermost:
 TRL's fused loss calls the decoder below the language-modelling head, a retrieval model calls each of its encoders. The
-first one that is called does the work for all inside of it.
+first one that is called does what has to be done once for all models inside of it.
 
 A PreTrainedModel's class must stay (output capture is keyed by it), so the forward is bound on the instance. PEFT calls
 `model.forward` directly, past hooks, which an instance attribute survives.
@@ -37,7 +37,7 @@ _ATTRIBUTE = "actcompress_root"
 _DEFAULT_LOSS = "ForCausalLM"
 # the forward before which bits are measured for the first time
 _FIRST_REFRESH = 10
-# patches what is new below a module of that name; handed in because this package does not know the one above it
+# patches new modules below a module of that name; an argument, because this package must not import the one above
 _Patch = Callable[[nn.Module, CompressionConfig, str, Generators], object]
 # the children of each module that has any
 _Structure = list[tuple[dict[str, Any], tuple[Any, ...]]]
@@ -64,13 +64,13 @@ class PatchedForward:
         self.generators = generators
         self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
         self.active = True
-        # forwards in training, and whether this one is for the measurement of bits
+        # how many training forwards there were, and whether this one measures bits
         self._forwards, self._measuring = 0, False
         self._known: _Structure | None = None
         self.note_structure()
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy looks its own modules up
+        # a copy has to look up its own modules
         return {**self.__dict__, "_known": None}
 
     @property
@@ -94,7 +94,7 @@ class PatchedForward:
             return self._stock()(*args, **kwargs)
         stock = self._stock()
         with self._outermost(stock, args, kwargs), deferred_logits(self.model, stock, args, kwargs) as finished:
-            # the masks of chosen tokens are made of whole ones
+            # the masks of chosen tokens are cut out of whole masks
             plain = self.inner is None and self.config.tokens == 1
             packed = packed_forward(self.model, args, kwargs) if plain else None
             return finished((packed or stock)(*args, **kwargs))
@@ -146,7 +146,7 @@ class PatchedForward:
             yield
 
     def measure_bits_next(self) -> None:
-        """Let the next training forward measure the bits, for who looks at what a training does later."""
+        """Let the next training forward measure the bits, so that a report of a later step of the training is right."""
         self._forwards = _FIRST_REFRESH - 1
 
     def _refresh_bits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -163,14 +163,14 @@ class PatchedForward:
             self._measuring = False
 
     def _patch_new_modules(self) -> None:
-        """Patch adapters that were injected, heads that were resized, whatever has come since the last forward."""
+        """Patch all modules that are new since the last forward, such as injected adapters and resized heads."""
         known = self._known
         if known is None or any(tuple(children.values()) != before for children, before in known):
             self.patch(self.model, self.config, self.name, self.generators)
             self.note_structure()
 
     def note_structure(self) -> None:
-        """Take what is below the model now as patched."""
+        """Note that all modules below the model are patched now."""
         parents = (module._modules for module in self.model.modules() if module._modules)
         self._known = [(children, tuple(children.values())) for children in parents]
 

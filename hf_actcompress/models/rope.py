@@ -1,4 +1,4 @@
-"""Rotary embeddings inside of attention: the stock forward, which is made to find our function under its own name.
+"""Rotary embeddings inside of attention: the stock forward finds our function under the name of stock's.
 
 The forward of an attention module looks `apply_rotary_pos_emb` up among the globals of its modeling file. A patched one
 runs a copy of that function over a copy of these globals with that one name exchanged; the file is not touched.
@@ -20,10 +20,11 @@ from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
 from ..reference import rope_fwd
 from .copies import GlobalsCopy
+from .rotations import rotation_of
 
 NAME = "apply_rotary_pos_emb"
 _PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
-# of q and k, of cos and sin: the second pair is that of autocast
+# dtypes of q and k, and of cos and sin; the second pair is that under autocast
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -39,8 +40,12 @@ class RotaryMixin(AttentionMixin):
         super().__init_subclass__(**kwargs)
         # a patched class, made by patching or by unpickling; no other name than forward, which could be a child's
         stock_class = cls.__dict__.get("stock_class")
-        if stock_class is not None and calls_rope(stock_class) and why_stock(stock_class) is None:
+        if stock_class is None:
+            return
+        if calls_rope(stock_class) and why_stock(stock_class) is None:
             cls.forward = _forward(stock_class, rotary_copy(stock_class.forward))  # type: ignore[method-assign]
+        elif (found := rotation_of(stock_class)) is not None:
+            cls.forward = _forward(stock_class, GlobalsCopy(stock_class.forward, dict([found])))  # type: ignore[method-assign]
 
 
 def _forward(stock_class: Any, rotary: GlobalsCopy) -> Callable[..., Any]:
@@ -96,7 +101,7 @@ def _is_rope(function: Callable[..., Any]) -> bool:
     def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(sizes, generator=generator).to(dtype)
 
-    # when a file is loaded, whatever the default device and autocast are
+    # runs when a file is loaded, so it must not depend on the default device or on autocast
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         for dtype, angles in _DTYPES:
             q, k = normal(2, 5, 6, 8, dtype=dtype), normal(2, 5, 3, 8, dtype=dtype)

@@ -1,26 +1,36 @@
-"""From a module to its site: the first rule that knows it."""
+"""From a module to its site: one table of rules, of which the first that can patch the module says how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from ..config import CompressionConfig
-from .adapters import find_adapter
+from ..modules.checkpoint import CheckpointInputMixin
+from .adapters import find_adapter, rank_layers
 from .attention import find_attention
+from .checkpointing import find_checkpoint_input
 from .experts import find_experts
 from .gated_mlps import find_gated_mlp
+from .heads import find_head, output_layers
 from .leaves import find_leaf
+from .methods.chosen_layers import find_chosen_tokens
 from .recomputed import find_recomputed
 from .rms_norms import find_rms_norm
+from .root import pretrained_models
 from .sites import Declined, Site
 from .tiled_mlps import find_tiled_mlp
 
 Rule = Callable[[nn.Module, CompressionConfig], Site | Declined | None]
 
+# in the order in which they are asked
 RULES: tuple[Rule, ...] = (
+    find_head,
+    find_chosen_tokens,
+    find_checkpoint_input,
     find_leaf,
     find_rms_norm,
     find_gated_mlp,
@@ -28,34 +38,66 @@ RULES: tuple[Rule, ...] = (
     find_experts,
     find_attention,
     find_adapter,
+    # what no other rule can patch may be cheap enough to run again
+    find_recomputed,
 )
-# those of other packages, which are asked first
+# those of other packages, which are asked first and have the last word
 OTHERS_RULES: list[Rule] = []
 
 
-def find_site(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
-    """How `module` (not patched yet) is patched, why it is left alone, or None if it is no business of ours."""
+@dataclass(frozen=True)
+class Places:
+    """The modules, by `id`, that have a special place in the model around them.
+
+    Attributes:
+        heads: The output layers of all transformers models in the tree.
+        of_rank: Linear layers whose inputs are as narrow as an adapter's rank.
+    """
+
+    heads: frozenset[int] = frozenset()
+    of_rank: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Places:
+        return cls(
+            frozenset(id(head) for part in pretrained_models(model).values() for head in output_layers(part)),
+            frozenset(id(layer) for module in model.modules() for layer in rank_layers(module)),
+        )
+
+
+_NOWHERE = Places()
+
+
+def find_site(module: nn.Module, config: CompressionConfig, places: Places = _NOWHERE) -> Site | Declined | None:
+    """How `module` (not patched yet) is patched, why it is left alone, or None if no rule knows it.
+
+    Args:
+        config: The one that holds for this module.
+        places: Of the model around it; without them the module is taken for what it is by itself.
+    """
+    if id(module) in places.of_rank:
+        config = replace(config, linear="identity", derive_linear=True, gradient_norms=0)
     # the probes make small tensors, wherever `torch.set_default_device` would put them
     with torch.device("cpu"):
-        found = _first(OTHERS_RULES, module, config)
-        if found is not None:
-            return _unless_forward_is_bound(module, found)
-        found = _first(RULES, module, config)
-        if not isinstance(found, Site):
-            # what no rule knows may be cheap enough to run again
-            found = find_recomputed(module, config) or found
-    return None if found is None else _unless_forward_is_bound(module, found)
+        found = next((answer for rule in OTHERS_RULES if (answer := rule(module, config)) is not None), None)
+        if found is None:
+            found = _own(module, config, id(module) in places.heads)
+    # a checkpointed layer is asked for its checkpoint function, whether its forward is bound or not
+    if not isinstance(found, Site) or "forward" not in module.__dict__ or found.mixin is CheckpointInputMixin:
+        return found
+    return Declined(
+        found.settings.role,
+        "forward is already bound on the instance (device_map or offload hooks, Liger, hub kernels), so a class "
+        "swap would be inert; patch before that is applied",
+    )
 
 
-def _first(rules: Iterable[Rule], module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
-    return next((found for rule in rules if (found := rule(module, config)) is not None), None)
-
-
-def _unless_forward_is_bound(module: nn.Module, found: Site | Declined) -> Site | Declined:
-    if isinstance(found, Site) and "forward" in module.__dict__:
-        return Declined(
-            found.settings.role,
-            "forward is already bound on the instance (device_map or offload hooks, Liger, hub kernels), so a class "
-            "swap would be inert; patch before that is applied",
-        )
-    return found
+def _own(module: nn.Module, config: CompressionConfig, is_head: bool) -> Site | Declined | None:
+    """The first site that a rule of the table has for the module; else the first reason against one."""
+    reason = None
+    for rule in RULES if is_head else RULES[1:]:
+        found = rule(module, config)
+        if isinstance(found, Site):
+            return found
+        reason = reason or found
+    return reason

@@ -1,4 +1,4 @@
-"""Which samples a batch is made of, by what is in it: nobody has to number them."""
+"""Which samples a batch consists of, recognised by their contents, so that they need no numbers."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,18 +14,20 @@ from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import Settings, settings_of
 from ..modules.selective import SelectiveMixin
+from ..ops import PackedMask
 from ..private_apis import BatchNormBase
 from ..roles import Role
+from .attention_rows import copy_in_rows
 from .empty_cache import EmptyCache
 from .sites import Site
 from .source import names_in
 
-# code that keeps much, and that may run again: products of activations, softmax, scans
+# functions that keep much and may run again: products of activations, softmax, scans
 _KEEPING = frozenset({"baddbmm", "bmm", "cumsum", "einsum", "exp", "logsumexp", "matmul", "softmax", "softplus"})
-# decisions that must not be taken twice: a codec changes what they are taken by
+# functions that decide something. They must not run twice, because a codec changes their input
 _DECIDING = frozenset({"argmax", "argmin", "argsort", "bucketize", "multinomial", "nonzero", "sort", "topk", "unique"})
 _LINEAR = frozenset({Role.CONV2D, Role.LINEAR, Role.OWN_LINEAR})
-# modules that know themselves what to keep, or that hold whole layers
+# modules that decide themselves what to keep, or that hold whole layers
 _OTHERS = frozenset(
     {
         Role.ATTENTION, Role.BATCH_NORM, Role.CHECKPOINT_INPUT, Role.EXPERTS, Role.LAYER, Role.LOSS_HEAD,
@@ -32,16 +35,29 @@ _OTHERS = frozenset(
     }
 )  # fmt: skip
 _LAYERS = (BatchNormBase, PreTrainedModel, nn.ModuleList, nn.RNNBase)
-# of the weights of the linear layers: what may be multiplied a second time
+# weights outside of linear layers may be this share of those inside: their products are computed a second time
 _SMALL = 0.25
 
 
 class CachedSelectiveMixin(SelectiveMixin):
-    """The mixin for modules that may be given a cache, in which a plain training forward has put nothing yet."""
+    """The mixin for modules that may be given a cache, in which a plain training forward has put nothing yet.
+
+    Eager attention goes some rows of queries at a time where it is given a mask that need not be made. Then it keeps
+    queries, keys and values, and does not run again as a whole.
+    """
+
+    def stock_forward(self) -> Callable[..., Any]:
+        kind: Any = self.stock_class
+        rows = copy_in_rows(kind)
+        if rows is None or not rows.is_of(kind):
+            return super().stock_forward()
+        return partial(rows.copy, self)
 
     def kwargs_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """An empty cache in place of each; None if something is in one, or if it is of an unknown kind."""
+        """An empty cache in place of each; None if something is in one, it is of an unknown kind, or rows run again."""
         if any(isinstance(value, Cache) for value in args):
+            return None
+        if any(isinstance(value, PackedMask) for value in (*args, *kwargs.values())):
             return None
         caches = {name: value for name, value in kwargs.items() if isinstance(value, Cache)}
         layer = self.__dict__.get("layer_idx")

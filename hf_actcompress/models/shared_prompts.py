@@ -1,4 +1,4 @@
-"""Which tokens of a batch begin with the same ones as another sequence: out of what the model's forward is given."""
+"""Which sequences of a batch begin with the same tokens as another one, found from the arguments of the forward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..records import Copies, copies_of
 from .arguments import arguments
 from .padding import why_not
 
-# what says of a token what it is
+# the arguments that say what a token is
 _OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
-# what else may be given without that hidden states depend on it
+# other arguments, on which hidden states do not depend
 _OTHERS = ("labels", "shift_labels", "cache_position", "logits_to_keep", "num_items_in_batch")
-# fields of configs whose dropout is a function, no module
+# fields of configs for dropout that is a function and no module
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dropout", "dropout", "hidden_dropout")
 
 

@@ -1,4 +1,4 @@
-"""What a rule says of a module: where and how it is patched, or why it is left alone."""
+"""The answers of a rule about a module: how it is patched, or why it is left alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Declined:
 
 
 def norm_keeps(settings: Settings, config: CompressionConfig, reasons: list[str]) -> Settings:
-    """A norm's settings with what it keeps under the config; its input if its output cannot be inverted."""
+    """A norm's settings under the config: it keeps its input if its output cannot be inverted."""
     if config.norm_variant == "output" and reasons:
         return replace(settings, note=f"keeps its input: {'; '.join(reasons)}")
     return replace(settings, keeps=config.norm_variant)

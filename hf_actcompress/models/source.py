@@ -1,4 +1,4 @@
-"""What the code of a module names: read off its compiled functions, without running it."""
+"""The names in the code of a module, read from its compiled functions without running them."""
 
 from __future__ import annotations
 

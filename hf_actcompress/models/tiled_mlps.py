@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,15 +12,16 @@ from transformers.pytorch_utils import Conv1D
 
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..modules.base import HOOKS, Settings, settings_of, stock_type
-from ..modules.tiled import TiledMixin
+from ..modules.base import HOOKS, settings_of, stock_type
+from ..modules.tiled import TiledMixin, TiledSettings
 from ..roles import Role
 from .probe import REFUSALS, probe_rows, takes_one_tensor, undisturbed
 from .sites import Site
 
 _LINEAR = (nn.Linear, Conv1D)
-# rows: a smaller tile does not fill a device
+# rows; a smaller tile does not fill a device
 _SMALLEST = 256
+_Settings = TypeVar("_Settings", bound=TiledSettings)
 
 
 def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
@@ -36,11 +37,11 @@ def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
     last = _last_by_rows(module)
     if last is None:
         return None
-    settings = Settings(Role.TILED_MLP, options=(last,) if last else (), codec=CODECS[config.mlp])
+    settings = TiledSettings(Role.TILED_MLP, codec=CODECS[config.mlp], last=last)
     return Site(TiledMixin, tiled_settings(settings, module, config))
 
 
-def tiled_settings(settings: Settings, module: nn.Module, config: CompressionConfig) -> Settings:
+def tiled_settings(settings: _Settings, module: nn.Module, config: CompressionConfig) -> _Settings:
     """The settings of an MLP, with the rows of a tile if tiles were asked for."""
     if not config.tiled_mlp:
         return settings
@@ -60,7 +61,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 class _Row(nn.Module):
-    """In place of a linear layer: a function of the single element, another one for each layer."""
+    """Stands in for a linear layer: a pointwise function, another one for each layer."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

@@ -1,28 +1,21 @@
-"""Patched PEFT layers: the cast of an adapter's input is derived, and one for all adapters on that input."""
+"""Patched PEFT layers. The cast of an adapter's input is derived, and all adapters on one input share it."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..records import current
-from .base import PatchedModule, recording
+from .base import ModuleMixin, recording
 from .selective import recalled
 
-if TYPE_CHECKING:
 
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
-
-
-class AdapterMixin(_Module):
-    """Any `BaseTunerLayer`: overrides its cast alone."""
+class AdapterMixin(ModuleMixin):
+    """Any `BaseTunerLayer`. The mixin changes how its input is cast, and nothing else."""
 
     # PEFT asks for the class of a layer by its name ("ParamWrapper")
     prefix = ""

@@ -1,24 +1,16 @@
-"""Patched attention modules: the stock forward, which is made to find our attention function under another name."""
+"""Patched attention modules: their stock forward finds our attention function in the place of stock's."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import nn
 
-from .base import PatchedModule
+from .base import ModuleMixin, Settings
 
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
-
-# models/ registers our functions under these names in transformers' attention interface
+# under these names models/ registers our functions in transformers' attention interface
 ATTENTION_NAME = "hf_actcompress"
 EAGER_NAME = "hf_actcompress_probabilities"
 OURS = {"sdpa": ATTENTION_NAME, "eager": EAGER_NAME}
@@ -43,12 +35,12 @@ class _AttentionName(str):
         return hash(OURS[str(self)])
 
     def __str__(self) -> str:
-        # an exact str: `str(x)` of a subclass calls this method
+        # return a plain str: `str(x)` of a subclass calls this method
         return str.__str__(self)
 
 
 class _ConfigView:
-    """A model's config as one attention module sees it: the same attributes, live, but for the attention's name."""
+    """A model's config as one attention module sees it: attention has another name, all else is the config's own."""
 
     def __init__(self, config: Any, patched: str) -> None:
         object.__setattr__(self, "_config", config)
@@ -58,7 +50,7 @@ class _ConfigView:
         value = getattr(object.__getattribute__(self, "_config"), name)
         if name != "_attn_implementation":
             return value
-        # whoever sets another implementation later gets that one
+        # if the config is set to another implementation later, that one is used
         patched = object.__getattribute__(self, "_patched")
         return patched if value == patched else value
 
@@ -71,7 +63,7 @@ class _ConfigView:
         return type(object.__getattribute__(self, "_config"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # a copy is a copy of the config itself
+        # copying or pickling the view copies the config itself
         return object.__getattribute__(self, "_config").__reduce_ex__(protocol)
 
 
@@ -82,12 +74,28 @@ def renamed(config: Any) -> Any:
     return copied
 
 
-class AttentionMixin(_Module):
-    """The config is looked at through a view; the model's own is not touched and still builds the stock masks.
+@dataclass(frozen=True, kw_only=True)
+class AttentionSettings(Settings):
+    """Also what an attention module needs of its config.
 
-    Variant: the implementation that is replaced, "sdpa" or "eager". Options: a copy of the config that names our
-    function, for a compiler; nothing where a compiler traces the stock function.
+    Attributes:
+        config: The module's own, which the mixin shadows.
+        renamed: A copy of it that names our function, for a compiler; None where one traces the stock function.
+        roundings: Of an eager function: in which dtype its softmax runs, and to which the probabilities are cast.
     """
+
+    config: Any = field(compare=False, repr=False)
+    renamed: Any = field(default=None, compare=False, repr=False)
+    roundings: tuple[str, str] = ("", "")
+
+
+class AttentionMixin(ModuleMixin):
+    """The module sees its config through a view. The model's own config is not changed and builds the stock masks.
+
+    Kind: the implementation that is replaced, "sdpa" or "eager".
+    """
+
+    actcompress: AttentionSettings | None
 
     @property
     def config(self) -> Any:
@@ -96,14 +104,13 @@ class AttentionMixin(_Module):
             return self.__dict__["config"]
         if torch.compiler.is_compiling():
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
-            traced = settings.config
-            named = settings.options and traced._attn_implementation == settings.variant
-            return settings.options[0] if named else traced
-        return _ConfigView(self.__dict__["config"], settings.variant)
+            named = settings.renamed is not None and settings.config._attn_implementation == settings.kind
+            return settings.renamed if named else settings.config
+        return _ConfigView(self.__dict__["config"], settings.kind)
 
     @config.setter
     def config(self, config: Any) -> None:
         self.__dict__["config"] = config
         if self.actcompress is not None:
-            options = (renamed(config),) if self.actcompress.options else ()
-            self.__dict__["actcompress"] = replace(self.actcompress, config=config, options=options)
+            named = None if self.actcompress.renamed is None else renamed(config)
+            self.__dict__["actcompress"] = replace(self.actcompress, config=config, renamed=named)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +26,22 @@ _NAMES = {codec: name for name, codec in CODECS.items()}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a patched module was told: its role, the op's variant and constants, what it keeps and through which codec.
+    """What a patched module was told. A mixin that has to be told more has a subclass of this one beside it.
 
-    `note` says why it keeps something else than was asked for. `config` is the module's own where the mixin shadows it.
+    Attributes:
+        role: What the module is to this package.
+        kind: Which of the kinds of modules that its mixin knows it is, such as "gelu" or "transposed".
+        codec: Through which the tensor is kept.
+        keeps: Which tensor is kept.
+        note: Why it keeps something else than the config asks for.
     """
 
     role: Role
-    variant: str = ""
-    options: tuple[Any, ...] = ()
+    kind: str = ""
     codec: Codec = IDENTITY
     keeps: str = "input"
     note: str = ""
-    # rows that a module which works row by row computes at a time; 0: all
-    tile: int = 0
-    config: Any = field(default=None, compare=False, repr=False)
-    # for a compiler, which would guard every field of every codec of the table
+    # a compiler reads this name, because it would guard every field of every codec of the table
     codec_name: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -50,12 +51,12 @@ class Settings:
 class PatchedModule:
     """Base of the mixins. `stock_class` is the type before patching, and what unpatching restores.
 
-    A module without settings runs its stock forward. Other libraries make such modules: ``type(layer)(...)`` of a
-    patched layer, as PEFT does it for the adapters of a convolution.
+    A module without settings runs its stock forward. Other libraries make such modules by ``type(layer)(...)`` of a
+    patched layer, as PEFT does for the adapters of a convolution.
     """
 
     stock_class: ClassVar[type[nn.Module]]
-    # of the name of the class, as it shows in `repr(model)`
+    # how the name of the patched class begins, as `repr(model)` shows it
     prefix: ClassVar[str] = "ActCompress"
     actcompress: Settings | None = None
 
@@ -64,7 +65,7 @@ class PatchedModule:
         return (_new, (type(self).__bases__[0], self.stock_class), *stock[2:])
 
     def stock_forward(self) -> Callable[..., Any]:
-        """The stock forward, bound. No method: torch 2.11 can neither trace its binding nor hand it to a Function."""
+        """The bound stock forward, as a partial: torch 2.11 cannot trace a bound method or give it to a Function."""
         return partial(self.stock_class.forward, self)
 
     @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
@@ -77,11 +78,19 @@ class PatchedModule:
         return y
 
     def _replicate_for_data_parallel(self) -> Any:
-        # its replicas would share the forward of the original, on the original's device
+        # the replicas would share the forward of the original, which computes on the original's device
         raise UnsupportedModelError(
             "nn.DataParallel cannot replicate a patched model; start one process per GPU (torchrun, accelerate launch) "
             "for DDP, or show one GPU to the process (CUDA_VISIBLE_DEVICES=0)"
         )
+
+
+if TYPE_CHECKING:
+    # for the type checker the mixins are modules, which they are once combined with their stock class
+    class ModuleMixin(PatchedModule, nn.Module):
+        pass
+else:
+    ModuleMixin = PatchedModule
 
 
 def stock_type(module: nn.Module) -> type[nn.Module]:
@@ -121,7 +130,7 @@ def settings_of(module: nn.Module) -> Settings | None:
     return module.actcompress if isinstance(module, PatchedModule) else None
 
 
-# what a module carries that only a call, and not its forward, runs
+# where a module keeps its hooks, which a call of the module runs and a call of its forward does not
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -137,15 +146,15 @@ def is_sharded(module: nn.Module) -> bool:
     return any(hasattr(p, "ds_id") for p in module._parameters.values())
 
 
-# tensors that are what they seem. A subclass may stand for something else: a quantised weight, shards of one, logits
-# that are not computed yet. Fake tensors are plain, or an estimate would take another path than the training.
+# types whose objects hold just their values. An object of a subclass may be a quantised weight, a shard of one, or
+# logits that are not computed yet. Fake tensors count as plain, so that an estimate takes the path of the training.
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 
 
 def recording(*tensors: Tensor | None) -> bool:
-    """Whether autograd is on, in reverse mode alone, and these are plain tensors. Elsewhere the stock code runs.
+    """Whether autograd records in reverse mode and all of these are plain tensors. If not, the stock code runs.
 
-    Under transforms of torch.func and forward-mode differentiation it does, too, and inside of a tile, of which nothing
+    It also runs under transforms of torch.func, in forward-mode differentiation, and inside of a tile, of which nothing
     is kept.
     """
     if not torch.is_grad_enabled() or current.stock_only or transforms_active():
@@ -159,7 +168,7 @@ def keeps_for_backward(*tensors: Tensor | None) -> bool:
 
 
 def only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor of a call with one argument, by position or by whatever name the stock forward has for it."""
+    """The tensor of a call that has one argument, whatever its name is; None for any other call."""
     if len(args) + len(kwargs) != 1:
         return None
     x = args[0] if args else next(iter(kwargs.values()))

@@ -1,10 +1,10 @@
-"""A layer that says itself what is kept of it where it is checkpointed."""
+"""Layers that decide what is kept of them when they are checkpointed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,21 @@ from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
-# what a layer keeps if attention is not to run again
+# the name of what a layer keeps if its attention must not run again
 WITH_ATTENTION = "input, results of attention"
 
 
-class CheckpointInputMixin(PatchedModule):
-    """transformers' GradientCheckpointingLayer. It goes on to use the checkpoint function that the model was given.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings(Settings):
+    """Also the checkpoint function that the model was given, or None: a compiler finds it here."""
 
-    Options: that function again, where a compiler finds it.
-    """
+    function: Any
+
+
+class CheckpointInputMixin(PatchedModule):
+    """transformers' GradientCheckpointingLayer. It goes on to use the checkpoint function that the model was given."""
+
+    actcompress: CheckpointSettings | None
 
     # FSDP, accelerate and device maps are told layers by the name of their class
     prefix = ""
@@ -38,14 +44,14 @@ class CheckpointInputMixin(PatchedModule):
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
         self.__dict__[CHECKPOINT_FUNCTION] = function
         if self.actcompress is not None:
-            self.__dict__["actcompress"] = replace(self.actcompress, options=(function,))
+            self.__dict__["actcompress"] = replace(self.actcompress, function=function)
 
 
-def function_of(layer: Any, settings: Settings | None) -> Callable[..., Any]:
-    """The checkpoint function that a layer was given; it keeps what the settings say, if there are any."""
+def function_of(layer: Any, settings: CheckpointSettings | None) -> Callable[..., Any]:
+    """The checkpoint function that a layer was given, made to keep what the settings say, if there are settings."""
     if settings is not None and torch.compiler.is_compiling():
         # torch 2.11 cannot trace a look into __dict__ for the name of a property
-        return partial(_checkpoint, settings.options[0], settings)
+        return partial(_checkpoint, settings.function, settings)
     if CHECKPOINT_FUNCTION not in layer.__dict__:
         raise AttributeError(f"{type(layer).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
     checkpoint: Callable[..., Any] = layer.__dict__[CHECKPOINT_FUNCTION]
@@ -55,7 +61,7 @@ def function_of(layer: Any, settings: Settings | None) -> Callable[..., Any]:
 def _checkpoint(
     checkpoint: Callable[..., Any], settings: Settings, layer: Callable[..., Any], x: Any, *args: Any
 ) -> Any:
-    """``checkpoint(layer, x, *args)``, which runs on x and keeps it through the codec; attention's results if asked."""
+    """``checkpoint(layer, x, *args)``, which keeps x through the codec and, if asked to, the results of attention."""
     packable = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
     if not packable or not recording(x):
         return checkpoint(layer, x, *args)

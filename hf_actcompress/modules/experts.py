@@ -1,14 +1,15 @@
 """Patched experts of transformers' experts interface, with grouped products.
 
-What is kept per pair of token and expert is the output of the first projection. The gathered inputs, the activation,
-the gated product and the output of the second projection are not.
+For each pair of token and expert the output of the first projection is kept. The gathered inputs, the activation, the
+gated product and the output of the second projection are not kept.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,33 +17,33 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.experts import GroupedProducts
 from ..records import declare, known_record, parameter, stored_exact, whole_record_of
-from .base import PatchedModule, has_hooks, keeps_for_backward
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        config: Any
-        num_experts: int
-        has_gate: bool
-        has_bias: bool
-        is_transposed: bool
-        has_post_expert_norm: bool
-        _is_expert_parallel: bool
-        _apply_gate: Callable[[Tensor], Tensor]
-        act_fn: Callable[[Tensor], Tensor]
-        down_proj: Tensor
-        down_proj_bias: Tensor
-else:
-    _Module = PatchedModule
+from .base import ModuleMixin, Settings, has_hooks, keeps_for_backward
 
 GROUPED = "grouped_mm"
 
 
-class ExpertsMixin(_Module):
-    """Experts that are called with hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K].
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSettings(Settings):
+    """Also stock's grouped products for weights that lie as these do."""
 
-    options: Stock's `GroupedProducts` for weights as these are.
-    """
+    products: GroupedProducts
+
+
+class ExpertsMixin(ModuleMixin):
+    """Experts that are called with hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K]."""
+
+    actcompress: ExpertsSettings | None
+    config: Any
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    has_post_expert_norm: bool
+    _is_expert_parallel: bool
+    _apply_gate: Callable[[Tensor], Tensor]
+    act_fn: Callable[[Tensor], Tensor]
+    down_proj: Tensor
+    down_proj_bias: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = _three(args, kwargs)
@@ -80,14 +81,14 @@ class ExpertsMixin(_Module):
         tokens = order // choices
         routing = top_k_weights.reshape(-1)[order]
         offsets = self._ends(experts)
-        products: GroupedProducts = self.actcompress.options[0]
+        products = self.actcompress.products
         x = _gathered(hidden, tokens, up[0].dtype)
         both = products.forward(x, up[0], offsets, None if up[1] is None else up[1][experts])
         h = ops.recomputed(both, self._activated(), codec=codec)
         y = ops.experts_down(h, down[0], down[1], routing, experts, offsets, products, codec=codec)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.size(0), device=order.device)
-        # one row per choice of a token, summed in fp32 by torch
+        # each token has one row per chosen expert; torch sums them in fp32
         return y[back].view(hidden.size(0), choices, -1).sum(dim=1).to(hidden.dtype)
 
     def _activated(self) -> Callable[[Tensor], Tensor]:
@@ -101,13 +102,13 @@ class ExpertsMixin(_Module):
 
 
 def _weight(module: Any, name: str) -> Any:
-    """A weight of all experts. What an adapter of PEFT has made of it is declared as made again."""
+    """A weight of all experts. If an adapter of PEFT has computed it, it is declared as derived."""
     weight = getattr(module, name)
     made = None if isinstance(weight, nn.Parameter) else module._modules.get("parametrizations")
     if made is not None and name in made and len(made[name]) == 1:
         adapter = made[name][0]
         own = {name: value.detach() for name, value in vars(adapter).items() if isinstance(value, Tensor)}
-        # some hold a difference of the weight's own size
+        # some adapters hold a difference as large as the weight itself
         small = sum(value.nbytes for value in own.values()) < weight.nbytes
         if type(adapter).__module__.startswith("peft.") and small and next(adapter.parameters(), None) is None:
             declare(
@@ -147,7 +148,7 @@ def _gather(hidden: Tensor, tokens: Tensor) -> Tensor:
 def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of those tokens [S, H], declared as made of the rows of all."""
     x = hidden[tokens]
-    # the whole record: padding rows are routed to experts, too
+    # the record with padding rows, because these are routed to experts, too
     declare(x, _gather, whole_record_of(hidden), stored_exact(tokens))
     if x.dtype == dtype:
         return x

@@ -1,48 +1,49 @@
-"""Patched gated MLPs. They call their children, whatever those have become (adapters, quantised layers), and read none
-of their weights."""
+"""Patched gated MLPs. They call their children and read none of their weights, because a child may be an adapter or a
+quantised layer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import compilation, ops
-from ..roles import Role
-from .base import Settings, has_hooks, keeps_for_backward, only_tensor, settings_of
-from .tiled import TiledMixin
+from .base import has_hooks, keeps_for_backward, only_tensor, settings_of
+from .leaves import ActivationSettings
+from .tiled import TiledMixin, TiledSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedMLPSettings(TiledSettings):
+    """Also the names of a gated MLP's children, in the order that its mixin expects."""
+
+    children: tuple[str, ...]
 
 
 class _GatedMLPMixin(TiledMixin):
-    # of the last projection among the options
-    last_index: int
-
-    def last(self) -> nn.Module | None:
-        assert self.actcompress is not None
-        return self._modules[self.actcompress.options[self.last_index]]
+    actcompress: GatedMLPSettings | None
 
     def _product(self, gate: Tensor, up: Tensor, act: Any) -> Tensor:
-        """act(gate) * up; through our op if the activation is a patched one that nobody hooks."""
+        """act(gate) * up; by our op if the activation is a patched one without hooks."""
         activation, settings = settings_of(act), self.actcompress
-        if activation is None or activation.role != Role.ACTIVATION or settings is None or has_hooks(act):
+        if not isinstance(activation, ActivationSettings) or settings is None or has_hooks(act):
             return act(gate) * up  # type: ignore[no-any-return]
         if not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]
-        stock, options = act.stock_forward(), activation.options
+        stock = act.stock_forward()
         if torch.compiler.is_compiling():
             gate, up = (compilation.keep(x, settings.codec_name) for x in (gate, up))
             return stock(gate) * up  # type: ignore[no-any-return]
-        return ops.gated_product(gate, up, stock, activation.variant, options, codec=settings.codec)
+        return ops.gated_product(gate, up, stock, activation.kind, activation.constants, codec=settings.codec)
 
-    def _parts(self, settings: Settings) -> list[Any]:
-        return [getattr(self, name) for name in settings.options]
+    def _parts(self, settings: GatedMLPSettings) -> list[Any]:
+        return [getattr(self, name) for name in settings.children]
 
 
 class SplitGatedMLPMixin(_GatedMLPMixin):
-    """down(act(gate(x)) * up(x)); options: the names of gate, up, down and act."""
-
-    last_index = 2
+    """down(act(gate(x)) * up(x)); children: gate, up, down and act."""
 
     def whole(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -53,9 +54,7 @@ class SplitGatedMLPMixin(_GatedMLPMixin):
 
 
 class FusedGatedMLPMixin(_GatedMLPMixin):
-    """down(act(gate) * up) with gate and up the halves of one projection; options: the names of it, down and act."""
-
-    last_index = 1
+    """down(act(gate) * up), where gate and up are halves of one projection; children: that projection, down and act."""
 
     def whole(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -71,8 +70,6 @@ class FusedGatedMLPMixin(_GatedMLPMixin):
 
 class T5GatedMLPMixin(_GatedMLPMixin):
     """T5's wo(dropout(act(wi_0(x)) * wi_1(x))), with its cast to wo's dtype."""
-
-    last_index = 2
 
     def whole(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress

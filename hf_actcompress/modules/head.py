@@ -1,10 +1,11 @@
-"""The patched language-modelling head: a linear layer whose output is deferred while a loss is being computed."""
+"""The patched language-modelling head: a linear layer that defers its output while a loss is being computed."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from .. import compilation, ops
 from ..ops.autocast import autocast_dtype
-from .base import keeps_for_backward, only_tensor
+from .base import Settings, keeps_for_backward, only_tensor
 from .leaves import LinearMixin
 
 
 class _Scope(threading.local):
-    """The heads that may defer their output in the forward in progress: none outside such a forward."""
+    """The heads that may defer their output in the forward in progress. Outside of a forward there are none."""
 
     def __init__(self) -> None:
         self.heads: tuple[HeadMixin, ...] = ()
@@ -37,11 +38,20 @@ def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
         _scope.heads = before
 
 
-class HeadMixin(LinearMixin):
-    """nn.Linear whose output are the logits; variant "logits" or "no_logits", and the share of targets that count.
+@dataclass(frozen=True, kw_only=True)
+class HeadSettings(Settings):
+    """Also the share of the targets that count, at most."""
 
-    Elsewhere a patched linear layer.
+    targets: float
+
+
+class HeadMixin(LinearMixin):
+    """nn.Linear whose output are the logits; kind: "logits" if they are returned, else "no_logits".
+
+    While no loss is being computed it is a patched linear layer.
     """
+
+    actcompress: HeadSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -54,8 +64,7 @@ class HeadMixin(LinearMixin):
         weight, bias = self.weight, self.bias
         if not _fits(x, weight, bias):
             return super().forward(x)
-        (targets,) = settings.options
-        return ops.deferred_linear(x, weight, bias, keep_logits=settings.variant == "logits", targets=targets)
+        return ops.deferred_linear(x, weight, bias, keep_logits=settings.kind == "logits", targets=settings.targets)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import compilation, ops
-from ..codecs import IDENTITY, Codec
+from ..codecs import IDENTITY
 from ..records import current
-from ..reference import draws_like_any, linear_fwd
-from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor, recording
+from ..reference import ConvGeometry, draws_like_any, linear_fwd
+from ..reference.device_rules import on_cpu
+from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording
 from .selective import recalled
 
-if TYPE_CHECKING:
-    # for the type checker the mixins are modules, which they are once combined with their stock class
-    class _Module(PatchedModule, nn.Module):
-        weight: Tensor
-        bias: Tensor | None
-else:
-    _Module = PatchedModule
+# bytes, of a CPU's generator
+_STATE = 5056
+
+
+class _Module(ModuleMixin):
+    weight: Tensor
+    bias: Tensor | None
 
 
 class LinearMixin(_Module):
-    """nn.Linear (variant "") or transformers' Conv1D (variant "transposed")."""
+    """nn.Linear (kind "") or transformers' Conv1D (kind "transposed")."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or not recording(x):
             if current.unread is self and x is not None and settings is not None and torch.is_grad_enabled():
-                transposed = settings.variant == "transposed"
+                transposed = settings.kind == "transposed"
                 return ops.linear(x, self.weight, self.bias, transposed=transposed, unread=True)
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         # read once: a parametrisation computes the weight each time that it is read
         weight, bias = self.weight, self.bias
-        transposed = settings.variant == "transposed"
+        transposed = settings.kind == "transposed"
         if not keeps_for_backward(x, weight, bias):
             return linear_fwd(x, weight, bias, transposed)
         derive = settings.keeps == "input"
@@ -50,7 +52,7 @@ class LinearMixin(_Module):
 
 
 class OwnLinearMixin(_Module):
-    """A subclass of nn.Linear with a forward of its own, which runs once in a module that runs again."""
+    """A subclass of nn.Linear with a forward of its own. Inside of a module that runs again it runs once only."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = only_tensor(args, kwargs)
@@ -59,8 +61,17 @@ class OwnLinearMixin(_Module):
         return recalled(x, partial(super().forward, *args, **kwargs))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvSettings(Settings):
+    """Also a convolution's stride, padding and dilation, in pixels, and its groups."""
+
+    geometry: ConvGeometry
+
+
 class Conv2dMixin(_Module):
-    """nn.Conv2d; options: its stride, padding and dilation, in pixels, and groups."""
+    """nn.Conv2d."""
+
+    actcompress: ConvSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -69,14 +80,14 @@ class Conv2dMixin(_Module):
         weight, bias = self.weight, self.bias
         if not keeps_for_backward(x, weight, bias):
             return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
-        # pixels need no gradient: the batch holds them anyway, so keeping them as they are costs nothing
+        # an input without gradient is pixels: the batch holds them anyway, so keeping them as they are costs nothing
         codec, name = (settings.codec, settings.codec_name) if x.requires_grad else (IDENTITY, compilation.PLAIN)
         derive = settings.keeps == "input" or codec == IDENTITY
         if torch.compiler.is_compiling() and derive:
             return self._conv_forward(compilation.offer(x, name), weight, bias)  # type: ignore[operator, no-any-return]
         if torch.compiler.is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
-        return recalled(x, partial(ops.conv2d, x, weight, bias, settings.options, codec=codec, derive=derive))  # type: ignore[arg-type]
+        return recalled(x, partial(ops.conv2d, x, weight, bias, settings.geometry, codec=codec, derive=derive))
 
 
 class LayerNormMixin(_Module):
@@ -101,58 +112,56 @@ class LayerNormMixin(_Module):
         return ops.layer_norm(x, self.normalized_shape, weight, bias, self.eps, codec=settings.codec, copy_affine=copy)
 
 
-class RMSNormMixin(_Module):
-    """Any RMSNorm whose forward was shown to be one of the variants.
+@dataclass(frozen=True, kw_only=True)
+class RMSNormSettings(Settings):
+    """Also the name of an RMSNorm's eps attribute, and whether it has a weight.
 
-    Options: the name of its eps attribute; whether it has a weight; the dtypes of input and weight for which the
-    variant was shown to hold, None for all of them.
+    `pairs` are the dtypes of input and weight for which the formula was shown to hold; None stands for all of them.
     """
+
+    eps_name: str
+    has_weight: bool
+    pairs: frozenset[tuple[torch.dtype, torch.dtype | None]] | None
+
+
+class RMSNormMixin(_Module):
+    """Any RMSNorm whose forward was shown to be one of the known formulas; kind: its row of `RMS_NORM_FORMULAS`."""
+
+    actcompress: RMSNormSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or not recording(x):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        eps_name, has_weight, pairs = settings.options
-        weight = self.weight if has_weight else None
+        weight, pairs = self.weight if settings.has_weight else None, settings.pairs
         shown = pairs is None or (x.dtype, weight.dtype if weight is not None else None) in pairs
         if not shown or not keeps_for_backward(x, weight):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        eps = getattr(self, eps_name)
+        eps = getattr(self, settings.eps_name)
         if settings.keeps == "output":
-            return ops.rms_norm_output(x, weight, eps, settings.variant)
+            return ops.rms_norm_output(x, weight, eps, settings.kind)
         if torch.compiler.is_compiling():
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
-        return ops.rms_norm(x, weight, eps, settings.variant, codec=settings.codec, copy_affine=is_sharded(self))
+        return ops.rms_norm(x, weight, eps, settings.kind, codec=settings.codec, copy_affine=is_sharded(self))
 
 
-_Stock = Callable[[Tensor], Tensor]
-_Options = tuple[float, ...]
+@dataclass(frozen=True, kw_only=True)
+class ActivationSettings(Settings):
+    """Also the constants of an activation's row, such as a slope or bounds."""
+
+    constants: tuple[float, ...]
 
 
-def _input(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
-    return ops.activation(x, stock, kind, options, codec=codec)
+def _fewbit(method: str, bits: int) -> _ActivationOp:
+    return lambda x, stock, s: ops.activation_fewbit(x, stock, s.kind, s.constants, bits=bits, method=method)
 
 
-def _output(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
-    return ops.activation_output(x, stock, kind)
-
-
-def _derivative(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
-    return ops.activation_derivative(x, stock, kind, options, codec=codec)
-
-
-def _fewbit(method: str, bits: int) -> Callable[..., Tensor]:
-    def keep(x: Tensor, stock: _Stock, kind: str, options: _Options, codec: Codec) -> Tensor:
-        return ops.activation_fewbit(x, stock, kind, options, bits=bits, method=method)
-
-    return keep
-
-
-# variants of a pointwise activation, by the tensor that each keeps
-ACTIVATION_OPS: dict[str, Callable[..., Tensor]] = {
-    "input": _input,
-    "output": _output,
-    "derivative": _derivative,
+# the ops of a pointwise activation, by the tensor that each variant keeps
+_ActivationOp = Callable[[Tensor, Callable[[Tensor], Tensor], ActivationSettings], Tensor]
+ACTIVATION_OPS: dict[str, _ActivationOp] = {
+    "input": lambda x, stock, s: ops.activation(x, stock, s.kind, s.constants, codec=s.codec),
+    "output": lambda x, stock, s: ops.activation_output(x, stock, s.kind),
+    "derivative": lambda x, stock, s: ops.activation_derivative(x, stock, s.kind, s.constants, codec=s.codec),
     **{f"steps{bits}": _fewbit("steps", bits) for bits in (1, 2, 3, 4)},
     **{f"values{bits}": _fewbit("values", bits) for bits in (2, 3, 4, 8)},
     "relus2": _fewbit("relus", 2),
@@ -160,7 +169,9 @@ ACTIVATION_OPS: dict[str, Callable[..., Tensor]] = {
 
 
 class ActivationMixin(_Module):
-    """A pointwise activation; variant: its row of `reference.ACTIVATIONS`, options: that row's constants."""
+    """A pointwise activation; kind: its row of `reference.ACTIVATIONS`."""
+
+    actcompress: ActivationSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
@@ -170,12 +181,11 @@ class ActivationMixin(_Module):
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
         if torch.compiler.is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
-        keep = ACTIVATION_OPS[settings.keeps]
-        return keep(x, self.stock_forward(), settings.variant, settings.options, settings.codec)
+        return ACTIVATION_OPS[settings.keeps](x, self.stock_forward(), settings)
 
 
 class DropoutMixin(_Module):
-    """nn.Dropout. The mask's replay needs eager mode and a contiguous, aligned input; elsewhere the stock op runs."""
+    """nn.Dropout. Drawing its mask again needs eager mode and a contiguous, aligned input; else the stock op runs."""
 
     p: float
 
@@ -188,5 +198,8 @@ class DropoutMixin(_Module):
     @staticmethod
     def _replays(x: Tensor) -> bool:
         eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
+        # of a CPU, the generator's state is more than the mask and the output of a tiny dropout
+        if on_cpu(x) and 2 * x.nbytes < _STATE:
+            return False
         # x need not require a gradient: an adapter on the output may be the first thing that does
         return eager and recording(x) and draws_like_any(x)

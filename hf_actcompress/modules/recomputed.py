@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..records import declare, stored_exact, whole_record_of
-from .base import PatchedModule, is_sharded, keeps_for_backward, only_tensor
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        weight: Tensor | None
-        bias: Tensor | None
-        running_mean: Tensor | None
-        running_var: Tensor | None
-        eps: float
-else:
-    _Module = PatchedModule
+from .base import ModuleMixin, is_sharded, keeps_for_backward, only_tensor
 
 
-class RecomputedMixin(_Module):
+class RecomputedMixin(ModuleMixin):
     """A norm or an activation of a model's own making."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or torch.compiler.is_compiling() or is_sharded(self):
             return super().forward(*args, **kwargs)
-        own = ops.OwnWeights(self)
+        own = ops.OwnWeights(self, buffers=True)
         if not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *own.tensors):
             return super().forward(*args, **kwargs)
         return ops.recomputed(x, self.stock_forward(), own, codec=settings.codec)
 
 
-class BatchNormMixin(_Module):
-    """torch's BatchNorm runs as it is and keeps its input. Its output is declared as made of that."""
+class BatchNormMixin(ModuleMixin):
+    """torch's BatchNorm. Stock's code runs and keeps its input; the output is declared as derived from that input."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    eps: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(*args, **kwargs)
@@ -54,7 +49,7 @@ class BatchNormMixin(_Module):
 
 
 class _Normed:
-    """Recompute function of a BatchNorm's output; it holds no tensor, and moves no running statistics."""
+    """Recompute function of a BatchNorm's output. It holds no tensor and updates no running statistics."""
 
     __slots__ = ("affine", "eps", "running")
 

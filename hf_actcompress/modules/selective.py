@@ -5,45 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.autocast import SameAutocast, autocast_dtype
 from ..records import Forward, current, run_selectively
-from .base import PatchedModule, Settings, has_hooks, recording, settings_of
+from .base import ModuleMixin, PatchedModule, Settings, has_hooks, recording, settings_of
 
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
-
-# patched modules, the one that runs again the first: module, its class, its settings
+# patched modules with their classes and settings; the first one is the module that runs again
 _Parts = list[tuple[Any, type, Settings | None]]
 _DIFFERS = "a second run of its forward did not give what the first gave: it keeps what stock keeps"
 
 
 def recalled(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """What a linear layer computes from x; inside of a module that runs again, what it returned the first time."""
+    """What a linear layer computes from x; in the second run of a module, what the layer returned in the first run."""
     call = None if torch.compiler.is_compiling() else current.call
     return compute() if call is None else call.linear(x, compute)
 
 
-class SelectiveMixin(_Module):
-    """A module with code of its own between its linear layers: eager attention, a state-space scan."""
+class SelectiveMixin(ModuleMixin):
+    """A module with code of its own between its linear layers, such as eager attention or a state-space scan."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
-        if settings is None or torch.compiler.is_compiling() or current.net is None:
+        if settings is None or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
+        stock = self.stock_forward()
+        if current.net is None:
+            return stock(*args, **kwargs)
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()), None)
         again = self.kwargs_again(args, kwargs)
         if x is None or again is None or not recording(x) or any(map(has_hooks, self._modules.values())):
-            return super().forward(*args, **kwargs)
-        stock = self.stock_forward()
+            return stock(*args, **kwargs)
         proved: dict[Any, bool] = self.__dict__.setdefault("actcompress_proved", {})
         kind = (x.dtype, autocast_dtype(x), self.training, *_kinds(args), *kwargs, *_kinds(tuple(kwargs.values())))
         parts = [(part, type(part), part.actcompress) for part in self.modules() if isinstance(part, PatchedModule)]
@@ -64,7 +59,7 @@ class SelectiveMixin(_Module):
 
 
 def _as_patched(parts: _Parts, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``run(*args, **kwargs)`` with the patches of the first run, which somebody may have taken off before backward.
+    """``run(*args, **kwargs)`` with the patches of the first run, which may have been removed before backward.
 
     Unpatched linear layers would compute, and save, what the first run did not.
     """

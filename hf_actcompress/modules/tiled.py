@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,14 +11,7 @@ from torch import nn
 from .. import ops
 from ..private_apis import transforms_active
 from ..records import current
-from .base import PatchedModule, has_hooks, is_sharded, keeps_for_backward, only_tensor
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
+from .base import ModuleMixin, PatchedModule, Settings, has_hooks, is_sharded, keeps_for_backward, only_tensor
 
 _LORA = "peft.tuners.lora.layer"
 
@@ -26,8 +20,21 @@ def _in_tile() -> bool:
     return current.stock_only or transforms_active()
 
 
-class TiledMixin(_Module):
+@dataclass(frozen=True, kw_only=True)
+class TiledSettings(Settings):
+    """Also how many rows are computed at a time (0: all), and the name of the linear layer that makes the output.
+
+    `last` is "" where something else makes the output.
+    """
+
+    tile: int = 0
+    last: str = ""
+
+
+class TiledMixin(ModuleMixin):
     """A module that computes each row of its input by itself, in tiles if it was told to."""
+
+    actcompress: TiledSettings | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
@@ -37,7 +44,7 @@ class TiledMixin(_Module):
         if x is None or x.dim() < 2 or not x.numel() or not x.is_floating_point() or not self._may_be_tiled():
             return self.whole(*args, **kwargs)
         own = ops.OwnWeights(self)
-        # without gradients there is one reason left, the memory of the MLP's insides: with several tiles
+        # without gradients there is one reason for tiles: the memory inside of the MLP, if there are several tiles
         saves = not torch.is_grad_enabled() and x[..., 0].numel() > settings.tile and not _in_tile()
         if not saves and not keeps_for_backward(x, *own.tensors):
             return self.whole(*args, **kwargs)
@@ -47,22 +54,17 @@ class TiledMixin(_Module):
         """All rows at once."""
         return self.stock_forward()(*args, **kwargs)
 
-    def last(self) -> nn.Module | None:
-        """The linear layer that makes the output; None if that is not known."""
-        assert self.actcompress is not None
-        options = self.actcompress.options
-        return self._modules[options[0]] if options else None
-
     def _unread(self) -> nn.Module | None:
-        """The layer whose output no gradient depends on: the last one, also inside of plain LoRA, which adds to it."""
-        last: Any = self.last()
+        """The layer on whose output no gradient depends: the last one, also the base layer of a plain LoRA layer."""
+        assert self.actcompress is not None
+        last: Any = self._modules.get(self.actcompress.last)
         if isinstance(last, PatchedModule) and last.stock_class.__module__ == _LORA:
-            # other forms of LoRA scale by what the base layer returns
+            # other forms of LoRA multiply with the base layer's output
             return last.base_layer if not last.lora_variant else None  # type: ignore[attr-defined, no-any-return]
         return last  # type: ignore[no-any-return]
 
     def _may_be_tiled(self) -> bool:
-        """Not in a graph or a module that runs again, nor where hooks would see tiles or weights are sharded."""
+        """No tiles in a graph, in a module that runs again, for sharded weights, or where hooks would see them."""
         if torch.compiler.is_compiling() or current.call is not None:
             return False
         return not any(is_sharded(part) or (part is not self and has_hooks(part)) for part in self.modules())

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._activation import activation
+from ._attention_rows import attention_rows
 from ._cast import cast
 from ._conv2d import conv2d
 from ._deferred_linear import LinearSource, deferred_linear
@@ -22,7 +23,7 @@ from ._packed_attention import packed_attention
 from ._recomputed import recomputed
 from ._returned_logits import returned_logits
 from ._rms_norm import rms_norm
-from ._rope import rope
+from ._rope import rope, rotated, rotates_normed
 from ._tiled import tiled
 from .attention import fused_attention, recomputed_attention
 from .deferred_logits import DeferredLogits, plain
@@ -51,6 +52,7 @@ __all__ = [
     "activation_derivative",
     "activation_fewbit",
     "activation_output",
+    "attention_rows",
     "attention_tempo",
     "cast",
     "conv2d",
@@ -72,6 +74,8 @@ __all__ = [
     "rms_norm",
     "rms_norm_output",
     "rope",
+    "rotated",
+    "rotates_normed",
     "tiled",
     "tokens_first",
 ]
@@ -107,8 +111,15 @@ OPS: tuple[Op, ...] = (
     Op("rms_norm", "input", rms_norm, "its input, rstd", "its output, the fp32 copies"),
     Op("dropout", "rng", dropout, "the generator's state", "mask and output"),
     Op("attention", "fused", fused_attention, "q, k, v, output, logsumexp, the mask once", "repeated k and v"),
-    Op("attention", "recomputed", recomputed_attention, "q, k, v, the mask once, RNG state", "probabilities"),
+    Op(
+        "attention",
+        "recomputed",
+        recomputed_attention,
+        "q, k, v, the mask once, the RNG state if it draws",
+        "probabilities",
+    ),
     Op("attention", "packed", packed_attention, "q, k, v, output, logsumexp", "repeated k and v"),
+    Op("attention", "rows", attention_rows, "q, k, v", "mask, scores, probabilities, some rows at a time"),
     Op("rope", "angles", rope, "cos and sin, which all layers share", "nothing"),
     Op("cast", "record", cast, "nothing", "its output"),
     Op(

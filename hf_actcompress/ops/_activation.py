@@ -46,9 +46,9 @@ class ActivationFunction(torch.autograd.Function):
         record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
         rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):
-            # f' follows from the output, too; a stock layer behind this one keeps that anyway
+            # the output says f', too, and a stock layer behind this one keeps the output anyway
             record, rebuild = stored_exact(y.detach()), _itself
-        # derived from what a codec has rounded (a BatchNorm's input), x has the wrong sign somewhere
+        # x may have a wrong sign where it is derived from a rounded tensor, such as a BatchNorm's input
         rounded = kind in _BY_MASK and isinstance(record, Derived) and not is_lossless(record)
         save(ctx, stored_exact(pack_mask(x > 0)) if rounded else record)
         declare(y, rebuild, record)
@@ -60,7 +60,7 @@ class ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,) = load(ctx, dy)
         if ctx.by_mask:
-            # any number with x's sign
+            # any number of the same sign as x serves
             x = unpack_mask(x, dy.shape).to(dy.dtype).sub_(0.5)
         bwd = implementation("activation_bwd", dy, ctx.kind)
         return bwd(dy, x, ctx.kind, ctx.options), None, None, None, None

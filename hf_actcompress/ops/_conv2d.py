@@ -55,9 +55,9 @@ class Conv2dFunction(torch.autograd.Function):
 
 
 def _record_of_maps(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:
-    """The record of x without dropped rows: channels are no rows of a batch, whatever their number."""
+    """The record of x with all rows, because the second dimension of x is channels and not tokens."""
     if torch.compiler.is_compiling():
-        # nothing is dropped there, and Dynamo does not trace a Function that changes a state
+        # in a graph nothing is dropped, and Dynamo does not trace a Function that changes a state
         return input_record(x, dtype, codec, derive)
     with dropping(None):
         record = input_record(x, dtype, codec, derive)

@@ -43,7 +43,7 @@ class LayerNormFunction(torch.autograd.Function):
         wide = autocast_widens(x)
         inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
         y, mean, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
-        # a norm over tokens needs them all
+        # a norm over tokens needs all tokens
         x_record = record_of(x, codec) if x.dim() > len(shape) + 1 else whole_record_of(x, codec)
         affine = tuple(parameter(t) for t in (weight, bias) if t is not None)
         save(ctx, x_record, stored_exact(mean), stored_exact(rstd), *affine)
@@ -61,7 +61,7 @@ class LayerNormFunction(torch.autograd.Function):
         x, mean, rstd, *affine = load(ctx, dy)
         weight = affine[0] if ctx.has_weight else None
         bias = affine[-1] if ctx.has_bias else None
-        # autocast is off in backward, and the kernel takes one dtype
+        # in backward autocast is off, and the kernel takes tensors of one dtype only
         x_in, gain, shift = in_fp32(x, weight, bias) if ctx.wide else (x, weight, bias)
         grads = implementation("layer_norm_bwd", dy)(
             dy, x_in, ctx.shape, mean, rstd, gain, shift, ctx.needs_input_grad[:3]

@@ -27,7 +27,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
         dtype = _keep(ctx, x, weight, bias, transposed, codec, derive)
         if autocast_dtype(x) is not None:
-            # nothing else is cast: mixed dtypes are an error, as in stock
+            # without autocast nothing is cast: mixed dtypes are an error, as in stock
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
         return no_view(implementation("linear_fwd", x)(x, weight, bias, transposed))
 
@@ -36,7 +36,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> _Grads:  # dy [..., O]
         x, weight = load_packed(ctx, dy)
         dtype, x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        # cast again rather than kept: a kept copy of the weight would cost 2 bytes per parameter
+        # the weight is cast again: keeping the cast copy would cost 2 bytes per parameter
         weight = weight.to(dtype) if weight is not None else None
         dweight = _packed_dweight(dy, x, ctx.transposed) if isinstance(x, Packed) else None
         x = None if dweight is not None else x.unpack() if isinstance(x, Packed) else x
@@ -53,7 +53,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class UnreadLinearFunction(LinearFunction):
-    """The same where nobody reads the output: it is not computed."""
+    """The same for an output that is not read: it is not computed."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ def linear(
         transposed: The layout of the weight.
         codec: How x is stored if it has to be.
         derive: False: store x through the codec even if it could be rebuilt.
-        unread: Nobody reads the values of the output, only its gradient matters: it is zero, and costs no product.
+        unread: Only the gradient of the output matters, its values are not read: it is zero, and costs no product.
 
     Returns:
         ``[..., O]`` in the autocast dtype or x's, equal to the stock module's.

@@ -53,7 +53,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         rows_record = stored_exact(rows) if rows is not None else None
         record = exact_record(h, dtype)
         if is_dropped(record):
-            # zeros come back for padding rows, whose statistics do not fit those: their softmax is to be zero as well
+            # padding rows come back as zeros, which their statistics do not fit: their softmax has to be zero as well
             maximum = maximum.masked_fill(target == NO_TARGET, torch.inf)
         save(
             ctx,
@@ -81,7 +81,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 def exact_record(h: Tensor, dtype: torch.dtype) -> Record:
     """The record of ``h.to(dtype)``, exact, so that backward computes the same logits as forward."""
     record = record_of(h) if h.dtype == dtype else cast_record(h, dtype)
-    # logits from a lossy h would not fit the kept statistics; one exact tensor per model is cheap
+    # logits of a rounded h would not fit the kept statistics; one exact tensor per model costs little
     return record if is_lossless(record) else stored_exact(h.detach().to(dtype))
 
 
@@ -180,20 +180,20 @@ def _check(target: Tensor, outside: Tensor, classes: int) -> None:
 
 
 def _computed(counts: Tensor, most: int | None) -> Tensor | None:
-    """The numbers [K] of the rows that are computed, among them all that count [N], bool; None: all rows."""
+    """The numbers [K] of the rows that are computed: at least all those that count [N], bool. None: all rows."""
     if on_cpu(counts):
-        # free there
+        # on a CPU this costs no waiting
         kept = counts.nonzero()[:, 0]
     elif most is None or most >= counts.numel():
         return None
     else:
-        # those that count come first
+        # the rows that count come first
         kept = counts.logical_not().to(torch.uint8).argsort(stable=True)[:most]
     return kept if kept.numel() < counts.numel() else None
 
 
 def _loss_dtype(h: Tensor, pointwise: Pointwise, dtype: torch.dtype) -> torch.dtype:
-    """In which dtype torch would compute the loss of such logits here and now: asked of torch, autocast included."""
+    """The dtype in which torch computes the loss of such logits now, under this autocast: torch itself is asked."""
     x = torch.zeros(1, 1, dtype=dtype, device=h.device)
     with torch.no_grad():
         for function in pointwise:

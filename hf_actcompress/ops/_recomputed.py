@@ -24,9 +24,9 @@ class RecomputedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, own: OwnWeights | None, *weights: Tensor) -> Tensor:
         y = stock(x)
-        # the function may have a ReLU in it: experts, a PReLU, a model's own activation
+        # the function may contain a ReLU, as experts, a PReLU or a model's own activation do
         record = record_of(x, codec.keeping_sign())
-        # the weights for torch's check that nobody has written on them
+        # the weights are saved, too, for torch's check that they were not modified in place
         save(ctx, record, *map(stored_exact, weights))
         ctx.stock, ctx.own = SameAutocast(stock, x), own
         declare(y, ctx.stock, record)

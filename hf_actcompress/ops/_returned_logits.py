@@ -31,7 +31,7 @@ _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 
 class ReturnedLogitsFunction(torch.autograd.Function):
-    """Keeps the head's input by its record, and the weight by reference, as it was. No logits."""
+    """Keeps the head's input by its record and the weight by reference; no logits."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, source: ReturnedSource) -> Tensor:
@@ -62,7 +62,7 @@ class ReturnedLogitsFunction(torch.autograd.Function):
 
 
 def _rows_from(first: int, logits: Callable[[], Tensor]) -> Read:
-    """How to have rows of a chunk that begins with row `first`, which is computed once if somebody asks."""
+    """A function that gives rows of a chunk, which begins with row `first` and is computed once, on the first call."""
     made: list[Tensor] = []
 
     def read(rows: Where) -> Tensor:

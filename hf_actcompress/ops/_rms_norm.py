@@ -14,8 +14,8 @@ from ..records import applied, declare, load, parameter, record_of, save, stored
 from .first_order import once_differentiable
 
 
-def _rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None = None, *, variant: str) -> Tensor:
-    y: Tensor = implementation("rms_norm_rebuild", x, variant)(x, rstd, weight, variant)
+def _rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None = None, *, formula: str) -> Tensor:
+    y: Tensor = implementation("rms_norm_rebuild", x, formula)(x, rstd, weight, formula)
     return y
 
 
@@ -24,17 +24,17 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None, variant: str, codec: Codec, copy: bool
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None, formula: str, codec: Codec, copy: bool
     ) -> Tensor:
-        y, rstd = implementation("rms_norm_fwd", x, variant)(x, weight, eps, variant)
+        y, rstd = implementation("rms_norm_fwd", x, formula)(x, weight, eps, formula)
         kept = [record_of(x, codec), stored_exact(rstd)]
         if weight is not None:
             kept.append(parameter(weight))
         save(ctx, *kept)
         if copy and weight is not None:
             kept[-1] = stored_exact(weight.detach().clone())
-        declare(y, partial(_rebuild, variant=variant), *kept)
-        ctx.variant = variant
+        declare(y, partial(_rebuild, formula=formula), *kept)
+        ctx.formula = formula
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -42,8 +42,8 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, *rest = load(ctx, dy)
         weight = rest[0] if rest else None
-        bwd = implementation("rms_norm_bwd", dy, ctx.variant)
-        dx, dweight = bwd(dy, x, weight, rstd, ctx.variant, ctx.needs_input_grad[:2])
+        bwd = implementation("rms_norm_bwd", dy, ctx.formula)
+        dx, dweight = bwd(dy, x, weight, rstd, ctx.formula, ctx.needs_input_grad[:2])
         return dx, dweight, None, None, None, None
 
 
@@ -51,7 +51,7 @@ def rms_norm(
     x: Tensor,
     weight: Tensor | None,
     eps: float | None,
-    variant: str = "weight_after_cast",
+    formula: str = "weight_after_cast",
     *,
     codec: Codec = IDENTITY,
     copy_affine: bool = False,
@@ -62,7 +62,7 @@ def rms_norm(
         x: ``[..., C]``, floating point.
         weight: ``[C]`` or None.
         eps: Added to the mean square; None for torch's default, the machine epsilon of fp32.
-        variant: A row of ``reference.RMS_NORM_VARIANTS``: in which dtype the gain is applied.
+        formula: A row of ``reference.RMS_NORM_FORMULAS``: in which dtype the gain is applied.
         codec: How x is stored if it has to be.
         copy_affine: Rebuild the output from a copy of the weight. For sharded modules: a consumer in another unit of
             FSDP asks for the output when the parameters' memory has been freed again.
@@ -77,5 +77,5 @@ def rms_norm(
     Gradient:
         Exact (identity codec): bit-equal to the stock modules' by the reference, within their own error by a kernel.
     """
-    y: Tensor = applied(RMSNormFunction, x, weight, eps, variant, codec, copy_affine)
+    y: Tensor = applied(RMSNormFunction, x, weight, eps, formula, codec, copy_affine)
     return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from ..records import (
     stored_exact,
 )
 from ..reference import rope_fwd
+from .autocast import SameAutocast
 from .first_order import once_differentiable
+
+_Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RopeFunction(torch.autograd.Function):
@@ -37,7 +41,7 @@ class RopeFunction(torch.autograd.Function):
         for x, y in ((q, q_out), (k, k_out)):
             _declare(y, x, cos, sin)
         needed = ctx.needs_input_grad[:2]
-        # a frozen projection's output wants no gradient in stock either
+        # the output of a frozen projection requires no gradient in stock either
         ctx.mark_non_differentiable(*(y for y, wanted in zip((q_out, k_out), needed, strict=True) if not wanted))
         return q_out, k_out
 
@@ -52,14 +56,42 @@ class RopeFunction(torch.autograd.Function):
         return *dxs, None, None
 
 
-def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Declare y as x rotated, if x can be rebuilt from what is kept anyway (behind a norm of queries and keys)."""
+class RotatedFunction(torch.autograd.Function):
+    """Variant "angles" of rotations of other make: their own code, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
+        y = rotate(x, cos, sin)
+        save(ctx, stored_exact(cos), stored_exact(sin))
+        ctx.rotate = SameAutocast(rotate, x)
+        ctx.like = x.shape, torch.empty_like(x, device="meta").stride(), x.dtype
+        _declare(y, x, cos, sin, ctx.rotate)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = load(ctx)
+        shape, stride, dtype = ctx.like
+        # what is rotated does not matter: the gradient depends on the angles alone
+        x = torch.empty_strided(shape, stride, dtype=dtype, device=dy.device).requires_grad_()
+        with torch.enable_grad():
+            y = ctx.rotate(x, cos, sin)
+        return torch.autograd.grad(y, x, dy)[0], None, None, None
+
+
+def _derived(x: Tensor) -> Derived | None:
+    """The record of x, if it can be rebuilt from what is kept anyway (behind a norm of queries and keys)."""
     record = known_record(x)
-    if not isinstance(record, Derived) or not is_lossless(record) or is_dropped(record):
-        return
-    if _large_sources(record, y.numel()) <= y.nbytes:
+    return record if isinstance(record, Derived) and is_lossless(record) and not is_dropped(record) else None
+
+
+def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotate: _Rotate | None = None) -> None:
+    """Declare y as x rotated, if x can be rebuilt from what is kept anyway."""
+    record = _derived(x)
+    if record is not None and _large_sources(record, y.numel()) <= y.nbytes:
         order = y if y.is_contiguous() else y.transpose(1, 2)
-        declare_in_order(y, order, _Rotated(order is not y), record, stored_exact(cos), stored_exact(sin))
+        declare_in_order(y, order, _Rotated(order is not y, rotate), record, stored_exact(cos), stored_exact(sin))
 
 
 def _large_sources(record: Record, count: int) -> int:
@@ -70,15 +102,20 @@ def _large_sources(record: Record, count: int) -> int:
 
 
 class _Rotated:
-    """Recompute function of rotated queries or keys, in their order in memory; it holds no tensor."""
+    """Recompute function of rotated queries or keys, in their order in memory; it holds no tensor.
 
-    __slots__ = ("swapped",)
+    Args:
+        swapped: Whether that order is another one than that of their dimensions.
+        rotate: What rotates; None: the op of Llama's rotation.
+    """
 
-    def __init__(self, swapped: bool) -> None:
-        self.swapped = swapped
+    __slots__ = ("rotate", "swapped")
+
+    def __init__(self, swapped: bool, rotate: _Rotate | None) -> None:
+        self.swapped, self.rotate = swapped, rotate
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y: Tensor = implementation("rope_fwd", x)(x, cos, sin)
+        y: Tensor = (self.rotate or implementation("rope_fwd", x))(x, cos, sin)
         return (y.transpose(1, 2) if self.swapped else y).contiguous()
 
 
@@ -105,6 +142,32 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
         return rope_fwd(q, cos, sin), rope_fwd(k, cos, sin)
     q, k = applied(RopeFunction, q, k, cos, sin)
     return q, k
+
+
+def rotated(x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
+    """``rotate(x, cos, sin)``, rotary embeddings of any make of queries or keys that a norm has made.
+
+    Args:
+        x: Queries or keys, floating point, that `rotates_normed` lets through.
+        rotate: Stock's code, linear in x, whose result is no view. It holds no tensor.
+        cos, sin: The angles, as `rotate` takes them; no gradient.
+
+    Returns:
+        What `rotate` returns.
+
+    Saves:
+        cos and sin by reference. The result is derived from what the norm keeps (stock: kept by attention).
+
+    Gradient:
+        Exact, bit-equal to stock: its own ops make it. Of the first order.
+    """
+    y: Tensor = applied(RotatedFunction, x, rotate, cos, sin)
+    return y
+
+
+def rotates_normed(x: Tensor) -> bool:
+    """Whether x can be made again from what is kept anyway, so that what it is rotated to need not be kept."""
+    return _derived(x) is not None
 
 
 def _keep_shape(x: Tensor, *angles: Tensor) -> bool:

@@ -64,7 +64,7 @@ class TiledFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.source = x.grad_fn
         if x.grad_fn is None:
-            # an input that needs no gradient has no node that could keep it
+            # an input without gradient has no node that could keep it
             save(ctx, record_of(x, codec))
         ctx.stock, ctx.tile, ctx.own, ctx.unread = SameAutocast(stock, x), tile, own, unread
         before = StateBefore(x.device)
@@ -89,11 +89,11 @@ class TiledFunction(torch.autograd.Function):
 class _Sums:
     """Gradients of weights, summed over tiles in fp32 where the weights have fewer digits.
 
-    The tiles read aliases of the weights. Each gradient is added, and given up, as soon as it is there.
+    The tiles read aliases of the weights. Each gradient is added to its sum and freed as soon as it is computed.
     """
 
     def __init__(self, weights: Sequence[Tensor], needed: Sequence[bool], one_tile: bool) -> None:
-        # weights that are not trained stay what they are: quantised ones, for instance
+        # weights that are not trained, such as quantised ones, are read as they are
         self.aliases = [alias(w, True) if wanted else w for w, wanted in zip(weights, needed, strict=True)]
         self._sums: list[Tensor | None] = [None] * len(weights)
         self._one_tile = one_tile
@@ -110,7 +110,7 @@ class _Sums:
             known.add_(gradient)
 
     def gradients(self) -> Iterator[Tensor | None]:
-        """In the weights' dtypes; each sum is given up when it is asked for."""
+        """The gradients, in the weights' dtypes. Each sum is freed when its gradient is taken."""
         for index, x in enumerate(self.aliases):
             total, self._sums[index] = self._sums[index], None
             yield None if total is None else total.to(x.dtype)

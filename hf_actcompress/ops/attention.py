@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ _Attend = Callable[..., Tensor]
 class FusedAttentionFunction(torch.autograd.Function):
     """Variants "fused" and "packed": a kernel's forward and backward; keeps what they need, the mask by reference.
 
-    `name` is that of the kernel's functions, `options` what they take after the mask; of packed sequences the mask is
-    their bounds.
+    `name` is the name of the kernel's functions, `options` are their arguments behind the mask. For packed sequences
+    the mask is their bounds.
     """
 
     @staticmethod
@@ -36,7 +37,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         kept, dropped = keep_heads(q, k, v, None if is_causal else mask, is_causal, codec)
         # the kernel writes [B, S, H, D], which the next linear reads as [B, S, H * D]: one record for both
         out_record = keep_output_heads(out, codec, dropped)
-        # where the q of a row was dropped and is zero now, its statistic has to be zero, too. Packed kernels have
+        # a row whose q was dropped has a q of zero now, so its statistic has to be zero, too. Packed kernels have
         # statistics of a shape of their own, which stay whole
         statistics = keep_row_heads(lse, dropped and lse.shape == q.shape[:3])
         save(ctx, *kept, out_record, statistics, stored_exact(mask) if mask is not None else None)
@@ -83,7 +84,7 @@ def fused_attention(
     """
     dtype = autocast_dtype(q)
     if dtype is not None:
-        # autograd's own cast: the cast tensors are what is kept, the wider ones die
+        # autograd casts here: the cast tensors are kept, and the wider ones are freed
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     options = is_causal, scale
     out: Tensor = applied(FusedAttentionFunction, "attention", q, k, v, mask, options, is_causal, codec)
@@ -106,10 +107,10 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         codec: Codec,
         draws: bool,
     ) -> Tensor:
-        state = implementation("rng_state", q)(q.device)
+        state = stored_exact(implementation("rng_state", q)(q.device)) if draws else None
         kept, _ = keep_heads(q, k, v, mask, is_causal, codec)
         masks = [stored_exact(x) if x is not None else None for x in (mask, bias)]
-        save(ctx, *kept, *masks, stored_exact(state))
+        save(ctx, *kept, *masks, state)
         ctx.attend = SameAutocast(attend, q)
         # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph
         leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:6])
@@ -118,10 +119,10 @@ class RecomputedAttentionFunction(torch.autograd.Function):
             with torch.enable_grad():
                 return (attend(*leaves).detach(),)
 
-        # a second run of a layer has to draw what the first has drawn
+        # a second run of a layer has to draw the same random numbers as the first
         out = (compute() if draws else result_in_region(compute))[0]
         if codec != IDENTITY:
-            # for the next linear, which would keep it; nothing is packed if it does not
+            # the next linear layer keeps the output through the codec; nothing is packed if it keeps nothing
             record_in_order_of(out, out.flatten(2), codec)
         return out
 
@@ -132,7 +133,8 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:6]
         leaves = _leaves(inputs, needs)
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need and x is not None]
-        with torch.enable_grad(), implementation("replayed_rng", dout)(state, dout.device):
+        drawn = nullcontext() if state is None else implementation("replayed_rng", dout)(state, dout.device)
+        with torch.enable_grad(), drawn:
             out = ctx.attend(*leaves)
             grads = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
         found = (next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True))
@@ -171,7 +173,8 @@ def recomputed_attention(
         What ``attend`` returns.
 
     Saves:
-        q, k, v, mask and bias by reference and the RNG state: no probabilities, no per-layer mask, no repeated heads.
+        q, k, v, mask and bias by reference, and the RNG state if the call draws: no probabilities, no per-layer mask,
+        no repeated heads.
 
     Gradient:
         Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.

@@ -30,17 +30,21 @@ def _has_autocast(device: str) -> bool:
 
 def without_autocast(grads: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
     """While a backward runs whose code has the casts of its forward in it: somebody may call it inside of autocast."""
-    device = next(g.device.type for g in grads if g is not None)
+    return autocast_off(next(g.device.type for g in grads if g is not None))
+
+
+def autocast_off(device: str) -> AbstractContextManager[Any]:
+    """The same, for tensors on a device of that type."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 
 def autocast_widens(x: Tensor) -> bool:
-    """Whether autocast runs LayerNorm of x in fp32: everywhere but on a CPU, where it leaves it alone."""
+    """Whether autocast runs LayerNorm of x in fp32. It does so on every device but the CPU."""
     return autocast_dtype(x) is not None and x.device.type != "cpu"
 
 
 def in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What LayerNorm computes on under such an autocast: its kernels take one dtype."""
+    """The tensors on which LayerNorm computes under such an autocast: its kernels take one dtype."""
     return x.float(), weight.float() if weight is not None else None, bias.float() if bias is not None else None
 
 

@@ -1,7 +1,7 @@
 """`DeferredLogits`: a tensor whose values are computed when something asks for them.
 
 Row selections, casts and scales of it stay deferred. Every other op runs on the values, unless the source of the logits
-knows something better. Autograd sees an ordinary tensor throughout, so gradients are right whichever way a model goes.
+has a function for it. Autograd sees an ordinary tensor throughout, so gradients are right whichever way a model goes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .first_order import once_differentiable
 
 aten = torch.ops.aten
 
-# which rows there are and in what shape; that the last dimension stays is checked by its size
+# ops that select rows or change their shape; the last dimension is checked to stay, by its size
 ROW_OPS = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -33,7 +33,7 @@ ROW_OPS = {
     aten.alias.default,
     aten.detach.default,
 }
-# those of them whose result has memory of its own
+# those of these ops whose result has memory of its own
 _COPIES = {aten.clone.default, aten._unsafe_view.default}
 # elementwise functions of the logits alone: casts, scales, softcaps
 POINTWISE_OPS = {
@@ -45,7 +45,7 @@ POINTWISE_OPS = {
     aten.neg.default,
     aten.tanh.default,
 }
-# the same written into the logits
+# the same functions in place
 _IN_PLACE_OPS = {
     aten.mul_.Tensor: aten.mul.Tensor,
     aten.mul_.Scalar: aten.mul.Scalar,
@@ -55,7 +55,7 @@ _IN_PLACE_OPS = {
 # several row selections at once
 _SPLITTING_OPS = {aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default}
 
-# what reads or hands out the memory itself; True: the memory can then be written unseen
+# functions that use the memory itself; True: the memory can then be written without autograd's notice
 _MEMORY: dict[Any, bool] = {
     Tensor.numpy: True,
     Tensor.__array__: True,
@@ -74,12 +74,12 @@ _MEMORY: dict[Any, bool] = {
 class DeferredLogits(Tensor):
     """Logits ``[..., V]`` that are computed when something asks for their values, once."""
 
-    # no codec may ask for them only to store what a node saves
+    # a codec must not ask for the values just to store what a node saves
     deferred = True
     chain: Values
-    # rows [..., 1]: which row of the source each of ours is; None where they are all there, in order
+    # rows [..., 1]: for each of our rows the row of the source; None: all rows, in order
     rows: Tensor | None
-    # what happens to each row of the source
+    # the function that is applied to each row of the source
     pointwise: tuple[Callable[[Tensor], Tensor], ...]
 
     @staticmethod
@@ -134,7 +134,7 @@ def _deferred_in(value: Any) -> Iterable[DeferredLogits]:
 
 
 def _on_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of the memory, on that of the values."""
+    """Run a function of the memory on the memory of the values."""
     if func is Tensor.untyped_storage and not args[0].chain.root().made:
         # code that compares memory addresses finds no shared memory
         with without_torch_function():
@@ -157,7 +157,7 @@ def _deferred(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _child(x: DeferredLogits, step: Step) -> DeferredLogits | None:
-    """x after the step if that leaves rows of logits, or one function of each logit; else None."""
+    """x after the step, if the result is rows of logits or a function of each logit; else None."""
     pointwise = step.func in POINTWISE_OPS
     if pointwise:
         if not _keeps_device(step, x) or any(isinstance(a, Tensor) for a in step.args):
@@ -184,7 +184,7 @@ def mapped(
 
 def _derived(x: DeferredLogits, step: Callable[[Tensor], Tensor], like: Tensor) -> DeferredLogits:
     child = DeferredLogits(Values(x.chain.source, x.chain, step), like)
-    if x.chain.source.lent:  # later the values may be others
+    if x.chain.source.lent:  # computed now, because the values may change later
         child.chain.get()
     return child
 
@@ -252,7 +252,7 @@ class _ValuesFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DeferredLogits) -> Tensor:
-        # the values themselves get no graph: they may be asked for again
+        # the values themselves get no graph, because they may be asked for again
         return x.chain.get().detach()
 
     @staticmethod

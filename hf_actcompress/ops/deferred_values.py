@@ -1,4 +1,4 @@
-"""How the values of deferred logits come about: `LogitsSource` computes the first, a chain of `Values` the others."""
+"""How the values of deferred logits are computed: `LogitsSource` computes the first, a chain of `Values` the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-# elementwise functions, and the same written into their input
+# elementwise functions and their in-place forms
 _IN_PLACE: dict[Any, Any] = {
     aten.mul.Tensor: aten.mul_.Tensor,
     aten.mul.Scalar: aten.mul_.Scalar,
@@ -34,19 +34,19 @@ class Step:
         return self.func(x, *self.args, **self.kwargs)
 
     def written_over(self, x: Tensor) -> Tensor:
-        """The same in x's memory where the op can do that: logits are the largest tensor of many steps."""
+        """The op in x's memory, if it has an in-place form: logits are the largest tensor of many training steps."""
         function: Callable[..., Tensor] = _IN_PLACE.get(self.func, self.func)
         return function(x, *self.args, **self.kwargs)
 
 
 class LogitsSource:
-    """One call of a head: how its logits are computed, and which functions of them need not have their values."""
+    """One call of a head: how its logits are computed, and which functions of them can do without the values."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # where the row numbers of `DeferredLogits.rows` are
         self.rows_device = device
-        # whether somebody has a view of the values, and whether somebody can write into them unseen
+        # whether a view of the values exists, and whether they can be written without autograd's notice
         self.lent = self.exposed = False
         self.chains: weakref.WeakSet[Values] = weakref.WeakSet()
 
@@ -59,7 +59,7 @@ class LogitsSource:
         return None
 
     def lend(self) -> None:
-        """Compute what was derived from the values so far, before somebody gets or writes their memory."""
+        """Compute what was derived from the values so far, before their memory is handed out or written."""
         self.lent = True
         for chain in list(self.chains):
             if chain.owner() is not None:
@@ -67,7 +67,7 @@ class LogitsSource:
 
 
 class Values:
-    """How the values of deferred logits come about: from the source, or by a step from those before. Made once.
+    """The values of deferred logits: from the source, or by a step from earlier values. They are computed once.
 
     It holds none of the tensors that autograd sees: their graph may hold this, and the cycle would never end.
     """
@@ -81,7 +81,7 @@ class Values:
         self.owner: Callable[[], Tensor | None] = lambda: None
         self._made: Tensor | None = None
         self._version = 0
-        # writes in place that the steps know of
+        # how many in-place writes the steps have made
         self.seen = 0
         source.chains.add(self)
 
@@ -93,7 +93,7 @@ class Values:
             if self.parent is None or self.step is None:
                 values, wanted = self.source.logits(), True
             else:
-                # if the tensor is gone, nobody can ask for the values again
+                # once the tensor is gone, the values cannot be asked for again
                 values, wanted = self._stepped(self.parent), self.owner() is not None
         if wanted:
             self._made, self._version = values, values._version
@@ -109,14 +109,14 @@ class Values:
         return self.step.written_over(before)
 
     def _nobody_else_sees(self, before: Tensor) -> bool:
-        """Whether nothing needs the values before this step, except what is derived from this step."""
+        """Whether only values derived by this step still need the values before it."""
         source, earlier = self.source, list(self.parent.line()) if self.parent is not None else []
         if source.lent or source.exposed or not before.is_floating_point():
             return False
         return all(chain.owner() is None or (chain not in earlier and self in chain.line()) for chain in source.chains)
 
     def line(self) -> Iterator[Values]:
-        """This and what it was derived from, back to the source's own."""
+        """These values and those from which they were derived, back to the source's own."""
         values: Values | None = self
         while values is not None:
             yield values
@@ -130,7 +130,7 @@ class Values:
         return self if self.parent is None else self.parent.root()
 
     def written(self) -> bool:
-        """Whether something has changed the values in place, here, in a view of them or further up."""
+        """Whether the values were changed in place: these, a view of them, or earlier ones."""
         if self.source.exposed or (self._made is not None and self._made._version > self._version):
             return True
         # autograd counts the writes on what it sees, which is the deferred tensor and not its values

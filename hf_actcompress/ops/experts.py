@@ -72,7 +72,7 @@ class ExpertsDownFunction(torch.autograd.Function):
         needs_h, needs_weight, needs_bias, needs_routing = ctx.needs_input_grad[:4]
         products: GroupedProducts = ctx.products
         dh = dweight = dbias = drouting = None
-        # the products want rows of one stride
+        # the products need rows of one stride
         dy = dy.contiguous()
         by_inner_products = needs_routing and ctx.dtype != torch.float32
         if needs_weight or needs_bias or not by_inner_products:

@@ -65,7 +65,7 @@ def gated_product(
     *,
     codec: Codec = IDENTITY,
 ) -> Tensor:
-    """``stock(gate) * up`` for SwiGLU, GeGLU and their kin.
+    """``stock(gate) * up`` for SwiGLU, GeGLU and similar MLPs.
 
     Args:
         gate, up: ``[..., F]``, floating point.

@@ -1,4 +1,4 @@
-"""What the gradient of logits is made of, and how some of its rows are computed.
+"""The parts of which the gradient of logits is the sum, and how some of their rows are computed.
 
 All rows are counted as those of the source, the head's own logits: a function of the logits that left the model works
 row by row, so its gradient at a row belongs to the row that it came from, whichever slices are in between.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .row_set import RowSet, Where, add_at, shifted, taken
 
-# a function of rows, as a chain of functions of them
+# a function of rows: a chain of such functions
 Steps = tuple[Callable[[Tensor], Tensor], ...]
 # the logits [K, V] of some rows of the source
 Read = Callable[[Where], Tensor]
@@ -68,7 +68,7 @@ class Part:
 
 
 class Leaf(Part):
-    """What a function gives: `gradient` makes it of a chunk, the rows in the source and their numbers in the set."""
+    """The gradient of one function, from a chunk, rows of the source and the numbers of these rows in the set."""
 
     def __init__(self, rows: RowSet, dtype: torch.dtype, gradient: Callable[[Chunk, Where, Where], Tensor]) -> None:
         self.rows, self.dtype, self.gradient = rows, dtype, gradient
@@ -90,7 +90,7 @@ def rows_of(dy: Tensor) -> Callable[[Chunk, Where, Where], Tensor]:
 
 
 class Total(Part):
-    """The sum of several."""
+    """The sum of several parts."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -98,12 +98,12 @@ class Total(Part):
         self.dtype = parts[0].dtype
 
     def add_to(self, out: Tensor, first: int, chunk: Chunk) -> bool:
-        # add all of them: `any` on a generator would stop at the first that is true
+        # a list, because `any` of a generator would stop at the first part that adds something
         return any([part.add_to(out, first, chunk) for part in self.parts])
 
 
 class Mapped(Part):
-    """What a linear function makes of the gradient of each row; `rows` are those where it may be asked, None: all."""
+    """A linear function of the gradient of each row. It is defined for `rows` only; None: for all rows."""
 
     def __init__(
         self, part: Part, function: Callable[[Tensor, Chunk, Where], Tensor], dtype: torch.dtype, rows: RowSet | None

@@ -1,7 +1,7 @@
-"""What an attention call keeps in heads, [B, H, S, ...]: where there is padding to drop, in rows of tokens without it.
+"""What an attention call keeps in heads, [B, H, S, ...]. If padding is dropped, it is kept as rows of real tokens.
 
-The rows that are left out are zero in backward, which is exact: of a padding query because its dout is zero, of a
-padding key and value because no real query attends to them. The first is looked at in `load`, the second here.
+The rows that are left out are zero in backward. This is exact for a padding query, because its dout is zero, and for a
+padding key and value, because no real query attends to them. `load` checks the first condition, this file the second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..records import (
 def heads_padding(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Padding | None:
     """The padding of a self-attention call whose rows need not be kept: q [B, H, S, D], k [B, Hkv, S, D].
 
-    None also where nothing hides padding from real tokens, or the queries are not those that the keys are of.
+    None also if real tokens can attend to padding, or if queries and keys are not of the same tokens.
     """
     padding = padding_in(q.transpose(1, 2))
     if padding is None or padding_in(k.transpose(1, 2)) is None or (mask is None and not is_causal):
@@ -43,7 +43,7 @@ def keep_heads(
     padding = heads_padding(q, k, mask, is_causal)
     shared = padding is None and all(shares_rows(x.transpose(1, 2)) for x in (q, k))
     if padding is None and not shared:
-        # no record that other consumers made without padding: attention looks across rows
+        # not the record that other consumers made without padding, because attention reads across rows
         return [whole_record_of(x, codec) for x in (q, k, v)], False
     q_record, k_record, v_record = (_rows_of(x, codec) for x in (q, k, v))
     keys = Derived(Recipe(_swap), (k_record,))
@@ -57,7 +57,7 @@ def _rows_of(x: Tensor, codec: Codec) -> Record:
     order = x.transpose(1, 2)
     if not codec.along_tokens:
         return record_in_order_of(x, order, codec)
-    # the neighbour of a row has to be the next token, not the next head
+    # codecs that group neighbours need the next token beside each row, not the next head
     return Derived(Recipe(_Apart(x.size(1))), (keep(order.flatten(2), codec),))
 
 
@@ -120,13 +120,13 @@ def _seen(padding: Padding, mask: Tensor | None) -> Tensor:
     """[], bool: whether a real query may attend to a padding key. Once per forward for every mask."""
     real = padding.mask  # [B, S]
     if mask is None:
-        # causal: padding on the right alone is never looked at
+        # in causal attention real tokens never attend to padding on the right
         return padding.once(real, lambda: (real[:, 1:] & ~real[:, :-1]).any())
     return padding.once(mask, lambda: _attends(mask.detach(), real))
 
 
 def _attends(mask: Tensor, real: Tensor) -> Tensor:
-    # additive masks hide by the lowest value of their dtype, or by one nearby when something was added to it
+    # additive masks hide a key by the lowest value of their dtype, or by a value near it if something was added
     allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     allowed = allowed.expand(real.shape[0], allowed.size(-3) if allowed.dim() > 2 else 1, -1, -1)
     return (allowed & real[:, None, :, None] & ~real[:, None, None, :]).any()

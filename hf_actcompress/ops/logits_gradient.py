@@ -1,7 +1,7 @@
-"""The gradient of logits, as the sum of what single functions of them give: made a few rows at a time, never whole.
+"""The gradient of logits: a sum over functions of them, computed a few rows at a time and never whole.
 
 Autograd sees an ordinary tensor. What its nodes do with a gradient between a function of the logits and their head
-(slices, casts, scales, sums of several) is noted down; whatever else asks for the values gets them whole.
+(slices, casts, scales, sums of several) is noted down; every other op gets the whole values.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _meta(x: Tensor) -> Tensor:
 
 
 def _of_one(x: LogitsGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsGradient | None:
-    """What a node of autograd makes of x alone."""
+    """What autograd nodes with the one input x make of it."""
     if func in _BACKWARD_OPS:
         return _spread(x, func, *args)
     if func in ROW_OPS:
@@ -159,7 +159,7 @@ def _sum(x: Any, y: Any) -> LogitsGradient | None:
         return None
     if isinstance(y, LogitsGradient):
         return _gathered([(x, x.at), (y, y.at)], x) if x.origin is y.origin else None
-    if x.at is not None:  # which rows of the source the others of y belong to is not known here
+    if x.at is not None:  # here it is not known to which rows of the source the other rows of y belong
         return None
     whole = Leaf(RowSet(x.source_rows), y.dtype, rows_of(y.detach()))
     return LogitsGradient(Total((x.part, whole)), x.origin, x, x.source_rows)

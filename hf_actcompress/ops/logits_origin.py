@@ -1,4 +1,4 @@
-"""Where logits that left their model come from: the head's node in autograd's graph, and their values, if any."""
+"""The origin of logits that left their model: the head's node in autograd's graph, and the values if they are kept."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HeadOrigin:
 
 
 class HeldOrigin(HeadOrigin):
-    """The same of a forward without gradients, which has no node: it holds the head's input, and the weight as it was.
+    """The origin in a forward without gradients, which has no node: it holds the head's input and weight.
 
     Args:
         kept: The head's input, weight and bias.

@@ -1,4 +1,4 @@
-"""The arguments of torch's losses over classes, read once for all that stand in for them."""
+"""The arguments of torch's losses over classes, read once for all functions that replace them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .deferred_logits import DeferredLogits
 
-# a row that does not count in `reduced`, whatever the caller's own mark is: that may be 0
+# marks a row that does not count, in `reduced`. The caller's own mark may be 0, which is a class
 _IGNORED = -100
 
 

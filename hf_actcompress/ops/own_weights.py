@@ -8,30 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 
 class OwnWeights:
-    """The parameters of a module and of all inside of it, each once, by the places from which code reads them."""
+    """The parameters of a module and of all inside of it, each once, by the places from which code reads them.
+
+    Args:
+        module: Whose code runs again.
+        buffers: Whether its constants count, too.
+        children: Whether it reads those of the modules inside of it.
+    """
 
     __slots__ = ("_places", "_versions", "tensors")
 
-    def __init__(self, module: nn.Module) -> None:
-        self._places: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
+    def __init__(self, module: nn.Module, buffers: bool = False, children: bool = True) -> None:
+        self._places: list[tuple[dict[str, Any], str, int]] = []
         self.tensors: list[Tensor] = []
         known: dict[int, int] = {}
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    index = known.setdefault(id(parameter), len(known))
-                    self._places.append((part._parameters, name, index))
+        parts = [*module.modules()] if children else [module]
+        places: list[dict[str, Any]] = [part._parameters for part in parts]
+        places += [part._buffers for part in parts] if buffers else []
+        for place in places:
+            for name, x in place.items():
+                if x is not None:
+                    index = known.setdefault(id(x), len(known))
+                    self._places.append((place, name, index))
                     if index == len(self.tensors):
-                        self.tensors.append(parameter)
+                        self.tensors.append(x)
         self._versions = [x._version for x in self.tensors]
 
     def are_the_same(self) -> bool:
-        """Whether these parameters are still there, and nobody has written on them."""
+        """Whether the module still has these parameters, and none was modified in place."""
         return [x._version for x in self.tensors] == self._versions and all(
             place.get(name) is self.tensors[index] for place, name, index in self._places
         )
@@ -41,7 +51,7 @@ class OwnWeights:
         """Let the module read other tensors in place of `tensors`, in that order."""
         before = [place[name] for place, name, _ in self._places]
         for place, name, index in self._places:
-            place[name] = others[index]  # type: ignore[assignment]
+            place[name] = others[index]
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""`PackedMask`: stock's mask of a batch, which is made only where something asks for its values."""
+"""`PackedMask`: stock's mask of a batch, which is computed only when its values are read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..private_apis import without_torch_function
+from ..reference.mask_rows import MaskRows
 from ..reference.sequences import Band, Sequences
 
 
 class PackedMask(Tensor):
-    """A mask [B, 1, T, T], bool, without memory: it says which tokens see which.
+    """A mask [B, 1, T, T], bool or additive, without memory: it says which tokens see which.
 
-    Attention that knows it needs no mask. All other code gets stock's, made once, by the first op that reads it.
+    Our attention needs no values of it. All other code gets stock's mask: the first op that reads it makes it, once.
 
     Args:
         sequences: Where the sequences of packed rows are; a band of rows of one sequence with padding.
@@ -24,6 +25,7 @@ class PackedMask(Tensor):
         make: Makes stock's mask.
         device: Where the mask is.
         real: Which tokens of a band are no padding, [B, T] bool; None: all.
+        dtype: bool (True: attend), or that of what eager attention adds to its scores.
     """
 
     sequences: Sequences | Band
@@ -35,10 +37,10 @@ class PackedMask(Tensor):
     @staticmethod
     def __new__(
         cls, sequences: Sequences | Band, window: int | None, make: Callable[[], Tensor], device: torch.device,
-        real: Tensor | None = None,
+        real: Tensor | None = None, dtype: torch.dtype = torch.bool,
     ) -> PackedMask:  # fmt: skip
         shape = sequences.rows, 1, sequences.tokens, sequences.tokens
-        x: PackedMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)  # type: ignore[attr-defined]
+        x: PackedMask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
         x.sequences, x.window, x.make = sequences, window, make
         x.made, x.starts = None, real
         return x
@@ -48,6 +50,10 @@ class PackedMask(Tensor):
         if self.made is None:
             self.made = self.make()
         return self.made
+
+    def rows(self) -> MaskRows:
+        """Additive values, some rows of queries at a time."""
+        return MaskRows(self.sequences, self.window, self.dtype, self.bounds(), self.device)
 
     def bounds(self) -> Tensor | None:
         """Where each sequence starts in the tokens of all rows, and their end, [N + 1] int32; of a band `real`."""

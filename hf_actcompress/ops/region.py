@@ -42,7 +42,7 @@ class Region:
 
     def __init__(self, layer: Callable[..., Any]) -> None:
         self._layer = layer
-        # in order: the results of the first run, and their versions, with which nobody may have written on them
+        # the results of the first run, in order, and their versions, which a write in place would change
         self._made: list[tuple[_Results, list[int]]] = []
         self._sizes: list[int] = []
         self._kept: Any = None
@@ -73,12 +73,12 @@ class Region:
 
     def result(self, compute: Callable[[], _Results]) -> _Results:
         if self.is_first:
-            # what checkpoints the layer counts what is saved, and in the second run `compute` saves nothing
+            # checkpointing compares what both runs save, and in the second run `compute` saves nothing
             with saved_tensors_hooks(Tensor.detach, _same):
                 found = compute()
             self._made.append((tuple(x.detach() for x in found), [x._version for x in found]))
             return found
-        # a Function returns these
+        # the Function returns these tensors
         if self._again:
             return tuple(no_view(x.detach()) for x in self._again.pop(0))
         with saved_tensors_hooks(Tensor.detach, _same):

@@ -1,7 +1,7 @@
 """Functions of the rows of logits that keep nothing of vocabulary size.
 
 Some map each row to a row and stay deferred (log_softmax, softmax, exp, products); the others map each row to one or a
-few numbers (gather, logsumexp, sum, mean) and are computed. What they keep is what is small: indices and row numbers.
+few numbers (gather, logsumexp, sum, mean) and are computed. They keep only small tensors: indices and row numbers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RowStep:
 
 
 class _Place:
-    """Where a function took its logits from: all that its backward has to know of them. It holds no tensor."""
+    """The logits that a function read: all that its backward has to know about them. It holds no tensor."""
 
     __slots__ = ("count", "dtype", "origin", "shape", "steps")
 
@@ -154,7 +154,7 @@ class ReduceFunction(torch.autograd.Function):
         rows = RowSet(x.rows.flatten() if x.rows is not None else torch.arange(ctx.place.count))
         read, made = _source(x).read(), []
         if index is None and _source(x).values is not None:
-            # the order in which a sum adds up may depend on how many rows there are
+            # the order of additions in a sum may depend on the number of rows
             whole = Chunk(read).value(x.pointwise, rows.part(slice(0, ctx.place.count)))
             return step(whole.view(x.shape))
         flat = index.flatten(0, -2) if index is not None else None
@@ -185,7 +185,7 @@ class ReduceFunction(torch.autograd.Function):
 def map_rows(x: DeferredLogits, name: str, function: Callable[[Tensor], Tensor]) -> Tensor:
     """``function(x)`` of x [..., V], deferred; `name` is its row of `MAPS`."""
     step = RowStep(name, function, x)
-    # under autocast the dtype may be another: asked of torch
+    # under autocast the dtype may be another one, so torch is asked
     dtype = step(torch.zeros((1, 2), dtype=x.dtype, device=x.device)).dtype
     like = torch.empty(x.shape, dtype=dtype, device="meta")
     y: Tensor = applied(MapFunction, x, step, like)

@@ -1,11 +1,11 @@
-"""`RowSet`: which rows of a matrix, known on the host, so that choosing among them waits for no device."""
+"""`RowSet`: a choice of rows of a matrix. It is known on the host, so that choosing among them waits for no device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# rows of a tensor: in one piece where they can be
+# rows of a tensor: a slice if they follow each other
 Where = slice | Tensor
 
 

@@ -86,7 +86,7 @@ def _nll_loss(asked: LossArguments) -> Any:
     if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
     counts = target != ignore_index
-    if on_cpu(target):  # on a GPU the kernel itself stops at such an index
+    if on_cpu(target):  # on a GPU the kernel itself raises the error for such an index
         _check_target(target[counts], input.size(-1))
     picked = _gather(input, -1, torch.where(counts, target, 0)[:, None])
     return reduced(-picked[:, 0], counts, None, asked.reduction)
@@ -132,7 +132,7 @@ def _detached(input: DeferredLogits) -> Tensor:
 
 
 def _register_hook(input: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-    # a hook may keep the gradient until it cannot be computed any more
+    # a hook may keep the gradient for longer than it can be computed
     return _as_stock(Tensor.register_hook, input, lambda dy: hook(_dense(dy)))
 
 

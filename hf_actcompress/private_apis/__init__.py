@@ -1,6 +1,6 @@
 """The private names of torch and transformers that this package uses: the one place to look at after an upgrade.
 
-What can be wrapped is wrapped here, and used by everybody else under a public name. Attributes of tensors and modules
+Whatever can be wrapped is wrapped here, and other files use it under a public name. Attributes of tensors and modules
 are read where they are needed. `names.py` lists all of them: for what, and since which version they exist.
 `tests/test_private_apis.py` tries each by its name, and finds names that are not in the list.
 """
@@ -103,7 +103,7 @@ def tensors_holding(storage: int) -> int:
 
 @cache
 def _counted_beside_tensors() -> int:
-    """What torch counts for the Python object of a storage, which is there once somebody has asked for ``_cdata``."""
+    """How many references torch counts for a storage's Python object, which exists once ``_cdata`` was read."""
     x = torch.empty(1)
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
 
@@ -125,7 +125,7 @@ def run_backward(loss: Tensor) -> None:
     )
 
 
-# the code of the Python functions from which the autograd engine runs: what it calls itself has them as its caller
+# the code of the Python functions that run the autograd engine: they are the callers of what the engine calls
 ENGINE_CALLS = frozenset((run_backward.__code__, torch.autograd.graph._engine_run_backward.__code__))
 
 
@@ -140,12 +140,12 @@ def transforms_active() -> bool:
 
 
 def accumulation_hooks(x: Tensor) -> bool:
-    """Whether somebody uses the gradient of a leaf as soon as it has been added up."""
+    """Whether a hook uses the gradient of a leaf as soon as it has been accumulated."""
     return bool(x._post_accumulate_grad_hooks)
 
 
 def hooks_on_every_module() -> bool:
-    """Whether somebody wants to see every module called (`register_module_forward_hook` and its kin)."""
+    """Whether hooks are set for the calls of all modules (`register_module_forward_hook` and similar functions)."""
     of = torch_module
     forward = of._global_forward_hooks or of._global_forward_pre_hooks
     return bool(forward or of._global_backward_hooks or of._global_backward_pre_hooks)
@@ -165,19 +165,19 @@ def bare_apply(function: Any, *args: Any) -> Any:
 
 
 def not_a_view(y: Tensor) -> Tensor:
-    """y over the same memory, as a tensor of its own. Autograd lets nobody write on a view that a Function returned."""
+    """y over the same memory, as a tensor of its own. Autograd forbids writing on a view that a Function returned."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 ProfilerEvent = torch._C._profiler._EventType
 # a context in which the ops of tensor subclasses go past their `__torch_function__`
 without_torch_function = torch._C.DisableTorchFunctionSubclass
-# a context in which no TorchFunctionMode sees what is asked of tensors either
+# in this context no TorchFunctionMode sees calls on tensors either
 without_torch_function_modes = torch._C.DisableTorchFunction
 
 
 def active_fake_mode() -> FakeTensorMode | None:
-    """The mode in which what is made now becomes fake, in this thread."""
+    """The mode of this thread in which new tensors are fake; None if there is none."""
     mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return mode
 
@@ -266,7 +266,7 @@ def compile_for_inductor(compile_graph: Callable[..., Any]) -> Callable[..., Any
     from torch._inductor.compile_fx import compile_fx
 
     def backend(graph: GraphModule, inputs: Any, **options: Any) -> Any:
-        # from a cache would come the code of such a graph
+        # not from a cache, which would return the code of another graph
         with config.patch(enable_autograd_cache=False):
             return compile_fx(graph, inputs, inner_compile=compile_graph)
 

@@ -66,7 +66,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.utils._python_dispatch._disable_current_modes", _T, "layers are tried where nobody counts ops"),
     PrivateAPI("torch.testing._internal.distributed.fake_pg.FakeStore", _T, "estimates: one process of several"),
     PrivateAPI("torch.Tensor._make_subclass", _T, "estimates: fake tensors, made as their constructor does"),
-    PrivateAPI("torch._C._set_throw_on_mutable_data_ptr", _T, "the same: nobody reads the data of such a tensor"),
+    PrivateAPI("torch._C._set_throw_on_mutable_data_ptr", _T, "the same: the data of such a tensor are not read"),
     PrivateAPI("torch._C._get_dispatch_mode", _T, "estimates: whether what is made becomes a fake tensor"),
     PrivateAPI("torch._C._TorchDispatchModeKey.FAKE", _T, "the same"),
     PrivateAPI("torch._C.DisableTorchFunction", _T, "estimates: shapes asked for without the modes of a step"),

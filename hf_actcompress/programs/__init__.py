@@ -14,22 +14,25 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import CompressionConfig
 from ..models.sites import Declined, Site
-from ..modules.base import Settings
+from ..modules.checkpoint import CheckpointSettings
 from ..roles import Role
-from .layer import LayerPrograms, ProgramLayerMixin
+from .layer import LayerPrograms, LayerSettings, ProgramLayerMixin
 from .proof import proved
 from .refusal import NotStraight
 from .tracing import calls_eager
 
-__all__ = ["find_program", "is_outdated"]
+__all__ = ["LayerSettings", "find_program", "is_outdated"]
 
 
-def find_program(layer: nn.Module, config: CompressionConfig) -> Site | Declined | None:
+def find_program(
+    layer: nn.Module, config: CompressionConfig, kept: CheckpointSettings | None = None
+) -> Site | Declined | None:
     """The site of a layer that runs as programs; why not; None for what is no layer, or if nobody asked for programs.
 
     Args:
         layer: Its leaves are patched.
         config: What they were patched with.
+        kept: What is kept of it where it is checkpointed; None if its input as it is.
     """
     if not config.programs or not isinstance(layer, GradientCheckpointingLayer):
         return None
@@ -45,7 +48,7 @@ def find_program(layer: nn.Module, config: CompressionConfig) -> Site | Declined
         programs = _programs_of(layer)
     except NotStraight as reason:
         return _leaf_by_leaf(str(reason))
-    return Site(ProgramLayerMixin, Settings(Role.LAYER, "program", (programs, None)))
+    return Site(ProgramLayerMixin, LayerSettings(Role.LAYER, "program", programs=programs, kept=kept))
 
 
 def _programs_of(layer: nn.Module) -> LayerPrograms:
@@ -61,7 +64,7 @@ def _programs_of(layer: nn.Module) -> LayerPrograms:
 
 def is_outdated(layer: nn.Module) -> bool:
     """Whether a layer runs as programs that were written down when it had other modules inside."""
-    return isinstance(layer, ProgramLayerMixin) and not layer.actcompress.options[0].look.has_all_of(layer)  # type: ignore[union-attr]
+    return isinstance(layer, ProgramLayerMixin) and not layer.actcompress.programs.look.has_all_of(layer)  # type: ignore[union-attr]
 
 
 def _leaf_by_leaf(reason: str) -> Declined:

@@ -23,9 +23,10 @@ from ..private_apis import bare_apply
 from ..records import current, saved_next
 from ..reference import replayed_rng, rng_state
 from .emit import Setting
-from .handing import Box, Heads, with_heads
+from .handing import Heads, with_heads
 from .keeping import Outside, opened, put_together, taken_apart
 from .plan import Computation, Plan, assembled, both_ways, forward_of, writing
+from .stages import Stages, run_backward
 
 # what a plain checkpoint may be told
 _PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
@@ -88,13 +89,14 @@ class CheckpointedFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         made: CheckpointPlan,
-        boxes: dict[int, Box],
+        stages: Stages | None,
         heads: Heads | None,
         weights: int,
         codec: Codec,
+        link: Tensor | None,
         *inputs: Tensor | None,
     ) -> Any:
-        plan, count = made.plan, len(inputs) - weights
+        count = len(inputs) - weights
         x = inputs[0]
         assert x is not None
         state = rng_state(x.device) if made.draws else None
@@ -107,7 +109,7 @@ class CheckpointedFunction(torch.autograd.Function):
         saved_next(kept, range(count))
         ctx.save_for_backward(*kept)
         ctx.count = len(values)
-        ctx.made, ctx.boxes, ctx.heads, ctx.handed = made, boxes, heads, plan.handed_of(inputs)
+        ctx.made, ctx.stages, ctx.heads = made, stages, heads
         return outputs
 
     @staticmethod
@@ -123,5 +125,4 @@ class CheckpointedFunction(torch.autograd.Function):
             # the code frees each as soon as it can
             values.reverse()
             values.extend(with_heads(grads, ctx.heads, plan.graded))
-            found = plan.backward(values)
-        return (None, None, None, None, None, *plan.left_behind(ctx.boxes, ctx.handed, found))
+        return (None, None, None, None, None, None, *run_backward(plan.backward, ctx.stages, values, grads))

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from .. import reference
 from ..dispatch import implementation
+from .stages import Stops, stopping
 
 # in place of a choice: under the rules of a device that is not there, which are asked in each call. No CPU has kernels
 ESTIMATED, ESTIMATED_CPU = ESTIMATES = ("estimated", "estimated on a CPU")
@@ -32,7 +33,7 @@ class Setting:
         choice: Which implementations are asked for: a choice of `dispatch`, or one of ESTIMATES.
         dtypes: Of the inputs, in order; None for one that is None.
         needed: Which inputs want a gradient.
-        handed: Of which inputs the gradient is left behind as two factors.
+        stops: Where its backward stops for gradients of weights to be added up.
         kernel: The kernel of its attention, if it has one.
     """
 
@@ -41,7 +42,7 @@ class Setting:
     choice: str
     dtypes: tuple[torch.dtype | None, ...]
     needed: tuple[bool, ...]
-    handed: tuple[int, ...] = ()
+    stops: Stops = ()
     kernel: str | None = None
 
 
@@ -129,6 +130,8 @@ class Emitter:
         """The function that has been written down: from the given values, in order, to a tuple of the results."""
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
+        if self.setting.stops:
+            self.graph.on_generate_code(lambda known: stopping if known is None else known)
         return fx.GraphModule({}, self.graph).forward
 
 

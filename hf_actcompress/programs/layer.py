@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec
-from ..modules.base import PatchedModule, Settings, has_hooks, is_sharded, recording, stock_type
-from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, function_of
+from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording, stock_type
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointSettings, function_of
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
 from .checkpoint import is_plain
@@ -26,13 +26,6 @@ from .layer_code import LayerCode, cache_of
 from .look import Look
 from .refusal import NotStraight
 from .tape import Tape
-
-if TYPE_CHECKING:
-
-    class _Module(PatchedModule, nn.Module):
-        pass
-else:
-    _Module = PatchedModule
 
 # arguments that are looked at, and those that say nothing to a training step in one go
 _KNOWN = {
@@ -47,12 +40,18 @@ _OF_ALL = 3
 _PARAMETERS = {nn.Parameter, FakeTensor}
 
 
-class ProgramLayerMixin(_Module):
-    """A layer that runs as programs.
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings(Settings):
+    """Also the programs of a layer, and what is kept of it where it is checkpointed; None if its input as it is."""
 
-    Options: its `LayerPrograms`; the settings of `CheckpointInputMixin` if not its input as it is is kept of it where
-    it is checkpointed, else None.
-    """
+    programs: LayerPrograms
+    kept: CheckpointSettings | None = None
+
+
+class ProgramLayerMixin(ModuleMixin):
+    """A layer that runs as programs."""
+
+    actcompress: LayerSettings | None
 
     # FSDP, accelerate and device maps are told layers by the name of their class
     prefix = ""
@@ -60,7 +59,7 @@ class ProgramLayerMixin(_Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
         if settings is not None and not torch.compiler.is_compiling():
-            found = settings.options[0].run(self, args, kwargs)
+            found = settings.programs.run(self, args, kwargs)
             if found is not None:
                 return found[0]
         return super().forward(*args, **kwargs)
@@ -68,7 +67,7 @@ class ProgramLayerMixin(_Module):
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
         settings = self.actcompress
-        kept = None if settings is None else settings.options[1]
+        kept = None if settings is None else settings.kept
         checkpoint = function_of(self, kept)
         if settings is None or torch.compiler.is_compiling() or (kept is not None and kept.keeps == WITH_ATTENTION):
             return checkpoint
@@ -80,9 +79,8 @@ class ProgramLayerMixin(_Module):
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
         self.__dict__[CHECKPOINT_FUNCTION] = function
         settings = self.actcompress
-        if settings is not None and settings.options[1] is not None:
-            programs, kept = settings.options
-            self.__dict__["actcompress"] = replace(settings, options=(programs, replace(kept, options=(function,))))
+        if settings is not None and settings.kept is not None:
+            self.__dict__["actcompress"] = replace(settings, kept=replace(settings.kept, function=function))
 
     def _checkpointed(self, checkpoint: Callable[..., Any], kept: Settings | None, layer: Any, *args: Any) -> Any:
         """``checkpoint(layer, *args)``, where `layer` is a partial of this layer's forward, or of a call of it."""
@@ -90,7 +88,7 @@ class ProgramLayerMixin(_Module):
         # a call runs the layer's hooks, too
         if settings is not None and (layer.args or not has_hooks(self)):
             codec = IDENTITY if kept is None else kept.codec
-            found = settings.options[0].run(self, args, layer.keywords, codec)
+            found = settings.programs.run(self, args, layer.keywords, codec)
             if found is not None:
                 return found[0]
         return checkpoint(layer, *args)

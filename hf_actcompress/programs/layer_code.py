@@ -20,7 +20,7 @@ from ..models.position_bias import position_bias
 from ..records import current, unnetted
 from ..reference.device_rules import device_rules
 from . import handing
-from .handing import Heads, HeadsHanded, let_go, to_hand_on
+from .handing import Heads, HeadsHanded, let_go
 from .schedule import Part, Schedule, schedule_of
 from .tape import Attend, Given, Tape
 from .whole import Whole, whole_of
@@ -38,7 +38,6 @@ class LayerCode:
         heads: Of each program: which of its outputs the next attention takes.
         places: The dictionaries and names of all parameters, in the order of `whole`.
         weights: The same of each program.
-        sizes: Of each program: the elements of all of them.
         inputs: The name of each tensor that is given -> its value.
         biases: The arguments that are position biases, and the attention that makes each if it is not given.
         masks: The arguments that are masks.
@@ -58,7 +57,6 @@ class LayerCode:
     heads: tuple[tuple[int, ...], ...]
     places: tuple[tuple[dict[str, Any], str], ...]
     weights: tuple[tuple[tuple[dict[str, Any], str], ...], ...]
-    sizes: tuple[int, ...]
     inputs: dict[str, int]
     biases: tuple[tuple[str, Any], ...]
     masks: frozenset[str]
@@ -85,12 +83,6 @@ class LayerCode:
                 tuple(_place(modules, name) for name in part.parameters) if isinstance(part, Part) else ()
                 for part in parts
             ),
-            tuple(
-                sum(tape.metas[tape.parameters[name]].numel() for name in part.parameters)
-                if isinstance(part, Part)
-                else 0
-                for part in parts
-            ),
             tape.inputs,
             _biases(tape, modules),
             frozenset(entry.mask for entry in tape.entries if isinstance(entry, Attend)),
@@ -106,7 +98,7 @@ class LayerCode:
     def run(
         self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: Codec | None
     ) -> tuple[Any] | None:
-        """What the layer returns, in a tuple; None where the gradients of its weights should come one by one.
+        """What the layer returns, in a tuple; None for a call that it is not for.
 
         Args:
             x: Its input.
@@ -158,18 +150,13 @@ class LayerCode:
         layers = None if cache is None else empty_layers(cache, indices)
         if cache is not None and layers is None and (not whole.own or len(indices) > 1):
             return None
-        width = x.size(-1)
-        handed = () if sum(self.sizes) <= handing.SLACK else to_hand_on(weights, x.numel() // width, width)
-        if handed is None:
-            return None
         part = whole.part if cache is None else whole.cached
         ins = self._given(part.ins, x, kwargs, dict(zip(whole.masks.values(), masks, strict=True)))
-        places = tuple([len(ins) + j for j in handed]) if handed else ()
-        heads: Heads | None = {} if 3 * x.numel() >= handing.SLACK else None
+        heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
         if checkpointed is not None:
-            found = part.program.checkpointed([*ins, *weights], self.autocast, places, heads, kernel, checkpointed)
+            found = part.program.checkpointed([*ins, *weights], self.autocast, heads, kernel, checkpointed)
         else:
-            found = part.program([*ins, *weights], self.autocast, sharded, places, heads, kernel)
+            found = part.program([*ins, *weights], self.autocast, sharded, heads, kernel)
         place = 0
         if cache is not None:
             place, *others = whole.outputs
@@ -187,16 +174,7 @@ class LayerCode:
         given = {**masks, **{value: named.get(name) for name, value in self.inputs.items()}}
         return [given[value] for value in values]
 
-    def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor | None:
-        width = x.size(-1)
-        rows = x.numel() // width
-        weights = [[place.get(name) for place, name in places] for places in self.weights]
-        handed = [
-            () if size <= handing.SLACK else to_hand_on(of_part, rows, width)
-            for size, of_part in zip(self.sizes, weights, strict=True)
-        ]
-        if None in handed:
-            return None
+    def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor:
         v: list[Any] = [None] * self.values
         v[self.inputs["x"]] = x
         angles = kwargs.get("position_embeddings")
@@ -206,9 +184,9 @@ class LayerCode:
             if isinstance(part, Attend):
                 v[part.out] = self._attend(i, part, v, kwargs)
             else:
-                places = tuple([len(part.ins) + j for j in handed[i]]) if handed[i] else ()  # type: ignore[union-attr]
-                heads: Heads | None = {} if self.heads[i] and 3 * x.numel() >= handing.SLACK else None
-                found = part.program([*[v[j] for j in part.ins], *weights[i]], self.autocast, sharded, places, heads)
+                heads: Heads | None = {} if self.heads[i] and 3 * x.numel() >= handing.LARGE else None
+                weights = [place.get(name) for place, name in self.weights[i]]
+                found = part.program([*[v[j] for j in part.ins], *weights], self.autocast, sharded, heads)
                 for j, y in zip(part.outs, found, strict=True):
                     v[j] = y
                 if heads is not None:
@@ -221,8 +199,8 @@ class LayerCode:
         assert isinstance(part, Part)
         values = [part.outs[place] for place in self.heads[index]]
         if all(v[j].requires_grad for j in values):
-            handed = HeadsHanded.apply(heads, self.heads[index], *(v[j] for j in values))  # type: ignore[no-untyped-call]
-            for j, y in zip(values, handed, strict=True):
+            aliases = HeadsHanded.apply(heads, self.heads[index], *(v[j] for j in values))  # type: ignore[no-untyped-call]
+            for j, y in zip(values, aliases, strict=True):
                 v[j] = y
 
     def _attend(self, index: int, part: Attend, v: list[Any], kwargs: dict[str, Any]) -> Tensor:

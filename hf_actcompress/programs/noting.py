@@ -21,15 +21,14 @@ from .step import Operation
 def operation_of(module: Any) -> Operation | None:
     settings = module.actcompress
     if isinstance(module, LinearMixin):
-        return Linear(settings.variant == "transposed")
+        return Linear(settings.kind == "transposed")
     if isinstance(module, RMSNormMixin):
-        eps_name, _, pairs = settings.options
-        return RMSNorm(getattr(module, eps_name), settings.variant) if pairs is None else None
+        return RMSNorm(getattr(module, settings.eps_name), settings.kind) if settings.pairs is None else None
     if isinstance(module, LayerNormMixin):
         return LayerNorm(tuple(module.normalized_shape), module.eps)
     if isinstance(module, ActivationMixin):
         # the module itself, of which a copy without data differs in nothing
-        return Activation(module, settings.variant, settings.options) if settings.keeps == "input" else None
+        return Activation(module, settings.kind, settings.constants) if settings.keeps == "input" else None
     if isinstance(module, RecomputedMixin):
         whole = not module._modules and not module._buffers
         return Recomputed(OwnCode(module)) if whole else None

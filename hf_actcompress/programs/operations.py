@@ -56,41 +56,41 @@ class Linear(Operation):
         if b.wants(weight):
             x_rows = rows_of(b, b.want_in(x, dtype))
             left, right = (x_rows, rows) if self.transposed else (rows, x_rows)
-            b.give_product(weight, b.once(torch.Tensor.t, left), right)
+            b.give(weight, b.call(torch.mm, b.once(torch.Tensor.t, left), right))
         if b.wants(bias):
             b.give(bias, b.call(torch.Tensor.sum, rows, 0))
 
 
 @dataclass(frozen=True)
 class RMSNorm(Operation):
-    """y and rstd of x and weight; `variant` is a row of `reference.RMS_NORM_VARIANTS`."""
+    """y and rstd of x and weight; `formula` is a row of `reference.RMS_NORM_FORMULAS`."""
 
     eps: float | None
-    variant: str
+    formula: str
     keeps: ClassVar[int] = 1
 
     def forward(self, e: Emitter, x: Node, weight: Node | None) -> tuple[Node, ...]:
-        both = e.dispatched("rms_norm_fwd", self.variant, x, weight, self.eps, self.variant)
+        both = e.dispatched("rms_norm_fwd", self.formula, x, weight, self.eps, self.formula)
         return e.item(both, 0), e.item(both, 1)
 
     def rebuild(self, b: Backward, step: Step) -> None:
         x, weight = step.ins
         assert x is not None
         gain = None if weight is None else b.want(weight)
-        args = b.want(x), b.want(step.outs[1]), gain, self.variant
+        args = b.want(x), b.want(step.outs[1]), gain, self.formula
         if self._shares(b, step):
             normed = b.call(rms_norm_normed, *args)
             b.shared[step.outs[0]] = (normed,)
             b.values[step.outs[0]] = b.call(operator.mul, gain, normed)
         else:
-            b.values[step.outs[0]] = b.dispatched("rms_norm_rebuild", self.variant, *args)
+            b.values[step.outs[0]] = b.dispatched("rms_norm_rebuild", self.formula, *args)
 
     def _shares(self, b: Backward, step: Step) -> bool:
         """Whether x / rms(x) is made once for y and for the gradient of the gain."""
         x, weight = step.ins
-        if x is None or not b.wants(weight) or applies_gain_in_fp32(b.meta(b.want(weight)), self.variant):  # type: ignore[arg-type]
+        if x is None or not b.wants(weight) or applies_gain_in_fp32(b.meta(b.want(weight)), self.formula):  # type: ignore[arg-type]
             return False
-        return b.is_reference(b.want(x), self.variant, "rms_norm_rebuild", "rms_norm_bwd")
+        return b.is_reference(b.want(x), self.formula, "rms_norm_rebuild", "rms_norm_bwd")
 
     def backward(self, b: Backward, step: Step) -> None:
         x, weight = step.ins
@@ -103,8 +103,8 @@ class RMSNorm(Operation):
         needed = b.wants(x), b.wants(weight) and not shared
         if not any(needed):
             return
-        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.variant, needed, _residual(b, x)
-        both = b.dispatched("rms_norm_bwd", self.variant, *args)
+        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.formula, needed, _residual(b, x)
+        both = b.dispatched("rms_norm_bwd", self.formula, *args)
         for i, value in enumerate(step.ins):
             if needed[i]:
                 b.give(value, b.item(both, i))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ..private_apis import without_dispatch_modes
 from ..records import Record, declare_in_order
 from .arithmetic import Reshape
 from .emit import Emitter, Setting
-from .handing import Box, in_box
 from .keeping import Outside
 from .step import Backward, Step
 
@@ -40,6 +38,28 @@ class Computation:
     weights: frozenset[int]
     outputs: tuple[int, ...]
     optional: frozenset[int] = frozenset()
+
+    @cached_property
+    def first_readers(self) -> dict[int, int]:
+        """Of each weight the first step that reads it: behind that step's backward its gradient is done."""
+        readers: dict[int, int] = {}
+        for i, step in enumerate(self.steps):
+            for value in self.weights.intersection(step.ins):
+                readers.setdefault(value, i)
+        return readers
+
+    @cached_property
+    def elements(self) -> int:
+        """Of all weights together."""
+        return sum(meta.numel() for weight in self.weights if (meta := self.metas[weight]) is not None)
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, ...], ...]:
+        """The weights whose gradients are done together, in the order of the backward."""
+        done: dict[int, tuple[int, ...]] = {}
+        for weight, i in self.first_readers.items():
+            done[i] = (*done.get(i, ()), weight)
+        return tuple(done[i] for i in sorted(done, reverse=True))
 
 
 @dataclass(frozen=True)
@@ -73,13 +93,12 @@ class Plan:
     Attributes:
         forward: From the inputs to the outputs and other values that are kept, in one tuple.
         backward: From a list of what is kept, the first one last, and behind that the gradients of the outputs that
-            want one, to the gradients of the inputs.
+            want one, to the gradients of the inputs. One that stops is a generator, as `Stages` drives it.
         outputs: How many outputs there are.
         graded: Which of them want a gradient.
         kept: Where what is kept is among the inputs and what the forward returns.
         keepers: The module for which each is kept, for reports.
         weights: Which of the kept tensors are weights.
-        handed: The inputs whose gradients' factors are behind the gradients that the backward returns, in order.
         outside: Which of the kept tensors are activations from outside.
         packs: Whether others go through a codec.
         rebuilt: Of the outputs.
@@ -93,27 +112,10 @@ class Plan:
     kept: tuple[int, ...]
     keepers: tuple[str, ...]
     weights: tuple[bool, ...]
-    handed: tuple[int, ...]
     outside: tuple[Outside, ...]
     packs: bool
     rebuilt: tuple[Rebuilt, ...]
     optional: frozenset[int]
-
-    def handed_of(self, inputs: Sequence[Any]) -> list[tuple[int, torch.Size, torch.dtype]]:
-        """The inputs whose gradients are left behind as two factors, with their shapes and dtypes."""
-        return [(i, inputs[i].shape, inputs[i].dtype) for i in self.handed]
-
-    def left_behind(
-        self, boxes: dict[int, Box], handed: list[tuple[int, torch.Size, torch.dtype]], found: tuple[Any, ...]
-    ) -> Sequence[Tensor | None]:
-        """The gradients of all inputs out of what `backward` returned; placeholders where the factors go in boxes."""
-        if not handed:
-            return found
-        first = len(found) - 2 * len(handed)
-        gradients = list(found[:first])
-        for n, (i, shape, dtype) in enumerate(handed):
-            gradients[i] = in_box(boxes[i], shape, dtype, *found[first + 2 * n : first + 2 * n + 2])
-        return gradients
 
 
 def make_plan(program: Computation, setting: Setting) -> Plan:
@@ -139,10 +141,13 @@ def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward
             backward.give(value, backward.taken(forward.meta(forward.values[value])))
             if value in program.optional:
                 backward.optional.add(backward.gradients[value])
-    for step in reversed(program.steps):
+    stops = [*reversed(setting.stops)]
+    for i, step in reversed([*enumerate(program.steps)]):
         if any(value in backward.gradients for value in step.outs):
             backward.module = step.module
             step.operation.backward(backward, step)
+        while stops and all(program.first_readers[weight] >= i for weight in stops[-1]):
+            backward.stop(stops.pop())
     return forward, backward
 
 
@@ -206,13 +211,12 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
     outside = tuple(_outside(program, backward, i, x) for i, x in kept if x < inputs and x not in program.weights)
     return Plan(
         forward.code(results),
-        backward.code([*map(backward.gradients.get, range(inputs)), *chain(*backward.factors.values())]),
+        backward.code([*map(backward.gradients.get, range(inputs))]),
         len(program.outputs),
         tuple(i for i, value in enumerate(program.outputs) if value in backward.wanted),
         places(backward.kept),
         tuple(backward.readers[value] for value in backward.kept),
         tuple(value in program.weights for value in backward.kept),
-        tuple(backward.factors),
         outside,
         bool(backward.packed),
         tuple(Rebuilt(i, made.code([made.values[program.outputs[i]]]), places(made.kept)) for i, made in again.items()),

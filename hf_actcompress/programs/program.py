@@ -14,16 +14,17 @@ from torch import Tensor
 
 from .. import dispatch
 from ..codecs import Codec
-from ..ops.autocast import without_autocast
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply
 from ..records import applied, current, saved_next
 from ..reference.device_rules import device_rules
+from . import stages
 from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
 from .emit import ESTIMATED, ESTIMATED_CPU, Setting
-from .handing import Box, Handed, Heads, with_heads
+from .handing import Heads, with_heads
 from .keeping import put_together, source_of, taken_apart
 from .plan import Computation, Plan, make_plan
+from .stages import Stages, Stops, run_backward, stops_of
 
 
 @dataclass
@@ -43,7 +44,6 @@ class Program(Computation):
         inputs: Sequence[Tensor | None],
         autocast: torch.dtype | None,
         sharded: bool,
-        handed: tuple[int, ...] = (),
         heads: Heads | None = None,
         kernel: str | None = None,
     ) -> Any:
@@ -53,33 +53,43 @@ class Program(Computation):
             inputs: The first is an activation.
             autocast: The dtype of products under autocast; None while it is off.
             sharded: Whether the weights' memory is freed when the layer has run.
-            handed: The inputs whose gradients go to them one by one.
             heads: Where gradients of outputs are left; None: autograd hands them in.
             kernel: Of the attention in it, if there is one.
         """
-        key = _key(inputs, autocast, handed, kernel)
+        stops = self._stops(inputs)
+        key = _key(inputs, autocast, stops, kernel)
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = make_plan(self, Setting(*key))
-        boxes, inputs = _boxed(inputs, handed)
-        return applied(ProgramFunction, plan, sharded, boxes, heads, *inputs)
+        run = Stages(stops, inputs) if stops else None
+        link = None if run is None else run.linked(inputs)
+        return applied(ProgramFunction, plan, sharded, run, heads, link, *inputs)
 
     def checkpointed(
         self,
         inputs: Sequence[Tensor | None],
         autocast: torch.dtype | None,
-        handed: tuple[int, ...],
         heads: Heads | None,
         kernel: str,
         codec: Codec,
     ) -> Any:
         """As a call, of what is to be made again in backward, out of the inputs; the first one is kept by a codec."""
-        key = _key(inputs, autocast, handed, kernel)
+        stops = self._stops(inputs)
+        key = _key(inputs, autocast, stops, kernel)
         plan = self.checkpoint_plans.get(key)
         if plan is None:
             plan = self.checkpoint_plans[key] = make_checkpoint_plan(self, Setting(*key))
-        boxes, inputs = _boxed(inputs, handed)
-        return applied(CheckpointedFunction, plan, boxes, heads, len(self.weights), codec, *inputs)
+        run = Stages(stops, inputs) if stops else None
+        link = None if run is None else run.linked(inputs)
+        return applied(CheckpointedFunction, plan, run, heads, len(self.weights), codec, link, *inputs)
+
+    def _stops(self, inputs: Sequence[Tensor | None]) -> Stops:
+        """Where a backward stops for gradients of weights to be added up."""
+        if self.elements <= stages.SLACK:
+            return ()
+        x = inputs[0]
+        assert x is not None
+        return stops_of(self.order, inputs, 4 * x.numel())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self
@@ -89,7 +99,7 @@ class Program(Computation):
 
 
 def _key(
-    inputs: Sequence[Tensor | None], autocast: torch.dtype | None, handed: tuple[int, ...], kernel: str | None
+    inputs: Sequence[Tensor | None], autocast: torch.dtype | None, stops: Stops, kernel: str | None
 ) -> tuple[Any, ...]:
     """What decides how a program runs: the fields of a `Setting`."""
     x = inputs[0]
@@ -98,15 +108,7 @@ def _key(
     needed = tuple([x is not None and x.requires_grad for x in inputs])
     rules = device_rules()
     choice = dispatch.chosen() if rules is None else ESTIMATED_CPU if rules.on_cpu else ESTIMATED
-    return x.device, autocast, choice, dtypes, needed, handed, kernel
-
-
-def _boxed(inputs: Sequence[Any], handed: tuple[int, ...]) -> tuple[dict[int, Box], Sequence[Any]]:
-    """The inputs, and a box for each of them whose gradient goes to it by itself."""
-    if not handed:
-        return {}, inputs
-    boxes: dict[int, Box] = {i: [] for i in handed}
-    return boxes, [Handed.apply(x, boxes[i]) if i in boxes else x for i, x in enumerate(inputs)]  # type: ignore[no-untyped-call]
+    return x.device, autocast, choice, dtypes, needed, stops, kernel
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -118,7 +120,13 @@ class ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, sharded: bool, boxes: dict[int, Box], heads: Heads | None, *inputs: Tensor | None
+        ctx: Any,
+        plan: Plan,
+        sharded: bool,
+        stages: Stages | None,
+        heads: Heads | None,
+        link: Tensor | None,
+        *inputs: Tensor | None,
     ) -> Any:
         found = plan.forward(*inputs)
         outputs = found[: plan.outputs]
@@ -133,8 +141,7 @@ class ProgramFunction(torch.autograd.Function):
             current.watcher.keeps(kept, keepers)
         saved_next(kept, [x.place for x in plan.outside])
         ctx.save_for_backward(*kept)
-        ctx.plan, ctx.boxes, ctx.handed = plan, boxes, plan.handed_of(inputs)
-        ctx.heads = heads
+        ctx.plan, ctx.stages, ctx.heads = plan, stages, heads
         if plan.optional:
             ctx.set_materialize_grads(False)
             ctx.like = [_kind(outputs[i]) for i in plan.graded]
@@ -156,9 +163,7 @@ class ProgramFunction(torch.autograd.Function):
             grads = tuple(_with_zeros(plan, ctx.like, grads))
         saved.reverse()
         saved.extend(with_heads(grads, ctx.heads, plan.graded))
-        with without_autocast(grads):
-            found = plan.backward(saved)
-        return (None, None, None, None, *plan.left_behind(ctx.boxes, ctx.handed, found))
+        return (None, None, None, None, None, *run_backward(plan.backward, ctx.stages, saved, grads))
 
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:

@@ -21,14 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig
 
 from ..models.probe import REFUSALS, same_bits
-from ..modules.base import PatchedModule, Settings, patch_instance, stock_type, unpatch_instance
+from ..modules.base import PatchedModule, patch_instance, stock_type, unpatch_instance
 from ..modules.checkpoint import CHECKPOINT_FUNCTION
 from ..private_apis import FakeTensor, without_dispatch_modes
 from ..records import apart, frame
 from ..reference.device_rules import under_rules
 from ..roles import Role
 from .arguments import CACHES, arguments, further_arguments, head_width
-from .layer import LayerPrograms, ProgramLayerMixin
+from .layer import LayerPrograms, LayerSettings, ProgramLayerMixin
 from .refusal import NotStraight
 from .small import CHECKPOINTED, small_layer, without_dropout
 from .tape import Attend, Tape
@@ -127,7 +127,7 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
     """Where stock, the leaf path and the programs are not the same."""
     stock, programs = _unpatched(_share(leaves)), _share(leaves)
     made = LayerPrograms.of(programs, {autocast: tape}, proved)
-    patch_instance(programs, ProgramLayerMixin, Settings(Role.LAYER, "program", (made, None)))
+    patch_instance(programs, ProgramLayerMixin, LayerSettings(Role.LAYER, "program", programs=made))
     for calls, case in enumerate(_CASES if autocast is None else _AUTOCAST_CASES, 1):
         try:
             expected, by_leaf, found = (_step(m, tape, case, autocast) for m in (stock, leaves, programs))

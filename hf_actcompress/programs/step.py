@@ -13,6 +13,7 @@ from torch.fx import Node
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
 from .keeping import Packing, opened, plus, taken
+from .stages import handed_over
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ class Backward(Emitter):
         # of outputs that have been made again: nodes on the way there that the step's backward reads, too
         self.shared: dict[int, tuple[Node, ...]] = {}
         self._saved = self.given("saved", None)
+        self._box = self.given("box", None) if self.setting.stops and inputs else None
         self.gradients: dict[int, Node] = {}
-        self.factors: dict[int, tuple[Node, Node]] = {}
         # gradients that may be None when the code runs
         self.optional: set[Node] = set()
         self._forward, self._weights = forward, weights
@@ -281,12 +282,10 @@ class Backward(Emitter):
         shape: torch.Size = self._forward.meta(self._forward.values[value]).shape
         return shape
 
-    def give_product(self, weight: int, left: Node, right: Node) -> None:
-        """Add left @ right [rows of one, columns of the other] to a weight's gradient, or leave it to the weight."""
-        if weight in self.setting.handed and sum(weight in s.ins for s in self._steps if s.operation.multiplies) == 1:
-            self.factors[weight] = left, right
-        else:
-            self.give(weight, self.call(torch.mm, left, right))
+    def stop(self, weights: Sequence[int]) -> None:
+        """Hand over the gradients of weights, and stop until they have been added up."""
+        done = [self.gradients.pop(weight, None) for weight in weights]
+        self.call(handed_over, self._box, *done, like=lambda *_: None)
 
     def give(self, value: int | None, gradient: Node) -> None:
         """Add to a value's gradient. Paths add up in the order of autograd's engine: that used last comes first."""

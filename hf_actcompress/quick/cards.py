@@ -1,4 +1,4 @@
-"""Graphics cards by the names that people use, and what they have, as nvidia-smi shows it in MiB."""
+"""Graphics cards by their common names, and their memory in MiB, as nvidia-smi shows it."""
 
 from __future__ import annotations
 

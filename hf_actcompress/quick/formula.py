@@ -32,12 +32,12 @@ class QuickEstimate:
 
     @property
     def kept_bytes(self) -> int:
-        """What is alive between forward and backward."""
+        """The bytes that are alive between forward and backward."""
         return sum(self.kept_by_role.values())
 
     @property
     def device_bytes(self) -> int:
-        """What the card has to have."""
+        """The bytes that the card needs."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         return state + max(self.step_peak_bytes, self.optimizer_step_bytes) + self.context_bytes
 

@@ -1,4 +1,4 @@
-"""What of a card is left free when somebody asks what fits on it."""
+"""The share of a card that stays free when it is asked what fits on the card."""
 
 from __future__ import annotations
 

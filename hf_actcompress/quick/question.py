@@ -1,4 +1,4 @@
-"""What is asked of the formula, and what of the data answers it. Without torch and transformers.
+"""A question to the formula, and the data that answer it. It imports neither torch nor transformers.
 
 `resources/formula.js` holds the same in JavaScript.
 """
@@ -100,7 +100,7 @@ def question(
     lora: bool | int | None = None,
     quantization: str | None = None,
 ) -> Question:
-    """What the data have on a model.
+    """The data about a model.
 
     Args:
         config: What its config.json holds.
@@ -144,7 +144,7 @@ def _class_of(config: Mapping[str, Any]) -> str:
 
 def _check_structure(name: str, data: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for field, expected in data["structure"].items():
-        # what a config leaves out is the class's own
+        # a field that the config leaves out has the default of its class
         if values.get(field, expected) != expected:
             raise ModelConfigError(
                 f"the formula of {name} is for {field}={expected!r}, and this config has {values[field]!r}; "
@@ -166,8 +166,9 @@ def _variant(data: Mapping[str, Any], values: Mapping[str, Any]) -> str:
 
 def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, int]:
     found: dict[str, Any] = {size: values.get(field) for size, field in fields.items()}
-    for size in [name for name in fields if name not in ("ffn", "head", "kv_heads")]:
-        if not isinstance(found[size], int) or found[size] < 1:
+    for size in fields:
+        left_out = found[size] is None and size in ("ffn", "head", "kv_heads")
+        if not left_out and (type(found[size]) is not int or found[size] < 1):
             raise ModelConfigError(f"the config has no {fields[size]} above 0: {found[size]!r}")
     hidden, heads = found["hidden"], found["heads"]
     kv_heads = found.get("kv_heads") or heads
@@ -199,6 +200,8 @@ def _mode(dtype: str | None, autocast: str | None, lora: bool, quantization: str
         return _QUANTIZED[quantization] if quantization else "lora" if lora else "bf16"
     if not lora and (autocast or _DTYPES.get(name, name) == "float32"):
         return "autocast" if autocast else "fp32"
+    if _DTYPES.get(name, name) not in (*_DTYPES.values(), "float64"):
+        raise UnknownOptionError("dtype", name, [*dict.fromkeys(_DTYPES.values()), *_DTYPES])
     raise ModelConfigError(
         f"there is no formula for weights in {name}{' with LoRA' if lora else ''}: "
         "use bf16 or fp16 weights, or fp32 ones without LoRA"

@@ -1,4 +1,4 @@
-"""A trial of a module while a forward is in progress: neither may see what the other declares."""
+"""Trying a module while a forward is in progress: the trial and the forward must not see each other's records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .registry import another_registry
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, nothing is in progress: no frame, no net, no module that runs again, nobody who watches."""
+    """While the block runs, this thread has no frame, no net, no module that runs again and no watcher."""
     before = dict(vars(current))
     current.__init__()  # type: ignore[misc]
     try:

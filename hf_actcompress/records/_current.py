@@ -1,4 +1,4 @@
-"""What is on in this thread: the net of a forward, and the call of a module that runs again."""
+"""What is active in this thread: the net of a forward, and the call of a module that runs again in backward."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from ..private_apis import innermost_saved_tensor_hooks
+
 if TYPE_CHECKING:
     from .held import Held
     from .outside import Hooks
 
 
-class Netting(Protocol):
-    """Hooks that see what stock code saves, and leave to our own ops what those save."""
+class Netting:
+    """Saved-tensor hooks for what stock code saves. Our own ops decide for themselves what they save."""
 
     hooks: Any
     outside: Hooks | None
 
     def is_innermost(self) -> bool:
-        """Whether no other hooks have been installed since."""
-        ...
+        """Whether no other hooks have been installed since, such as those of a checkpointed region."""
+        top = innermost_saved_tensor_hooks()
+        return top is not None and top[0] is self.hooks[0]
 
 
 class Calling(Protocol):
@@ -33,29 +36,29 @@ class Calling(Protocol):
         ...
 
     def pack(self, x: Tensor) -> Held | None:
-        """What is held in place of x, which the module's code saves. None: this call does not know x."""
+        """What autograd holds in place of x, which the module's code saves; None if this call does not know x."""
         ...
 
 
 class Watching(Protocol):
-    """Somebody who wants to know which module keeps what, of code that runs several modules at once."""
+    """A report that asks which module keeps which tensor, where one op runs the code of several modules."""
 
     def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str], *, checkpointed: bool = False) -> None:
-        """What will be saved next, and for which module inside of the one that runs.
+        """Announce the tensors that are saved next, and the module for which each is saved.
 
         Args:
-            tensors: All of it.
-            modules: Their names, as seen from the one that runs.
-            checkpointed: Whether more is kept for a while, in backward.
+            tensors: All that is saved next.
+            modules: The name of each tensor's module, as seen from the module that runs.
+            checkpointed: Whether backward will keep more than these for a while.
         """
         ...
 
     def idle(self) -> AbstractContextManager[None]:
-        """While something runs without gradients of which another run keeps what is needed."""
+        """Around a run without gradients: another run of the same code keeps what backward needs."""
         ...
 
     def within(self, module: str) -> AbstractContextManager[None]:
-        """While that module inside of the one that runs is at work."""
+        """While this module, which is a part of the one that runs, computes."""
         ...
 
 
@@ -64,9 +67,9 @@ class _Current(threading.local):
         self.net: Netting | None = None
         self.call: Calling | None = None
         self.watcher: Watching | None = None
-        # what runs now ends before anything else does: patched modules run their stock code
+        # patched modules run their stock code, because what they would save is gone when this block ends
         self.stock_only = False
-        # the module of those whose output nobody reads: only its gradient matters
+        # the linear layer whose output is not read: only its gradient matters
         self.unread: object = None
 
 
@@ -78,8 +81,8 @@ def stock_only(unread: object = None) -> Iterator[None]:
     """Let patched modules run their stock code: what they save is gone when the block ends.
 
     Args:
-        unread: A linear layer after which there are only linear functions, in a forward of which the gradients matter
-            and not the values: it need not compute its output.
+        unread: A linear layer that need not compute its output. Behind it there are only linear functions, and of
+            this forward only the gradients are used, not the values.
     """
     before = current.stock_only, current.unread
     current.stock_only, current.unread = True, unread

@@ -1,4 +1,4 @@
-"""Which of the tensors that unknown code saves are activations: only those may a lossy codec store."""
+"""Which of the tensors that unknown code saves are activations: a lossy codec may store those and nothing else."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# elements that an activation has at least, for a codec to be worth it, and in each row
+# the fewest elements, in all and in each row, for which a codec is worth its cost
 _LARGE, _ROW = 512, 16
 _CONVOLUTIONS = {"ConvolutionBackward0", "Conv2dFunctionBackward"}
-# results of losses and of sums and powers over many steps: an error in them grows
+# these ops make losses, and sums and powers over many steps, in which an error grows
 _EXACT = {"CumsumBackward0", "CumprodBackward0", "ExpBackward0", "LogSoftmaxBackward0", "LogcumsumexpBackward0"}
-# what changes weights before they are used: views, casts, norms, sums with adapters
+# these ops change weights before they are used: views, casts, norms, sums with adapters
 _OF_WEIGHTS = {
     "AccumulateGrad", "AddBackward0", "CatBackward0", "CloneBackward0", "DivBackward0", "ExpandBackward0",
     "LinalgVectorNormBackward0", "MulBackward0", "NormBackward1", "PermuteBackward0", "PowBackward0",
@@ -24,7 +24,7 @@ _STEPS = 24
 
 
 def is_activation(x: Tensor) -> bool:
-    """Whether x is a large floating result that depends on more than weights: what a lossy codec may store.
+    """Whether a lossy codec may store x: a large floating-point result that depends on more than weights.
 
     A tensor class with the attribute `deferred` computes its values when they are read, and a codec would read them.
     """
@@ -44,7 +44,7 @@ def is_feature_map(x: Tensor) -> bool:
 
 
 def _made_of_weights(node: Any) -> bool:
-    """Whether every path from this node ends at a leaf after a few steps that weights go through."""
+    """Whether this node computes from parameters alone: every path ends at a leaf after a few steps of these ops."""
     pending, seen = [node], 0
     while pending:
         node = pending.pop()

@@ -20,15 +20,15 @@ from torch import Tensor
 from ..errors import SharedRowsError
 from .guard import Guard
 
-# features that are compared, the first and the last ones, and how far apart they may be, relative to the largest of
-# them: roundings of 16 bits that have gone through many layers
+# the first and the last features are compared. They may differ by this much of the largest one: that covers roundings
+# of 16 bits that have gone through many layers
 _COMPARED, _APART = 8, 0.1
-# rows that have to be saved at least, as a share: each sequence begins with the same special token
+# sharing is worth it from this share of the rows on: every sequence begins with the same special token anyway
 _WORTH = 1 / 8
 
 
 class RepetitionGuard(Guard):
-    """Raises at the end of a backward in which rows were read that were no repetitions."""
+    """Raises an error at the end of a backward that has read rows which were wrongly taken for repetitions."""
 
     __slots__ = ()
 
@@ -45,7 +45,7 @@ class Copies:
 
     Args:
         shape: B, S.
-        first: int64 [B * S] on the CPU: the row that each repeats, itself if none.
+        first: int64 [B * S] on the CPU: for each row the row that it repeats, or its own number.
     """
 
     __slots__ = ("_indices", "guard", "shape")
@@ -77,7 +77,7 @@ class Copies:
         if not some.is_floating_point():
             return flat.index_select(0, rows), numbers, some.new_zeros((), dtype=torch.float32)
         apart = some.index_select(0, repeated) - some.index_select(0, originals)
-        # NaN and inf are let through: they reach the gradients with any x
+        # NaN and inf raise no error here: they reach the gradients whatever x is
         excess = (apart.abs().amax() - _APART * some.abs().amax()).float().nan_to_num(0.0, 0.0, 0.0)
         return flat.index_select(0, rows), numbers, excess
 
@@ -100,7 +100,8 @@ def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | 
 
     Args:
         tokens: All [B, S] that say what a token is (ids, mask, positions).
-        real: [B, S], zero for padding, which sees what it likes and so repeats nothing; None if there is none.
+        real: [B, S], zero for padding; None if there is none. Padding counts as no repetition, because a model may let
+            it attend to anything.
     """
     known = [x.detach().cpu() for x in tokens]
     batch, length = known[0].shape[:2]
@@ -108,7 +109,7 @@ def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | 
     first = own.clone()
     for row in range(1, batch):
         same = torch.stack([(x[:row] == x[row]) for x in known]).all(0)
-        # how many tokens each earlier sequence has in common with this one
+        # with how many equal tokens each earlier sequence and this one begin
         common = torch.where(same.all(1), length, same.to(torch.uint8).argmin(1))
         other = int(common.argmax())
         count = int(common[other])

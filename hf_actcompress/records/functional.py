@@ -1,4 +1,4 @@
-"""Which function of torch.nn.functional saves a tensor now, and what is known of the tensor by that."""
+"""Which function of torch.nn.functional saves a tensor now, and what that says about the tensor."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Recompute function of such indices."""
+    """Recompute function of indices that `narrow_indices` has stored in fewer bytes."""
     return x.long()

@@ -1,4 +1,4 @@
-"""`Guard`: whether a backward was right where fewer rows were kept than there are, looked at once when it ends."""
+"""`Guard`: checks, once at the end of a backward, that it was right to keep fewer rows than there are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..private_apis import at_end_of_backward, current_backward
 
 
 class Guard:
-    """Sizes of what must not be, noted while a backward runs. They stay on their devices until it ends."""
+    """Notes, while a backward runs, sizes that have to be zero. They stay on their devices until it ends."""
 
     __slots__ = ("_found", "_lock")
 
@@ -20,11 +20,11 @@ class Guard:
         self._found: dict[int, dict[tuple[str, torch.device], Tensor]] = {}
 
     def fail(self, sizes: dict[str, float]) -> None:
-        """Raise the error of these notes, whose sizes are above zero."""
+        """Raise the error for the notes whose sizes are above zero."""
         raise NotImplementedError
 
     def note(self, what: str, size: Tensor) -> None:
-        """Note a size [], above zero if something is wrong. The largest of its name counts."""
+        """Note a size [] that is above zero if something is wrong. Of one name only the largest size counts."""
         task = current_backward()
         if task == -1:
             self._judge({(what, size.device): size})
@@ -43,7 +43,7 @@ class Guard:
         self._judge(found)
 
     def _judge(self, found: dict[tuple[str, torch.device], Tensor]) -> None:
-        # the one time in a backward that the host waits
+        # the host waits for the device here, and nowhere else in a backward
         sizes = {what: value for (what, _), size in found.items() if (value := float(size)) > 0}
         if sizes:
             self.fail(sizes)

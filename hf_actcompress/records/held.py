@@ -1,4 +1,4 @@
-"""What autograd holds in place of a tensor that foreign code saved under the net, and how the tensor comes back."""
+"""What autograd holds in place of a tensor that stock code saved under the net, and how the tensor comes back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Kept:
 
 
 class Made:
-    """Nothing is kept: the value is computed from what others hold."""
+    """Nothing is kept for this tensor: it is computed from tensors that other nodes hold anyway."""
 
     __slots__ = ("__weakref__", "recipe", "sources")
 
@@ -59,7 +59,7 @@ class Mask:
 
 
 class Again:
-    """Saved by the own code of a module, which runs again in backward.
+    """A tensor that a module's own code saved. The module runs again in backward and saves it once more.
 
     Args:
         call: The call of the module.
@@ -68,7 +68,7 @@ class Again:
 
     Attributes:
         version: Of the tensor when it was saved.
-        held: What is held instead, if it was decided that the module does not run again.
+        held: What autograd holds instead, if the module does not run again after all.
     """
 
     __slots__ = ("__weakref__", "call", "held", "index", "version", "x")
@@ -80,10 +80,10 @@ class Again:
 
 
 class Recalled(Protocol):
-    """A call that can run again."""
+    """A call of a module that can run again in backward."""
 
     def value(self, index: int, outside: Hooks | None) -> Tensor:
-        """What the code of the module saves at that position."""
+        """The tensor that the module's code saves at that position."""
         ...
 
 
@@ -103,7 +103,7 @@ def value_of(held: Held, outside: Hooks | None) -> Tensor:
         return held.recipe.value(lambda: [value_of(source, outside) for source in held.sources])
     if isinstance(held, Again):
         if held.x is not None:
-            # somebody runs a backward inside of the module's forward
+            # here the module's forward itself runs a backward
             check_versions((held.x,), (held.version,))
             return held.x
         return held.call.value(held.index, outside) if held.held is None else value_of(held.held, outside)
@@ -116,7 +116,7 @@ def value_of(held: Held, outside: Hooks | None) -> Tensor:
 
 
 def check_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Raise torch's own RuntimeError if a tensor has been written on since it was saved."""
+    """Raise torch's own RuntimeError if a tensor has been modified in place since it was saved."""
     for x, version in zip(tensors, versions, strict=True):
         if x._version != version:
             raise RuntimeError(

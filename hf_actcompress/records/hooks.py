@@ -1,4 +1,4 @@
-"""One tensor that foreign code saves, kept through a codec: saved-tensor hooks that compose with those outside."""
+"""Saved-tensor hooks that keep one tensor of stock code through a codec, and that compose with outer hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .outside import hooks_outside, stands_before
 
 @dataclass(frozen=True)
 class _Held:
-    """What autograd holds in place of a saved tensor: what the hooks outside made of each of its parts."""
+    """What autograd holds in place of a saved tensor: for each of its parts what the outer hooks made of it."""
 
     parts: tuple[Any, ...]
     codec: Codec | None = None
@@ -28,12 +28,12 @@ class _Held:
 def kept_through(codec: Codec, x: Tensor) -> Iterator[None]:
     """While the block runs, autograd saves x [any shape] through `codec`, and every other tensor as it is.
 
-    For x alone, because what else is saved may be a mask, a weight or an index. Hooks that are on outside of it
-    (`save_on_cpu`, a report) get the packed tensors.
+    Only x is packed, because another saved tensor may be a mask, a weight or an index. Outer hooks (`save_on_cpu`, a
+    report) get the packed tensors.
     """
     outside = innermost_saved_tensor_hooks()
     pack_outside, unpack_outside = outside if outside is not None else (_same, _same)
-    # autograd holds the hooks as long as what they made: they must not hold x
+    # autograd holds the hooks as long as what they packed, so the hooks must not hold x
     packing = [x]
 
     def pack(saved: Tensor) -> _Held:
@@ -59,6 +59,6 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _is(saved: Tensor, x: Tensor) -> bool:
-    """Whether autograd's alias `saved` is x. By the storage itself: fake tensors have no address."""
+    """Whether `saved` is autograd's alias of x. The storages are compared, because fake tensors have no address."""
     same = saved.untyped_storage()._cdata == x.untyped_storage()._cdata and saved.shape == x.shape
     return same and saved.storage_offset() == x.storage_offset() and saved.stride() == x.stride()

@@ -1,19 +1,19 @@
-"""The net under all rules: what code without a rule saves is not kept where it can be computed again.
+"""The net under all rules: a tensor that code without a rule saves is not kept if it can be computed again.
 
 While the forward of a patched model runs, saved-tensor hooks look at every tensor that autograd saves. It is not kept
 
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads),
-- if the autograd node that made it keeps what makes it again (the product of gate and up), or has taken it from a
+- if the autograd node that made it keeps all that it was made of (the product of gate and up), or took it from a
   parameter (the weights of batched experts, one for each token),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
-What is a part of a larger tensor is kept as a copy where nobody holds the rest (`parts.py`), and the indices of a
-max-pooling in as few bytes as the image needs.
+A part of a larger tensor is kept as a copy where nothing else holds the rest (`parts.py`), and the indices of a
+max-pooling are kept in as few bytes as the image needs.
 
-Under a lossy preset, what is left of large activations goes through a codec.
+Under a lossy preset, the large activations that are left are kept through a codec.
 
 Hooks switch torch's own check for in-place writes off, so the net compares versions and raises torch's error itself.
-Hooks that are on outside of the net (`save_on_cpu`, a report) get what the net keeps. Inside of a checkpointed region
+Outer hooks (`save_on_cpu`, a report) get the tensors that the net keeps. Inside of a checkpointed region
 the hooks of the checkpoint are the innermost, and the net sees nothing.
 """
 
@@ -31,12 +31,11 @@ from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec, on_feature_maps
 from ..private_apis import (
-    innermost_saved_tensor_hooks,
     next_sequence_number,
     saved_tensor_hooks_allowed,
 )
 from ..reference.bits import pack_mask
-from ._current import current
+from ._current import Netting, current
 from .activations import is_activation, is_feature_map
 from .functional import dropout_of_mask, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
@@ -53,22 +52,22 @@ from .views import View, dense
 _SMALL = 256
 
 
-class Net:
+class Net(Netting):
     """The hooks of one forward. Autograd holds them as long as the graph, so nothing here may hold a tensor."""
 
     def __init__(self, codec: Codec | None) -> None:
         self.codec = codec
-        # those that were on before get what is kept
+        # the hooks that were on before the net: they get what the net keeps
         self.outside = hooks_outside()
         stands_before(self, self.outside)
         self.hooks = self.pack, self.unpack
-        # of hooks outside, those of a report are known to hold what they are given
+        # of all outer hooks, those of a report are known to hold what they are given
         self._parts = Parts(self.outside) if self.outside is None or current.watcher is not None else None
-        # what each node saved, in order, by its number
+        # by the number of each node, what it saved, in order
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
-        # the output of each node that saved its own output, by its number
+        # by the number of each node that saved its own output, that output
         self._outputs: dict[int, weakref.ref[Held]] = {}
-        # what is computed again, by the id of the tensor object, as long as that lives
+        # by the id of a tensor object, how it is computed again; an entry ends with the object
         self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Held]]] = {}
 
     def pack(self, x: Tensor) -> Held:
@@ -77,7 +76,7 @@ class Net:
             self._parts.settle()
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
-        held = held or self._smaller(x, own) or (self._kept(x) if own else self._whole(x))
+        held = held or self._smaller(x, own) or self._whole(x)
         # a node takes its number, and then it saves
         number = next_sequence_number() - 1
         self._by_node.setdefault(number, []).append(weakref.ref(held))
@@ -89,13 +88,8 @@ class Net:
         """x again. Raises RuntimeError where torch does: somebody has written in place."""
         return value_of(held, self.outside)
 
-    def is_innermost(self) -> bool:
-        """Whether no other hooks have been installed since: those of a checkpointed region."""
-        top = innermost_saved_tensor_hooks()
-        return top is not None and top[0] is self.hooks[0]
-
     def close(self) -> None:
-        """Forget what only a forward in progress needs. The hooks are methods: they would hold this for ever."""
+        """Forget what only a forward in progress needs. The hooks are methods of this object: they keep it alive."""
         del self.hooks
         if self._parts is not None:
             self._parts.close()
@@ -119,12 +113,12 @@ class Net:
     def _whole(self, x: Tensor) -> Kept:
         """x as it is, or a copy of it if it is a part of what nobody else will hold."""
         held = self._kept(x)
-        if self._parts is not None and x.grad_fn is not None:
+        if self._parts is not None:
             self._parts.note(held, x)
         return held
 
     def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
-        # without their graph, which may hold this. A leaf is held itself: ZeRO-3 and FSDP2 change a parameter's data
+        # aliases without the graph, which may hold this object; but leaves themselves: FSDP2 and ZeRO-3 move their data
         parts = tuple(x if x.grad_fn is None else x.detach() for x in tensors)
         outside = self.outside
         if outside is None:
@@ -132,10 +126,10 @@ class Net:
         return Kept(tuple(outside[0](x) for x in parts), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
-        """Made again through the registry, which knows what our ops made."""
+        """What makes x again by the registry, which knows the tensors that our ops made."""
         record = known_record(x)
         if record is None or is_dropped(record):
-            # padding rows are dropped only where somebody looks at the gradient there
+            # padding rows are dropped only in ops that check the gradient in those rows
             return None
         lossless = is_lossless(record)
         if (lossless and not isinstance(record, Derived)) or not (lossless or self.codec):
@@ -143,10 +137,10 @@ class Net:
         return self._by_record(record)
 
     def _packed(self, x: Tensor) -> Held | None:
-        """Packed by the codec, if x is an activation. Other tensors that no rule knows are kept as they are."""
+        """x packed by the codec, if x is an activation. Any other tensor that no rule knows is kept as it is."""
         if self.codec is None or not is_activation(x):
             return None
-        # a ReLU, or a leaky one in place, saves its result and reads there where the gradient goes through
+        # a ReLU (and a leaky one in place) saves its result and reads its sign in backward
         relu = type(x.grad_fn).__name__ in ("ReluBackward0", "LeakyReluBackward1")
         codec = on_feature_maps(self.codec) if is_feature_map(x) else self.codec
         return self._by_record(whole_record_of(x, codec.keeping_sign() if relu else codec))
@@ -157,7 +151,7 @@ class Net:
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor) -> Made | None:
-        """Made again by the autograd node that made x, or the tensor of which x is a view."""
+        """What makes x again by the autograd node that made x, or that made the tensor of which x is a view."""
         base = x._base if x._base is not None else x
         if base.numel() != x.numel():
             return None
@@ -177,7 +171,7 @@ class Net:
 
     def _by_its_node(self, x: Tensor) -> Made | None:
         if x._version:
-            # somebody may have written on it without a gradient, which its node does not show
+            # it may have been modified in place under no_grad, which its node does not show
             return None
         found = self._copied(x) or self._gathered(x) or self._pointwise(x)
         if found is None:
@@ -197,7 +191,7 @@ class Net:
         return computation(row, node), sources
 
     def _copied(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """Made again from outputs [B, H, S, D] of torch's attention, if x is their copy as [B, S, H, D]."""
+        """What makes x [B, S, H, D] again, if it is a copy of outputs [B, H, S, D] of torch's attention."""
         found = attention_in_order(x)
         if found is None:
             return None
@@ -207,7 +201,7 @@ class Net:
         return (found.compute, sources) if len(sources) == len(found.nodes) else None
 
     def _gathered(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """Made again from a weight and indices, if x is some rows of the weight: for experts one for each token."""
+        """What makes x again, if it is rows of a weight by indices, such as an expert's weight for each token."""
         weight = gathered_from(x.grad_fn)
         index = None if weight is None else self._saved_by(x.grad_fn)
         return (rows, [self._kept(weight), *index]) if weight is not None and index and len(index) == 1 else None
@@ -225,8 +219,8 @@ class Net:
         return found if len(found) == row.tensors else None
 
     def _functional(self, x: Tensor) -> Mask | Made | None:
-        """Kept in fewer bytes, if a function of torch.nn.functional saves x now of which it is known how."""
-        # from here to the function that saves
+        """x in fewer bytes, if the function of torch.nn.functional that saves it now is a known one."""
+        # stack frames from here to the function that saves
         frames = 3
         narrow = narrow_indices(x, frames)
         if narrow is not None:
@@ -240,7 +234,7 @@ class Net:
 
 @contextmanager
 def netted(codec: Codec) -> Iterator[None]:
-    """While it is on, this thread's autograd does not keep what can be computed again. For one forward, in a frame.
+    """While the block runs, autograd in this thread keeps nothing that can be computed again. For one forward.
 
     Args:
         codec: How the activations are stored that stock code saves and nobody can compute again.

@@ -1,8 +1,8 @@
-"""What torch's own autograd nodes say about their output: what they save makes it again, and how.
+"""Which of torch's autograd nodes save all that their output is made of, and how it is computed again from that.
 
-A product `y = a * b` in stock code keeps a and b. Whoever saves y after that need not keep
-it, because its node has all that y is made of. Only
-functions of single elements are listed. They are cheap, and computed again they have the same bits.
+The node of a product `y = a * b` in stock code keeps a and b. An op that saves y later need not keep it, because that
+node has all that y is made of. Only pointwise functions are listed: they are cheap, and computing them again gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pointwise:
         tensors: How many it saves where all inputs need a gradient. Where it saved fewer, nothing can be computed.
         options: Names of the numbers and words that it saves.
         make: What makes such a node, if `compute` does not.
-        draws: It draws random numbers and saves only those; the last source is its input.
+        draws: Whether it draws random numbers and saves nothing else; its input is then added as the last source.
     """
 
     compute: Callable[..., Tensor]
@@ -89,7 +89,7 @@ POINTWISE: dict[str, Pointwise] = {
     "SiluBackward0": Pointwise(F.silu),
     "SinBackward0": Pointwise(torch.sin),
     "SoftplusBackward0": Pointwise(F.softplus, options=("beta", "threshold")),
-    # made of parameters alone; it saves the norms, too, which are its second result
+    # this op is one of parameters alone; it also saves the norms, which are its second result
     "WeightNormInterfaceBackward0": Pointwise(_weight_norm, 3, ("dim",), _normed_weight),
 }
 
@@ -139,7 +139,7 @@ def gathered_from(node: Any) -> Parameter | None:
 
 
 def rows(weight: Tensor, index: Tensor) -> Tensor:
-    """Recompute function of such rows."""
+    """Recompute function of rows that were taken from a parameter by indices."""
     return weight[index]
 
 
@@ -166,7 +166,7 @@ def _dim(saved: int) -> int:
 
 
 def tokens_first(out: Tensor) -> Tensor:
-    """Such a copy [B, S, H, D] of an attention's output [B, H, S, D]."""
+    """An attention's output [B, H, S, D] copied to [B, S, H, D]."""
     return out.transpose(1, 2).contiguous()
 
 
@@ -175,7 +175,7 @@ def _joined(*outs: Tensor) -> Tensor:
 
 
 def computation(row: Pointwise, node: Any) -> Callable[..., Tensor]:
-    """What makes the output of a node out of the tensors that it saves."""
+    """The function that makes a node's output from the tensors that the node saves."""
     return partial(row.compute, **_options(row, node)) if row.options else row.compute
 
 
@@ -187,9 +187,9 @@ _proved: dict[tuple[Any, ...], bool] = {}
 
 
 def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether what such a node saves makes its output again, bit by bit: tried once per kind, dtype and device.
+    """Whether `computation` gives a node's output bit by bit. It is tried once per kind of node, dtype and device.
 
-    Torch may change from one version to the next what a node saves, and in which order.
+    Another version of torch may save other tensors in a node, or save them in another order.
     """
     key = type(node), dtype, device.type
     if key not in _proved:
@@ -199,7 +199,7 @@ def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) 
 
 
 def _numbers(device: torch.device) -> Tensor:
-    """Tried on that device, or on the CPU if an estimate is for a device that this machine does not have."""
+    """Numbers on that device to try a node with; on the CPU for an estimate of a device that this machine lacks."""
     try:
         return torch.linspace(0.1, 3, 64, device=device).view(4, 16)
     except (AssertionError, RuntimeError):
@@ -207,7 +207,7 @@ def _numbers(device: torch.device) -> Tensor:
 
 
 def _is_made_again(node: Any, row: Pointwise, numbers: Tensor) -> bool:
-    """Make such a node out of some numbers, take what it saves, and compute its output again."""
+    """Make a node of that kind from these numbers, take what it saves, and compare its output computed again."""
     options = _options(row, node)
     drawing_on = [numbers.device] if numbers.is_cuda else []
     leaves = [numbers.clone().requires_grad_(), numbers.flip(0).contiguous().requires_grad_()][: row.tensors]

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks of this package know the hooks that were on before them, so the registry can ignore ours."""
+"""Each saved-tensor hook of this package notes which hooks were on before it, so that the registry can ignore ours."""
 
 from __future__ import annotations
 

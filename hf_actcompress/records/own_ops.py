@@ -1,4 +1,4 @@
-"""Ops of ours under the net: they know themselves what to keep, so the net is off while they run."""
+"""Our own ops under the net: they decide themselves what to keep, so the net is off while they run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch import Tensor
 from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
 from .nodes import attention_in_order, pointwise
+from .parts import is_part
 from .saving import own_tensors
 
-# what `torch.autograd.Function.apply` takes and gives
+# the type of `torch.autograd.Function.apply`
 _Function = type[torch.autograd.Function]
 
 
 class _Off:
-    """The net is off for one of our ops, which knows itself what to keep: that saves the host's time.
+    """The net is off while one of our ops runs, which decides itself what to keep. That saves time on the host.
 
-    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs.
+    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs,
+    or is a part of a larger tensor.
     """
 
     __slots__ = ("hooks", "on")
@@ -37,14 +39,14 @@ class _Off:
             push_saved_tensor_hooks(self.hooks)
 
     def _needed(self, saved: Sequence[Tensor]) -> bool:
-        if not self.on and any(map(_is_made, saved)):
+        if not self.on and any(_is_made(x) or (x._base is not None and is_part(x)) for x in saved):
             push_saved_tensor_hooks(self.hooks)
             self.on = True
         return self.on
 
 
 def applied(function: _Function, *inputs: Any) -> Any:
-    """``function.apply(*inputs)`` of one of our ops. Without the net, where no hooks outside must get what is kept."""
+    """``function.apply(*inputs)`` of one of our ops. The net is off, unless outer hooks must get what is kept."""
     net = None if torch.compiler.is_compiling() else current.net
     if net is None or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -59,7 +61,7 @@ def applied(function: _Function, *inputs: Any) -> Any:
 
 
 def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's result without the net, so that autograd keeps all: for what the net could save nothing of."""
+    """The function's result with the net off, for functions of which the net could save nothing: autograd keeps all."""
     net = None if torch.compiler.is_compiling() else current.net
     if net is None or net.outside is not None or not net.is_innermost():
         return function(*args, **kwargs)
@@ -77,7 +79,7 @@ def _always(saved: Sequence[Tensor]) -> bool:
 
 
 def _is_made(x: Tensor) -> bool:
-    """Whether a node that `nodes` knows made x, or the tensor of which x is a view."""
+    """Whether a node of the table in `nodes` made x, or made the tensor of which x is a view."""
     if x.grad_fn is None:
         return False
     base = x._base if x._base is not None else x

@@ -3,11 +3,11 @@
 That is exact where no gradient reaches a padding row. A zero row of dy adds nothing to a weight's gradient and gives a
 zero row of dx whatever x was there, as long as it is finite, which zeros and what is made of them are; rows meet in
 attention alone (ops/heads.py). Dispatch is by shape, so what makes it safe is the guard: each op hands its
-incoming gradient to `load`, and one that is not zero on a dropped row raises when backward ends. NaN and inf are let
-through: they reach the weights' gradients with any x, where loss scaling looks for them.
+incoming gradient to `load`, and one that is not zero on a dropped row raises when backward ends. NaN and inf
+raise no error here: they reach the weights' gradients whatever x is, and loss scaling looks for them there.
 
-In a region under `torch.utils.checkpoint` nothing is dropped: it is computed again in backward, where no forward says
-what was padding, and has to save the same tensors then.
+In a region under `torch.utils.checkpoint` nothing is dropped. The region runs again in backward and has to save the
+same tensors then, but in backward there is no forward that says what was padding.
 """
 
 from __future__ import annotations
@@ -21,22 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..codecs import (
-    IDENTITY,
-    BlockSparse,
-    Codec,
-    Float8,
-    Identity,
-    IntChannels,
-    IntGroup,
-    IntMeasured,
-    IntRanked,
-    IntRunning,
-    Offload,
-    Pooled,
-    RowSample,
-    TopK,
-)
+from ..codecs import IDENTITY, Codec, Pooled
 from ..errors import PaddingError
 from .copies import Copies, SharedRows
 from .guard import Guard
@@ -46,12 +31,9 @@ from .record import Derived, Pending, Recipe, Record, Stored, stored_exact
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
 _ATTENTION = "an attention mask lets real tokens attend to padding"
 
-# codecs that take any number of rows, from whatever sequences
-_OF_ROWS = (BlockSparse, Float8, Identity, IntChannels, IntGroup, IntMeasured, IntRanked, IntRunning, RowSample, TopK)
-
 
 class PaddingGuard(Guard):
-    """Raises at the end of a backward in which dropping rows was wrong."""
+    """Raises an error at the end of a backward that has needed the rows which were dropped."""
 
     __slots__ = ()
 
@@ -112,7 +94,7 @@ def padding_of(mask: Tensor) -> Padding | None:
     with torch.no_grad():
         real = mask != 0
         count = int(real.sum())
-    # a batch without any real token: the mask means something else here
+    # the mask of a batch without any real token must mean something else
     return Padding(real, count) if 0 < count < real.numel() else None
 
 
@@ -126,7 +108,7 @@ _state = _State()
 
 @contextmanager
 def dropping(rows: Padding | Copies | None) -> Iterator[None]:
-    """While the block runs in this thread, these rows are not kept: padding, or what repeats other rows."""
+    """While the block runs in this thread, these rows are not kept: padding, or rows that repeat others."""
     before = _state.rows
     _state.rows = rows
     try:
@@ -160,22 +142,14 @@ def checkpointed() -> bool:
     return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def _takes_rows(codec: Codec) -> bool:
-    if isinstance(codec, Offload):
-        return _takes_rows(codec.inner)
-    # a cache of gradient norms goes by the position in a sequence
-    cached = isinstance(codec, RowSample) and codec.norms is not None
-    return isinstance(codec, _OF_ROWS) and not cached
-
-
 def drops(x: Tensor, codec: Codec) -> bool:
     """Whether `keep` leaves padding rows of x out."""
-    return padding_in(x) is not None and _takes_rows(codec)
+    return padding_in(x) is not None and codec.takes_rows
 
 
 def keeps_fewer(x: Tensor, codec: Codec) -> bool:
     """Whether `keep` leaves rows of x out, because they are padding or repeat others."""
-    return _rows_in(x) is not None and _takes_rows(codec)
+    return _rows_in(x) is not None and codec.takes_rows
 
 
 def keep(x: Tensor, codec: Codec) -> Record:
@@ -186,7 +160,7 @@ def keep(x: Tensor, codec: Codec) -> Record:
 def keep_later(x: Tensor, codec: Codec) -> Record:
     """As `keep`, but nothing is packed before the first consumer saves the record."""
     rows = _rows_in(x)
-    fewer = rows is not None and _takes_rows(codec)
+    fewer = rows is not None and codec.takes_rows
     if codec == IDENTITY and not fewer:
         return stored_exact(x)
     dropped = fewer and isinstance(rows, Padding)
@@ -194,7 +168,7 @@ def keep_later(x: Tensor, codec: Codec) -> Record:
 
 
 def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
-    if isinstance(without, Copies) and _takes_rows(codec):
+    if isinstance(without, Copies) and codec.takes_rows:
         different, numbers, excess = without.taken(x.detach())
         shared = SharedRows(without.guard, x.shape)
         return Derived(
@@ -202,9 +176,9 @@ def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
         )
     padding = without if isinstance(without, Padding) else None
     if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
-        # this codec averages neighbours, so the rows stay in place, and padding rows do not count
+        # this codec averages neighbouring rows, so all rows stay in place; the averages leave padding rows out
         return Stored(codec, *codec.pack(x.detach(), padding.mask.to(x.device)))
-    if padding is None or not _takes_rows(codec):
+    if padding is None or not codec.takes_rows:
         return Stored(codec, *codec.pack(x.detach()))
     order = padding.order(x.device)
     rows = x.detach().flatten(0, 1).index_select(0, order[: padding.real])
@@ -236,7 +210,7 @@ class RealRows:
 
 
 def is_dropped(record: Record) -> bool:
-    """Whether the record gives zeros, or what is made of them, for padding rows."""
+    """Whether the record gives zeros, or values computed from zeros, for padding rows."""
     if isinstance(record, Stored):
         return False
     if isinstance(record, Pending):

@@ -1,8 +1,8 @@
-"""Parts of larger tensors that stock code saves: copies of them are kept where nobody holds the rest.
+"""Parts of larger tensors that are saved: copies of them are kept where nobody holds the rest.
 
 Queries, keys and values are often views of one product. Rotated queries and keys are new tensors, so a value that is
-saved as a view holds three times its size. Nobody knows that when it is saved, because the rest may be saved later. So
-it is decided as soon as nothing but saved parts holds the memory.
+saved as a view holds three times its size. This is not known when it is saved, because the rest may be saved later. So
+the decision is made as soon as nothing but saved parts holds the memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,17 @@ from ..private_apis import FakeTensor, tensors_holding
 from .held import Kept
 from .outside import Hooks
 
-# of the bytes of the whole: what the parts may have, for copies of them to be worth it
+# copies are worth it if the parts have at most this share of the whole's bytes
 _WORTH = 0.75
-# of the newest wholes: how many are looked at each time that something is saved
+# how many of the newest whole tensors are looked at each time that something is saved
 _LAST = 4
+
+
+def is_part(x: Tensor) -> bool:
+    """Whether x is a view of a result of which it has so little that a copy of it may be worth it."""
+    if x.grad_fn is None or type(x) not in (Tensor, FakeTensor) or x.layout is not strided:
+        return False
+    return x.nbytes <= _WORTH * x.untyped_storage().nbytes()
 
 
 class Parts:
@@ -36,19 +43,16 @@ class Parts:
 
     def note(self, held: Kept, x: Tensor) -> None:
         """x is kept by `held`, as it is."""
-        if type(x) not in (Tensor, FakeTensor) or x.layout is not strided:
-            return
-        storage = x.untyped_storage()
-        if x.nbytes <= _WORTH * storage.nbytes():
-            self._kept.setdefault(storage._cdata, []).append(weakref.ref(held))
+        if is_part(x):
+            self._kept.setdefault(x.untyped_storage()._cdata, []).append(weakref.ref(held))
 
-    def settle(self, last: int = _LAST) -> None:
-        """Decide for those of the last wholes that only parts hold."""
+    def settle(self) -> None:
+        """Decide for those of the last whole tensors whose memory only saved parts hold."""
         if self._kept:
-            self._settle([*self._kept][-last:])
+            self._settle([*self._kept][-_LAST:])
 
     def close(self) -> None:
-        """The forward ends: decide for all that can be decided."""
+        """At the end of the forward: decide for every whole tensor for which that is possible."""
         self._settle([*self._kept])
         self._kept.clear()
 
@@ -57,7 +61,7 @@ class Parts:
             kept = [(held, self._value(held)) for reference in self._kept[whole] if (held := reference()) is not None]
             kept = [(held, x) for held, x in kept if x.untyped_storage()._cdata == whole]
             if not kept:
-                # it is gone
+                # the part has died meanwhile
                 del self._kept[whole]
             elif tensors_holding(whole) <= len(kept):
                 del self._kept[whole]
@@ -68,7 +72,7 @@ class Parts:
         return part if self._outside is None else self._outside[1](held.parts[0])
 
     def _copy(self, kept: list[tuple[Kept, Tensor]]) -> None:
-        """Put a copy of its part into each, if that is less than the whole."""
+        """Replace each kept part by a copy of it, if the copies are smaller than the whole."""
         parts = {(x.storage_offset(), x.shape, x.stride()): x.nbytes for _, x in kept}
         written = any(held.versions is not None and held.versions != (x._version,) for held, x in kept)
         if written or sum(parts.values()) > _WORTH * kept[0][1].untyped_storage().nbytes():
@@ -77,7 +81,7 @@ class Parts:
         for held, x in kept:
             place = x.storage_offset(), x.shape, x.stride()
             if place not in copies:
-                # in the same order of dimensions
+                # the copy's dimensions have the same order in memory
                 copies[place] = x.clone()
             copy = copies[place]
             pack: Callable[[Tensor], object] = _itself if self._outside is None else self._outside[0]

@@ -31,7 +31,7 @@ class Derived:
 
 
 class Pending:
-    """Bytes that are kept if somebody saves them: packed by the first consumer, and shared by all others.
+    """Bytes that are kept only if a consumer saves them: the first consumer packs them, and the others share them.
 
     A producer declares its output as derived from its input before anyone knows whether that output is kept. If it
     is not (a dropout before a residual sum), nothing is packed.
@@ -53,11 +53,11 @@ class Pending:
 
     @property
     def version(self) -> int:
-        """x's version now, and once it is packed that of then."""
+        """x's version counter now; once x is packed, the one that it had then."""
         return self._x._version if self._x is not None else self._version
 
     def packed(self) -> Record:
-        """The record, made now unless it has been."""
+        """The record; the first call makes it."""
         if self._made is None:
             assert self._x is not None
             self._version = self._x._version
@@ -75,11 +75,11 @@ def stored_exact(x: Tensor) -> Stored:
 
 
 def parameter(x: Tensor) -> Stored:
-    """The record of a weight: by reference, as its data are now.
+    """The record of a weight: a reference to the data that it has now.
 
-    Autograd keeps a parameter itself, and would see other data that ``param.data = ...`` gives it before backward;
-    stock ops keep views of the data. ZeRO-3 frees the data after a forward and gathers them again for the backward:
-    there the parameter itself is kept, because an alias would hold the gathered data.
+    If autograd kept the parameter itself, backward would see other data after ``param.data = ...``. Stock ops keep
+    views of the data, so an alias is kept here, too. Under ZeRO-3 the parameter itself is kept: its data are freed
+    after a forward and gathered again for the backward, and an alias would hold the gathered data.
     """
     if torch.compiler.is_compiling() or hasattr(x, "ds_id"):
         return stored_exact(x)
@@ -87,7 +87,7 @@ def parameter(x: Tensor) -> Stored:
 
 
 def versions(record: Record) -> list[int]:
-    """The version counters of the tensors that the record is made of: another one if somebody wrote in place."""
+    """The version counters of the tensors that the record is made of. A write in place changes them."""
     if isinstance(record, Stored):
         return [x._version for x in record.tensors]
     if isinstance(record, Pending):
@@ -111,7 +111,7 @@ class Recipe:
     """How a derived activation is recomputed, shared by all its consumers. It holds no tensor between backwards.
 
     `uses` counts the consumers that saved it. Within one backward (one graph task) the first consumer to ask computes
-    the value, the last one drops it. What a partial backward leaves over is dropped when that backward ends.
+    the value, the last one drops it. A value that a partial backward has left over is dropped when that backward ends.
     """
 
     __slots__ = ("_left", "_lock", "_task", "_value", "recompute", "uses")

@@ -1,14 +1,14 @@
 """Which record belongs to a live tensor.
 
 A tensor is found by its data (storage, offset, element count, dtype, version counter), so that a view of the same data
-has the same record, and a tensor that was written in place is a new one. So is one whose sources were written since:
-it can no longer be rebuilt, and its consumers keep it. (Writes that no version counter sees, through `.data`, are not
-seen here either.) An entry ends with its tensor object, with the forward of the patched model (`frame`), and as soon as
-the innermost saved-tensor hooks change: that is how a checkpointed region is entered and left, and a record must not
-cross that boundary.
+has the same record, and a tensor that was written in place is a new one. A tensor whose sources were written since can
+no longer be rebuilt, so its consumers keep it. (Writes through `.data` change no version counter and are not seen
+here.) An entry ends with its tensor object, with the forward of the patched model (`frame`), and as soon as the
+innermost saved-tensor hooks change: this happens where a checkpointed region begins or ends, and a record must not
+cross that border.
 
-The registry is per thread and only ever describes a forward in progress. A traced forward has none: there modules run
-stock's code, but for ops that store a tensor which they could derive (`encoded`).
+Each thread has its own registry, which describes the forward in progress and nothing else. A traced forward has no
+registry: there modules run stock's code, except for ops that store a tensor which they could derive (`encoded`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..codecs import IDENTITY, Codec
 from .outside import hooks_outside
 from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
 from .record import Derived, Recipe, Record, Stored, versions
-from .views import View, dense, extent
+from .views import TokensFirst, View, dense, extent
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
@@ -35,7 +35,7 @@ _Key = tuple[int, int, int, torch.dtype, int]
 class _Entry:
     """One live tensor: its record (if it has one) and the derivations that its consumers share.
 
-    Nothing here may hold the tensor itself, or it would never end.
+    Nothing here may hold the tensor itself, because an entry ends when its tensor dies.
     """
 
     __slots__ = ("copies", "derivations", "record", "shape", "stride", "tensor", "versions")
@@ -92,7 +92,7 @@ def _entries() -> dict[_Key, _Entry]:
     last = _state.hooks() if _state.hooks is not None else None
     if hook is not last or (hook is None) != (_state.hooks is None):
         _state.entries.clear()
-        # by identity through a weak reference: ids are recycled
+        # compared by identity through a weak reference, because Python uses ids again
         _state.hooks = None if hook is None else _reference(hook)
     return _state.entries
 
@@ -113,7 +113,7 @@ def _insert(x: Tensor, record: Record | None) -> _Entry | None:
     def drop(reference: object) -> None:
         entry = entries.get(key)
         if entry is not None and entry.tensor is reference:
-            # a tensor may die in another thread, while this one clears the entries
+            # a tensor may die in another thread while this thread clears the entries
             entries.pop(key, None)
 
     entry = _Entry(x, record, drop)
@@ -128,7 +128,7 @@ def _find(x: Tensor) -> _Entry | None:
     entry = _entries().get(key) if key is not None else None
     if entry is None:
         return None
-    # the tensor may have been given other data since (`set_`, `.data =`), and the storage's address to someone else
+    # the tensor may have got other data since (`set_`, `.data =`), and another tensor its old storage's address
     known = entry.tensor()
     return entry if known is x or (known is not None and _key(known) == key) else None
 
@@ -137,11 +137,14 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
     """Say that y need not be kept: `recompute(*sources)` returns it again, same shape, dtype and values.
 
     Args:
-        y: The output of an op, any shape; ignored unless it is contiguous.
+        y: The output of an op, any shape; ignored unless it is contiguous, or heads [B, H, S, D] of tokens that are.
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
         sources: Records of what y is made from; weights, statistics and RNG states as `stored_exact`.
     """
-    declare_as(y, Derived(Recipe(recompute), sources))
+    if y.is_contiguous():
+        declare_as(y, Derived(Recipe(recompute), sources))
+    elif y.dim() == 4:
+        declare_in_order(y, y.transpose(1, 2), TokensFirst(recompute), *sources)
 
 
 def declare_as(y: Tensor, record: Derived) -> None:
@@ -172,7 +175,7 @@ def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
 
 
 def whole_record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
-    """The record of x with its padding rows, for consumers that look at them, or whose dimensions mean other things."""
+    """The record of x with its padding rows, for consumers that need them or whose first dimensions are not [B, S]."""
     known = known_record(x)
     if not (drops(x, codec) if known is None else is_dropped(known)):
         return record_of(x, codec)
@@ -218,9 +221,10 @@ def encoded(x: Tensor, codec: Codec, dtype: torch.dtype) -> Record:
 
 
 def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
-    """The record of x by way of `order`, another view of the same data; consumers of either share it.
+    """The record of x, made from `order`, another view of the same data; consumers of both views share it.
 
-    For heads in a permuted memory order, which other consumers see in this one. The value is `order`'s.
+    This is for heads that lie in memory in a permuted order, in which the other consumers read them. The value is that
+    of `order`.
     """
     entry = _find(x)
     if entry is not None and entry.describes(order):
@@ -236,7 +240,7 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
 
 
 def _is_parameter(x: Tensor) -> bool:
-    """Whether x is a parameter or a view of one, which is no activation: it lives on, so keeping it costs nothing."""
+    """Whether x is a parameter or a view of one. It is no activation: it lives anyway, so keeping it costs nothing."""
     return isinstance(x, Parameter) or isinstance(x._base, Parameter)
 
 
@@ -254,7 +258,8 @@ def _viewed(entry: _Entry, record: Record, x: Tensor) -> Record:
 def frame() -> Iterator[None]:
     """One forward of a patched model: it begins with an empty registry and, however it ends, leaves nothing behind.
 
-    A frame inside of another one joins it: what an inner model declares (its last norm) goes to the outer one's layers.
+    A frame inside of another one joins it, so that layers of the outer model see what an inner model declares (its last
+    norm).
     """
     if _state.in_frame:
         yield
@@ -266,7 +271,7 @@ def frame() -> Iterator[None]:
 
 @contextmanager
 def another_registry() -> Iterator[None]:
-    """Inside, there is no frame and nothing is declared; afterwards all is as before."""
+    """While the block runs there is no frame, and nothing can be declared; afterwards the registry is as before."""
     before = _state.entries, _state.hooks, _state.in_frame
     _state.entries, _state.hooks, _state.in_frame = {}, None, False
     try:

@@ -1,4 +1,4 @@
-"""A module's own code runs again: what it saves is collected, and its linear layers return what is known."""
+"""The second run of a module's own code: what it saves is collected, and linear layers return their first results."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..private_apis import innermost_saved_tensor_hooks
-from ._current import current
+from ._current import Netting, current
 from .held import check_versions
 from .outside import Hooks, stands_before
 from .saving import own_tensors
 
 
 class Done(Exception):
-    """Everything that is wanted has been saved."""
+    """Ends the second run early, because everything that was asked for has been saved."""
 
 
-class Replay:
-    """The module's code runs again: what it saves is collected, and its linear layers return what is known."""
+class Replay(Netting):
+    """The second run of a module's code: what it saves is collected, and linear layers return their first results."""
 
     outside: Hooks | None = None
 
@@ -34,7 +33,7 @@ class Replay:
         self.hooks = self._collect, _unused
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What this layer returned the first time; what it computes if that was not kept."""
+        """What this layer returned the first time; computed again if that was not kept."""
         y = next(self._given, None)
         if y is not None:
             return y
@@ -47,11 +46,6 @@ class Replay:
     def pack(self, x: Tensor) -> None:
         """Does nothing, because these hooks are the innermost."""
 
-    def is_innermost(self) -> bool:
-        """Whether no other hooks have been installed since."""
-        top = innermost_saved_tensor_hooks()
-        return top is not None and top[0] is self.hooks[0]
-
     @contextmanager
     def on(self) -> Iterator[None]:
         """While it is on, this is the net of the thread and the call in progress."""
@@ -63,11 +57,11 @@ class Replay:
                 yield
         finally:
             current.net, current.call = before
-            # the hooks are methods, so they and this would hold each other
+            # the hooks are methods of this object: they and the object would hold each other
             del self.hooks
 
     def check(self) -> None:
-        """Raise torch's own error if the code has written on what it saved."""
+        """Raise torch's own error if the code has modified in place what it saved."""
         check_versions(tuple(self.values.values()), tuple(self._versions))
 
     def _collect(self, x: Tensor) -> Tensor:
@@ -77,7 +71,7 @@ class Replay:
             self._seen += 1
             if self._seen > self._last:
                 raise Done
-        # an alias, because x itself would hold the node that saves it
+        # an alias, because x itself holds the node that saves it
         return x.detach()
 
 

@@ -1,4 +1,4 @@
-"""`save` and `load`: records in and out of an autograd ctx, always through `ctx.save_for_backward`."""
+"""`save` and `load` put records on an autograd ctx and take them off, always through `ctx.save_for_backward`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Slot = _StoredSlot | _DerivedSlot
 
 
 class _OwnTensors(threading.local):
-    """What the op that ends now saves. Autograd asks the net about each right after, and the net knows it by this.
+    """What the op that ends now saves. Autograd asks the net about each tensor right after, which finds it here.
 
     Attributes:
         asked: Whether the net will be asked about these tensors; None while no op of ours runs under a net.
@@ -54,17 +54,17 @@ class _OwnTensors(threading.local):
         self.asked: Callable[[Sequence[Tensor]], bool] | None = None
 
     def note(self, tensors: Sequence[Tensor], outside: Sequence[Tensor] | None = None) -> None:
-        """Say which tensors are saved next, and which of them stock code may have made; None: all."""
+        """Announce which tensors are saved next, and which of them stock code may have made; None: all of them."""
         if self.asked is not None and self.asked(tensors if outside is None else outside):
             self._ids = {id(x) for x in tensors}
 
     def forget(self) -> None:
-        """The op has ended. An id may become that of another tensor."""
+        """Forget the tensors at the end of the op, because another tensor may get the id of one of them."""
         self._ids.clear()
         self.asked = None
 
     def take(self, x: Tensor) -> bool:
-        """Whether x is one of them; asked once for each."""
+        """Whether x is one of these tensors. It is asked once for each."""
         if id(x) in self._ids:
             self._ids.remove(id(x))
             return True
@@ -78,8 +78,8 @@ def saved_next(tensors: Sequence[Tensor | None], outside: Sequence[int]) -> None
     """Say, inside of an op of ours that does not call `save`, what it gives to ``ctx.save_for_backward`` next.
 
     Args:
-        tensors: All of it.
-        outside: Where among them is what stock code may have made.
+        tensors: All tensors that it saves.
+        outside: The positions of those that stock code may have made.
     """
     if own_tensors.asked is not None:
         asked = [x for i in outside if (x := tensors[i]) is not None]
@@ -87,12 +87,12 @@ def saved_next(tensors: Sequence[Tensor | None], outside: Sequence[int]) -> None
 
 
 class Leaves:
-    """The tensors that are saved for some records, each once."""
+    """The tensors that are saved for a list of records. Each is in it once."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._position: dict[int, int] = {}
-        # what is kept without padding rows, one per batch, and where the order of its rows is
+        # for each batch, the padding that is not kept, and the position of the tensor with the order of its rows
         self.dropped: dict[int, tuple[RealRows, int]] = {}
 
     def add(self, x: Tensor) -> int:
@@ -140,7 +140,7 @@ def save(ctx: Any, *records: Record | None) -> None:
 
 
 def _stored_tensor(record: Record) -> Tensor:
-    """Under `torch.compile`: the value, made of what is marked as kept, so that the partitioner makes it again."""
+    """Under `torch.compile`: the value, made of tensors marked as kept, so that the partitioner makes it again."""
     assert isinstance(record, Stored), "nothing is derived in a graph"
     kept = (x if isinstance(x, Parameter) else compilation.keep(x) for x in record.tensors)
     return record.codec.unpack(tuple(kept), record.meta)
@@ -148,7 +148,7 @@ def _stored_tensor(record: Record) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """What a codec made of an activation, not unpacked: for consumers that can work on it as it is."""
+    """An activation as its codec packed it, for consumers that can compute with the packed bytes."""
 
     codec: Codec
     tensors: tuple[Tensor, ...]
@@ -178,8 +178,8 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
 
     Args:
         ctx: Of the Function.
-        dy: The incoming gradients: [B, S, ...] or [B * S, ...] if x [B, S, ...] was saved. The values are right if
-            they are zero in padding rows, which is looked at where such rows were dropped.
+        dy: The incoming gradients: [B, S, ...] or [B * S, ...] if x [B, S, ...] was saved. Where padding rows were
+            dropped, the guard checks that they are zero there, because only then the values are right.
         rows: Which of the saved tensors says to which row [K] each gradient of dy [K] belongs, if not to all in order.
     """
     if torch.compiler.is_compiling():
@@ -192,9 +192,9 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
 
 
 def load_one(ctx: Any, dy: Tensor) -> tuple[Tensor, bool]:
-    """As `load`, of the one record that `save` kept, and whether the value is the caller's to write on.
+    """As `load`, for the one record that `save` kept; also whether the caller may write on the value.
 
-    It is if it was rebuilt for this call alone.
+    It may if the value was rebuilt for this call alone.
     """
     saved = ctx.saved_tensors
     _check_padding(ctx, saved, (dy,))

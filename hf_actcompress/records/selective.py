@@ -34,9 +34,9 @@ from .registry import known_record
 from .replay import Done, Replay
 from .storages import storage_sizes
 
-# elements; smaller tensors are kept
+# tensors with fewer elements are kept
 _SMALL = 256
-# a second run costs time: beyond the bytes that it keeps itself, it has to save this share of them
+# a second run costs time, so it must save at least this share of the bytes, beyond what it keeps itself
 _WORTH = 0.125
 
 
@@ -46,10 +46,10 @@ class Forward:
 
     Args:
         first: The stock forward.
-        again: The same under the autocast state of now. Holds no tensor.
-        again_kwargs: What it gets in place of some keywords: a cache that is as empty as the module found it.
-        proved: Verdicts by kind of call; what is found is added.
-        kind: What distinguishes this call.
+        again: The same forward, under the autocast state of the first run. It holds no tensor.
+        again_kwargs: Keyword arguments that the second run gets instead: a cache as empty as the first run found it.
+        proved: For each kind of call whether a second run gives the same. New verdicts are added.
+        kind: The kind of this call.
     """
 
     first: Callable[..., Any]
@@ -62,7 +62,7 @@ class Forward:
 def run_selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``forward.first(*args, **kwargs)``, of which nothing is kept but what its linear layers return, if that is less.
 
-    Under a net alone, which asks what to hold; elsewhere the module just runs.
+    This needs a net, which asks what to hold. Without one the module just runs.
     """
     net = current.net
     tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
@@ -79,14 +79,14 @@ def run_selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class Call:
-    """One call of such a module. The graph holds it through what it saved; it holds no tensor with a graph."""
+    """One call of such a module. The graph holds it, by what the call saved; it holds no tensor with a graph."""
 
     def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> None:
         self._forward: Forward | None = forward
         self._again = forward.again
         self._given: Any = (args, kwargs)
         self._inputs = [_Seen(t) for t in tensors_in((args, kwargs))]
-        # None: its output has been written on, and is computed again
+        # None where the output was modified in place: it is computed again
         self._linear: list[_Seen | None] = []
         # storages of what linear layers read
         self._read: set[int] = set()
@@ -100,8 +100,8 @@ class Call:
         self._task = -1
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What a linear layer returns for x. It is noted, and so is x, which the layer itself keeps."""
-        # what the linear layer itself saves is no part of what this call saves
+        """What a linear layer returns for x. The result is noted, and so is x, which the layer itself keeps."""
+        # what the linear layer saves itself does not belong to what this call saves
         current.call = None
         try:
             y = compute()
@@ -143,10 +143,13 @@ class Call:
         known = storage_sizes(seen.x for seen in self._linear if seen is not None)
         instead = storage_sizes(seen.x for seen in self._inputs).keys() | known.keys() | self._read
         dropped = storage_sizes(a.x for a in saved if a.x is not None)
-        # inputs without a gradient (masks, angles) are shared by all layers, so they do not count
+        # all layers share inputs without a gradient (masks, angles), so these do not count
         kept = known | storage_sizes(seen.x for seen in self._inputs if seen.needed and known_record(seen.x) is None)
         less = sum(size for storage, size in dropped.items() if storage not in instead)
         more = sum(size for storage, size in kept.items() if storage not in dropped)
+        if self._drawn is not None and self._drawn.has_changed():
+            # of a CPU a state is 5 kB, more than a tiny attention keeps
+            more += self._drawn.state.nbytes
         return less - more > _WORTH * sum(kept.values())
 
     def _is_same(self, forward: Forward, saved: Sequence[Again]) -> bool:
@@ -164,7 +167,7 @@ class Call:
         try:
             with _other_generators_undisturbed():
                 found = self._run(inputs, linear, saved[-1].index)
-        except Exception:  # any library's code may raise; then the module does not run again
+        except Exception:  # code of any library may raise an error here; the module then does not run again
             return False
         return all(again.index in found and _same_bits(again.x, found[again.index]) for again in saved)
 
@@ -179,7 +182,7 @@ class Call:
                 seen.forget()
 
     def value(self, index: int, outside: Hooks | None) -> Tensor:
-        """What the module's code saves at that position. The first who asks lets it run again."""
+        """The tensor that the module's code saves at that position. The first request lets the code run again."""
         if index not in self._values:
             inputs = self._inputs_again(outside)
             linear = [None if held is None else value_of(held, outside) for held in self._held_linear]
@@ -199,7 +202,7 @@ class Call:
         try:
             return [value_of(held, outside) for held in self._held_inputs]
         except RuntimeError as error:
-            # stock, which may not have saved this input, would not raise here
+            # stock may not have saved this input, and would then raise no error here
             raise RuntimeError(
                 "a module is to run again for its backward, and one of its inputs has been written on since; patch the "
                 "model with CompressionConfig(selective=False)"
@@ -238,7 +241,7 @@ def _is_written(again: Again) -> bool:
 
 
 def _held(again: Again, net: Any) -> Held:
-    """What the net holds for a tensor that the module saved, because it does not run again."""
+    """What the net holds for a tensor that the module saved, if the module does not run again."""
     assert again.x is not None
     if _is_written(again):
         # with what raises torch's error in backward
@@ -261,7 +264,7 @@ def _other_generators_undisturbed() -> Iterator[None]:
 
 
 class _Seen:
-    """A tensor that the module may run again from, as it was when it was seen."""
+    """A tensor that a second run would read, with its version when the first run read it."""
 
     __slots__ = ("needed", "version", "x")
 
@@ -269,11 +272,11 @@ class _Seen:
         self.x, self.version, self.needed = x, x._version, x.requires_grad
 
     def is_written(self) -> bool:
-        """Whether somebody has written on it since."""
+        """Whether the tensor was modified in place since."""
         return bool(self.x._version != self.version)
 
     def forget(self) -> None:
-        """The net holds it now."""
+        """Give the tensor up, because the net holds it now."""
         del self.x
 
 

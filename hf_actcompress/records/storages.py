@@ -1,4 +1,4 @@
-"""The memory behind tensors of any layout: a sparse tensor has no storage of its own, its parts have."""
+"""The memory behind tensors of any layout. A sparse tensor has no storage of its own, but its parts have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def storages_of(x: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def storage_sizes(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes by storage, each once; what is no tensor is left out.
+    """The bytes of each storage, counted once. Values that are no tensors are left out.
 
     The key is the storage itself, because fake tensors have no address.
     """

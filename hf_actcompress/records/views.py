@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def extent(x: Tensor) -> int:
 
 
 class View:
-    """Recompute function of a view: no copy, the base is what was rebuilt."""
+    """Recompute function of a view of a tensor that was rebuilt. It makes no copy."""
 
     __slots__ = ("shape", "stride")
 
@@ -34,3 +36,15 @@ class View:
         if dense(self.shape, self.stride):
             return base.view(self.shape)
         return base.as_strided(self.shape, self.stride)
+
+
+class TokensFirst:
+    """Recompute function of heads [B, S, H, D] from another one's [B, H, S, D]."""
+
+    __slots__ = ("recompute",)
+
+    def __init__(self, recompute: Callable[..., Tensor]) -> None:
+        self.recompute = recompute
+
+    def __call__(self, *sources: Tensor) -> Tensor:
+        return self.recompute(*sources).transpose(1, 2).contiguous()

@@ -38,7 +38,7 @@ from .methods.row_sample import row_sample_grad_weight, row_sample_pack, row_sam
 from .methods.topk import topk_grad_weight, topk_pack, topk_unpack
 from .packed_attention import packed_attention_bwd, packed_attention_fwd
 from .packed_kernels import packed_kernel
-from .rms_norm import RMS_NORM_VARIANTS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
+from .rms_norm import RMS_NORM_FORMULAS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
 from .rng import seed_codecs
 from .rope import rope_bwd, rope_fwd
 
@@ -46,7 +46,7 @@ __all__ = [
     "ACTIVATIONS",
     "FEWBIT_METHODS",
     "INVERTED",
-    "RMS_NORM_VARIANTS",
+    "RMS_NORM_FORMULAS",
     "TABLE_OPTIONS",
     "TWO_VALUED",
     "ConvGeometry",

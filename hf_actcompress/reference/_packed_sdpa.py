@@ -14,7 +14,7 @@ from torch.nn import functional
 from .attention import repeat_heads
 from .sequences import Band, Group, Sequences, chunks
 
-# whose tokens; begin and end of the queries in each sequence; their first key, and the end of their keys; their mask
+# the rows; begin and end of the queries in each sequence; the first of their keys and the end of them; their mask
 # [1 or B, 1, 1 or queries, keys], None: causal
 Piece = tuple[Group | Band, int, int, int, int, Tensor | None]
 
@@ -25,7 +25,7 @@ def packed_sdpa(
 ) -> Tensor:  # fmt: skip
     """out [B, T, H, Dv] of `packed_attention_fwd` through `scaled_dot_product_attention`, a call for each piece.
 
-    `real` is what says of a band which tokens are no padding.
+    `real` says which tokens of a band are no padding.
     """
     groups = q.size(1) // k.size(1)
     parts: dict[Group | Band, list[Tensor]] = {}
@@ -40,7 +40,7 @@ def packed_sdpa(
 
 
 def pieces(sequences: Sequences | Band, window: int | None, q: Tensor, real: Tensor | None) -> Iterator[Piece]:
-    """What one call computes: some queries of each sequence of a group, and the keys that they see."""
+    """The parts that one call computes each: some queries of each sequence of a group, and the keys that they see."""
     if isinstance(sequences, Band):
         yield from _blocks(sequences, window, q, real)
         return
@@ -60,7 +60,7 @@ def _blocks(band: Band, window: int | None, q: Tensor, real: Tensor | None) -> I
     """The same where no query sees padding: `real` [B, T] is False there."""
     chunk = None
     if band.chunked and real is not None and window is not None:
-        chunk = (torch.arange(band.tokens, device=q.device) - _first_real(real)).div(window, rounding_mode="floor")
+        chunk = (torch.arange(band.tokens, device=q.device) - first_real(real)).div(window, rounding_mode="floor")
     for begin, end, first, last in band.blocks(window):
         mask = None if real is None else real[:, None, None, first:last]
         if band.causal or window is not None:
@@ -76,6 +76,6 @@ def _blocks(band: Band, window: int | None, q: Tensor, real: Tensor | None) -> I
         yield band, begin, end, first, last, mask
 
 
-def _first_real(real: Tensor) -> Tensor:
+def first_real(real: Tensor) -> Tensor:
     """[B, 1]: how many tokens of padding there are on the left of each row."""
     return (real.cumsum(1) == 0).sum(1, keepdim=True)

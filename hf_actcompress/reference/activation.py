@@ -17,7 +17,7 @@ _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
-    """y again, from x: stock's own, so in its `dtype`; the row `kind` with `options` is for who knows the formula."""
+    """y again, from x, by stock's code and so in its `dtype`. A kernel computes row `kind` with `options` instead."""
     return stock(x)
 
 
@@ -44,58 +44,6 @@ def _gelu_clipped(dy: Tensor, x: Tensor, low: float, high: float) -> Any:
     return aten.gelu_backward(dy * ((y >= low) & (y <= high)), x)
 
 
-def _silu(dy: Tensor, x: Tensor) -> Any:
-    return aten.silu_backward.default(dy, x)
-
-
-def _mish(dy: Tensor, x: Tensor) -> Any:
-    return aten.mish_backward(dy, x)
-
-
-def _relu(dy: Tensor, x: Tensor) -> Any:
-    return aten.threshold_backward(dy, x, 0)
-
-
-def _relu_squared(dy: Tensor, x: Tensor) -> Tensor:
-    return dy * (2.0 * torch.relu(x))
-
-
-def _relu6(dy: Tensor, x: Tensor) -> Any:
-    return aten.hardtanh_backward(dy, x, 0.0, 6.0)
-
-
-def _leaky_relu(dy: Tensor, x: Tensor, slope: float) -> Any:
-    return aten.leaky_relu_backward(dy, x, slope, False)
-
-
-def _hardswish(dy: Tensor, x: Tensor) -> Any:
-    return aten.hardswish_backward(dy, x)
-
-
-def _hardsigmoid(dy: Tensor, x: Tensor) -> Any:
-    return aten.hardsigmoid_backward(dy, x)
-
-
-def _elu(dy: Tensor, x: Tensor, alpha: float) -> Any:
-    return aten.elu_backward(dy, alpha, 1.0, 1.0, False, x)
-
-
-def _selu(dy: Tensor, x: Tensor) -> Any:
-    return aten.elu_backward(dy, *SELU, 1.0, False, x)
-
-
-def _softplus(dy: Tensor, x: Tensor, beta: float, threshold: float) -> Any:
-    return aten.softplus_backward(dy, x, beta, threshold)
-
-
-def _sigmoid(dy: Tensor, x: Tensor) -> Any:
-    return aten.sigmoid_backward(dy, torch.sigmoid(x))
-
-
-def _tanh(dy: Tensor, x: Tensor) -> Any:
-    return aten.tanh_backward(dy, torch.tanh(x))
-
-
 def _in_fp32(derivative: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """Composite functions: f' in fp32 and rounded once, which is closer to the truth than the stock composition."""
 
@@ -118,7 +66,7 @@ def _laplace(x: Tensor, mu: float = 0.707107, sigma: float = 0.282095) -> Tensor
 
 def _softsign(x: Tensor) -> Tensor:
     root = (x.abs() + 1).reciprocal()
-    # f' of inf is inf * 0 in stock
+    # as in stock, where f' of inf is inf * 0
     return torch.where(root == 0, torch.nan, root * root)
 
 
@@ -134,7 +82,7 @@ def gelu_new_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gelu_new_bwd(dy: Tensor, x: Tensor, t: Tensor, half: Tensor) -> Tensor:
-    """dx from what `gelu_new_parts` returned, over which it is written: five tensors are the most at once."""
+    """dx from the result of `gelu_new_parts`, over which it is written. At most five tensors exist at once."""
     inner = x.square().mul_(1.5 * _CUBIC * _SCALE).add_(0.5 * _SCALE)
     slope = aten.tanh_backward.grad_input(x, t, grad_input=t)
     return half.addcmul_(slope, inner).mul_(dy)
@@ -163,20 +111,20 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu_new": _gelu_new,
     "gelu_clipped": _gelu_clipped,
-    "silu": _silu,
-    "mish": _mish,
-    "relu": _relu,
-    "relu_squared": _relu_squared,
-    "relu6": _relu6,
-    "leaky_relu": _leaky_relu,
-    "hardswish": _hardswish,
-    "hardsigmoid": _hardsigmoid,
-    "elu": _elu,
-    "selu": _selu,
-    "softplus": _softplus,
+    "silu": aten.silu_backward.default,
+    "mish": aten.mish_backward,
+    "relu": lambda dy, x: aten.threshold_backward(dy, x, 0),
+    "relu_squared": lambda dy, x: dy * (2.0 * torch.relu(x)),
+    "relu6": lambda dy, x: aten.hardtanh_backward(dy, x, 0.0, 6.0),
+    "leaky_relu": lambda dy, x, slope: aten.leaky_relu_backward(dy, x, slope, False),
+    "hardswish": aten.hardswish_backward,
+    "hardsigmoid": aten.hardsigmoid_backward,
+    "elu": lambda dy, x, alpha: aten.elu_backward(dy, alpha, 1.0, 1.0, False, x),
+    "selu": lambda dy, x: aten.elu_backward(dy, *SELU, 1.0, False, x),
+    "softplus": aten.softplus_backward,
     "softsign": _in_fp32(_softsign),
-    "sigmoid": _sigmoid,
-    "tanh": _tanh,
+    "sigmoid": lambda dy, x: aten.sigmoid_backward(dy, torch.sigmoid(x)),
+    "tanh": lambda dy, x: aten.tanh_backward(dy, torch.tanh(x)),
     "quick_gelu": _in_fp32(_quick_gelu),
     "laplace": _in_fp32(_laplace),
     "sqrt_softplus": _sqrt_softplus,

@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def activation_fwd(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...] = ()) -> Tensor:
-    """stock(x); the row `kind` with `options` is for who knows the formula."""
+    """stock(x). A kernel computes the row `kind` with `options` instead of calling stock."""
     return stock(x)
 
 
 def gated_product_fwd(
     gate: Tensor, up: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...] = ()
 ) -> Tensor:
-    """stock(gate) * up, all [..., F]; the row `kind` with `options` is for who knows the formula."""
+    """stock(gate) * up, all [..., F]. A kernel computes the row `kind` with `options` instead of calling stock."""
     return stock(gate) * up

@@ -1,4 +1,4 @@
-"""Attention whose backward kernel can be called with what was kept: the CPU's fused kernel.
+"""Attention by the CPU's fused kernel, whose backward can be called with kept tensors.
 
 Elsewhere the op recomputes the stock call in backward (see ops/attention.py).
 """
@@ -66,7 +66,7 @@ def sum_groups(dx: Tensor, groups: int) -> Tensor:
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Any:
-    """A bool mask (True: attend) as what is added to the logits; another one as it is."""
+    """A bool mask (True: attend) as an additive one; an additive mask as it is."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), float("-inf"))

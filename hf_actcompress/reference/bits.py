@@ -63,7 +63,7 @@ def unpack_rows(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     if bits == 4:
-        # of tensors a CPU makes this in half of the time
+        # with tensors as operands a CPU takes half of the time
         mask, shift = _FOUR_BITS if takes_constants(packed) else (15, 4)
         return torch.stack((packed & mask, packed >> shift), -1).flatten(1)
     rows, count = packed.size(0), packed.size(1) * 8 // bits

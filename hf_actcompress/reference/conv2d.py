@@ -26,11 +26,11 @@ def conv2d_bwd(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx (needs weight), dweight (needs x), dbias [O], from dy [B, O, H', W']; `shapes`: of x and of the weight."""
     needs = [weight is not None, x is not None, with_bias]
-    # of what is not there, the shape alone is looked at
+    # of a missing tensor only the shape is read
     x = x if x is not None else dy.new_empty(1).expand(*shapes[0])
     weight = weight if weight is not None else dy.new_empty(1).expand(*shapes[1])
     stride, padding, dilation, groups = geometry
-    # the one call that autograd makes
+    # the same call as autograd's
     grads: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
         dy, x, weight, [dy.size(1)] if with_bias else None, stride, padding, dilation, False, [0, 0], groups, needs
     )

@@ -24,7 +24,7 @@ _on_cpu, _on_cpu_backward = (
 )
 
 _CUDA_KERNELS = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.EFFICIENT_ATTENTION.value: "efficient"}
-# torch pads the heads of "flash" to this, and the rows of a mask of "efficient" to that
+# torch pads heads for "flash" to the first, and rows of masks for "efficient" to the second
 _HEAD_MULTIPLE, _MASK_MULTIPLE = 8, 16
 
 
@@ -43,7 +43,7 @@ def dense_attention_fwd(
         scale: Factor on q k^T; None for D ** -0.5.
     """
     if kernel == "cpu" and mask is None:
-        # it knows that several heads of q share one of k and v; with a mask, transformers repeats them
+        # the kernel knows that several heads of q share one of k and v; with a mask, transformers repeats k and v
         out, lse = _on_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse, None, None
     if kernel.startswith("cpu"):
@@ -96,7 +96,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def sdpa_settings() -> tuple[bool, ...]:
-    """What a user may switch that decides about kernels."""
+    """The settings of the user that decide which kernel runs."""
     of: Any = torch.backends.cuda
     return (
         of.flash_sdp_enabled(),

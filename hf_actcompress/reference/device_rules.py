@@ -1,4 +1,4 @@
-"""What holds on a device that is estimated and not there; nothing (None) while real tensors are worked on.
+"""The rules of a device that is estimated and not present; None while real tensors are used.
 
 An estimate runs a step on tensors without data and counts what another device would allocate. The functions that behave
 differently there ask `device_rules()`. The answer is a context variable: the thread that estimates sees it, and a
@@ -30,11 +30,11 @@ class DeviceRules(Protocol):
         ...
 
     def turns(self, starts: range) -> Sequence[int]:
-        """The turns of a loop over chunks that have to be run; the others hold no more than these."""
+        """The turns of a loop over chunks that have to be run. The others would hold no more bytes than these."""
         ...
 
     def parts(self, every: list[slice]) -> Iterator[slice]:
-        """The same for slices whose results are joined afterwards: together the parts are all of them."""
+        """The same for slices whose results are joined: together the returned parts have the size of all."""
         ...
 
     def rng_state(self) -> Tensor:
@@ -60,13 +60,13 @@ _rules: ContextVar[DeviceRules | None] = ContextVar("hf_actcompress_device_rules
 
 def device_rules() -> DeviceRules | None:
     """The rules that hold in this thread; None: those of the device that the tensors are on."""
-    # a compiler that traces this must not look into a context variable, and never traces an estimate
+    # a compiler cannot trace a context variable, and it never traces an estimate
     return None if torch.compiler.is_compiling() else _rules.get()
 
 
 @contextmanager
 def under_rules(rules: DeviceRules | None) -> Iterator[None]:
-    """While the block runs, `device_rules()` returns these in this thread; None: work on real tensors in between."""
+    """While the block runs, `device_rules()` returns these in this thread; None: real tensors are used meanwhile."""
     token = _rules.set(rules)
     try:
         yield
@@ -75,11 +75,11 @@ def under_rules(rules: DeviceRules | None) -> Iterator[None]:
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether x is a CPU's, estimated ones included: the host may look at its values without waiting for a device."""
+    """Whether x is on a CPU, also an estimated one: the host can read its values without waiting for a device."""
     rules = device_rules()
     return x.device.type == "cpu" if rules is None else rules.on_cpu
 
 
 def takes_constants(x: Tensor) -> bool:
-    """Whether x may meet constants that are kept as tensors of the CPU: a tensor without data meets its like alone."""
+    """Whether x can be combined with constant CPU tensors. A tensor without data needs others without data."""
     return type(x) is Tensor and x.is_cpu and device_rules() is None and not torch.compiler.is_compiling()

@@ -23,7 +23,7 @@ from .device_rules import device_rules
 # one swap of a device's default generator at a time
 _lock = threading.RLock()
 
-# bytes: of the widest vector that a kernel loads, and more; what the allocators return is aligned to this at least
+# bytes; no kernel loads wider vectors, and the allocators align their memory at least to this
 _ALIGNMENT = 64
 
 _OFFSET, _MASK = torch.uint64, torch.int8
@@ -60,7 +60,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _captured(device: torch.device) -> bool:
-    """Whether what is launched on the device now becomes part of a CUDA graph."""
+    """Whether kernels that are launched on the device now are captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -75,7 +75,7 @@ def _set_seed_and_offset(generator: torch.Generator, seed: int, offset: int) -> 
 
 
 class StateBefore:
-    """The state of the default generator of a device, for what begins now and may draw from it."""
+    """The state of a device's default generator before code that may draw from it."""
 
     def __init__(self, device: torch.device) -> None:
         rules = device_rules()
@@ -83,7 +83,7 @@ class StateBefore:
         self._draws = rules.draws if rules is not None else 0
 
     def has_changed(self) -> bool:
-        """Whether something has been drawn since."""
+        """Whether random numbers were drawn since."""
         rules = device_rules()
         if rules is not None:
             return rules.draws != self._draws
@@ -130,7 +130,7 @@ def replayed_rng(state: Tensor, device: torch.device) -> Iterator[None]:
     """Run a block with `device`'s default generator set to `state`, then put it back as it was."""
     rules = device_rules()
     if rules is not None:
-        # nothing is drawn for tensors without data: the generator of the process is left alone
+        # for tensors without data nothing is drawn, so the generator of the process stays as it is
         current = rules.rng_state()
         yield
         return

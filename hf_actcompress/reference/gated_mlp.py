@@ -1,4 +1,4 @@
-"""h = act(gate) * up, the product of SwiGLU, GeGLU and their kin."""
+"""h = act(gate) * up, the product of SwiGLU, GeGLU and similar MLPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gated_product(
     options: tuple[float, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The product again, all [..., F]: stock's own, so in its `dtype`; `kind` is for who knows the formula."""
+    """The product again, all [..., F]: stock's own, so in its `dtype`; a kernel reads `kind` instead."""
     return stock(gate) * up
 
 
@@ -37,7 +37,7 @@ def gated_product_bwd(
 def gated_product_bwd_of(
     dh: Tensor, gate: Tensor, up: Tensor, activated: Tensor, kind: str, options: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
-    """As `gated_product_bwd`, from act(gate), which somebody has already."""
+    """As `gated_product_bwd`, for callers that have act(gate) already."""
     dtype = torch.promote_types(activated.dtype, up.dtype)
     dup = (dh * activated.to(dtype)).to(up.dtype)
     dactivated = (dh * up.to(dtype)).to(activated.dtype)

@@ -28,7 +28,7 @@ def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rows_features(x: Tensor) -> tuple[int, int]:
     """(R, D) of x [..., D]; a scalar is one row of one feature."""
-    # not `Size.numel`, which a compiler that traces for any size takes for a number
+    # not `Size.numel`, which becomes a fixed number when a compiler traces for any size
     return (math.prod(x.shape[:-1]), x.size(-1)) if x.dim() else (1, 1)
 
 
@@ -51,7 +51,7 @@ def in_groups(rows: Tensor, size: int) -> Tensor:
 def chunk_rows(features: int, device: torch.device) -> int:
     """How many rows of that many features to work on at once."""
     if torch.compiler.is_compiling():
-        # the compiler fuses; a loop would only be unrolled
+        # one chunk in a graph: the compiler fuses, and would only unroll a loop
         return torch.iinfo(torch.int64).max
     return max(1, _chunk(device) // max(features, 1))
 
@@ -61,7 +61,7 @@ def _chunk(device: torch.device) -> int:
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Whether what lies there, or is estimated there, is worked on by a CPU."""
+    """Whether a CPU computes on that device, also if the device is estimated."""
     rules = device_rules()
     return device.type == "cpu" and (rules is None or rules.on_cpu)
 
@@ -85,7 +85,7 @@ def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         return
     x = x.unsqueeze(0) if x.dim() == 0 else x
     if torch.compiler.is_compiling():
-        # a loop over rows would hold for this number of rows alone
+        # a traced loop over rows would be right for this number of rows only
         yield slice(None), x.reshape(-1, x.size(-1))
         return
     features, start = x.size(-1), 0
@@ -112,8 +112,8 @@ def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice
 class Operands(NamedTuple):
     """Numbers that are operands where a group's scale and zero point are made, for one work dtype.
 
-    What divides has to be a tensor: a GPU divides by a number by multiplying with its reciprocal, whose last bit is
-    another. Of the others a CPU takes tensors in half of the time; elsewhere a tensor would have to be filled first.
+    A divisor has to be a tensor, because a GPU divides by a number by multiplying with its reciprocal, whose last bit
+    differs. For the other operands a CPU is twice as fast with tensors; on other devices these would have to be filled.
 
     Attributes:
         steps: How many a scale divides the range into.
@@ -181,7 +181,7 @@ def bf16_above(x: Tensor, numbers: Operands) -> Tensor:
 def bf16_below(x: Tensor, numbers: Operands) -> Tensor:
     """The largest number of bf16 not above x, in x's dtype. What is too large becomes -inf, a NaN any number."""
     if x.dtype == torch.float32:
-        # the remainder has the sign of the integer: what is positive is cut, and of what is not the magnitude grows
+        # the remainder has the sign of the integer: positive numbers shrink, and negative ones grow in magnitude
         bits = x.view(torch.int32)
         return (bits - torch.fmod(bits, numbers.half)).view(torch.float32)
     near = x.to(torch.bfloat16)

@@ -35,7 +35,7 @@ def int_group_pack(
         bits: 8, 5, 4, 3 or 2.
         group_size: Features that share a scale and a zero point.
         stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
-        channels: int64 [k], features that do not count for the ranges and whose codes nobody reads, or None.
+        channels: int64 [k], features that do not count for the ranges and whose codes are not read, or None.
         keep_sign: Whether what is decoded has to be above zero where x is; a code is then up to one step further off.
 
     Returns:
@@ -44,7 +44,7 @@ def int_group_pack(
     rows, features = rows_features(x)
     size = min(features, group_size)
     if size and not features % size and is_one_chunk(rows, features, x.device):
-        # the whole of it at once, without a place to collect chunks in
+        # all rows at once, so no memory is needed to collect chunks
         values = x.reshape(rows, features // size, size)
         without = None if channels is None else (x.reshape(rows, features), 0, channels)
         made, scale, zero = _quantise(values, bits, stochastic, keep_sign, without)
@@ -79,7 +79,7 @@ def _quantise(
     """
     levels, dtype = 2**bits - 1, values.dtype
     if without is None:
-        # not aminmax: nine times slower on a CPU
+        # not aminmax, which is nine times slower on a CPU
         low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     else:
         low, high = _ends_without(values, *without)
@@ -97,10 +97,10 @@ def _quantise(
     else:
         codes.round_()
     if stochastic or without is not None:
-        # to nearest, all that counted for the range is inside of it
+        # rounded to nearest, every value that the range was made of lies inside of it
         codes.clamp_(0, levels)
     if keep_sign:
-        # the range is rounded outwards, so there is a code on the right side of zero; of skipped values nobody reads it
+        # the range is rounded outwards, so there is a code on the right side of zero; of skipped values it is not read
         decoded = codes.floor_() * scale.unsqueeze(-1) + zero
         codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
     return codes, scale, zero.squeeze(-1)
@@ -167,7 +167,7 @@ def _block(packed: Tensor, bits: int, features: int, dtype: torch.dtype) -> Tens
 
 
 def _decode(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    """What codes [r, n, size] stand for, written over them; scale and zero [r, n, 1]."""
+    """The values of codes [r, n, size], written over the codes; scale and zero [r, n, 1]."""
     # the product is exact: fused or not, the sum is the same
     if torch.compiler.is_compiling():
         values = codes * scale + zero

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _Shape = tuple[int, ...]
-# the overload itself: a look for it costs as much as the rest of the call's way through Python
+# the overload itself, because looking it up costs as much host time as the rest of the call
 _backward: Any = torch.ops.aten.native_layer_norm_backward.default
 
 

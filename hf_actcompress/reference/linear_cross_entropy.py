@@ -1,6 +1,6 @@
 """Cross entropy of h W^T + b per row, in chunks: the logits exist one chunk at a time, forward and backward.
 
-`pointwise` is what the model does to the logits before its loss (a cast to fp32, a softcap): functions of any chunk.
+`pointwise` are the functions that the model applies to the logits before its loss (a cast to fp32, a softcap).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Losses = tuple[Tensor, Tensor, Tensor]
 MIN_CHUNK, MAX_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 28
 # chunks are whole tiles of a matrix product
 ALIGNMENT = 16
-# in place of the target of a row that has none
+# stands for the target of a row without one
 NO_TARGET = -1
-# from so many rows on, a CPU's product sums in blocks
+# with this many rows or more, a CPU's product sums in blocks
 FEW_ROWS = 16
 
 
 def most_elements(h: Tensor) -> int:
-    """What a chunk of the logits of h [K, D] may have at most."""
+    """The largest number of elements of a chunk of the logits of h [K, D]."""
     return MAX_CHUNK if on_cpu(h) else max(MAX_CHUNK, min(h.numel(), MAX_DEVICE_CHUNK))
 
 
@@ -57,7 +57,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
-    """For sums of few numbers, as wide as the device has it."""
+    """The dtype for sums of few numbers: the widest one of the device."""
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
@@ -118,7 +118,7 @@ def chunked_fwd(
     pointwise: Pointwise,
     dtype: torch.dtype,
 ) -> Losses:
-    """`linear_cross_entropy_fwd` with what it does to a chunk of logits given: `_softmax_statistics` or a kernel."""
+    """`linear_cross_entropy_fwd` with a function of a chunk of logits: `_softmax_statistics` or a kernel."""
     wide = torch.promote_types(h.dtype, torch.float32)
     maximum = torch.full_like(target, -torch.inf, dtype=wide)
     picked = torch.zeros_like(maximum)
@@ -171,7 +171,7 @@ def chunked_bwd(
     pointwise: Pointwise,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`linear_cross_entropy_bwd` with what it does to a chunk of logits given: `_softmax_grad` or a kernel."""
+    """`linear_cross_entropy_bwd` with a function of a chunk of logits: `_softmax_grad` or a kernel."""
     dh = torch.zeros_like(h, dtype=maximum.dtype) if needs[0] else None
     dweight = torch.empty_like(weight) if needs[1] else None
     dbias = torch.empty_like(bias) if needs[2] and bias is not None else None

@@ -1,4 +1,4 @@
-"""NaN and inf in formats that keep a part of a tensor: what is left out may not be what made stock's gradient NaN."""
+"""NaN and inf in formats that keep a part of a tensor: the gradient has to be NaN wherever stock's is."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def spoiled(values: Tensor) -> Tensor:
-    """`values` itself, all NaN if one of them is NaN or inf: so that no such number gets lost. No byte is added."""
+    """`values` itself, all NaN if one of them is NaN or inf, so that no such number is lost. It adds no byte."""
     return values.add_((values * 0).sum())
 
 
 def nothing(values: Tensor, *shape: int) -> Tensor:
-    """What stands where nothing was kept: zeros of that shape, or NaN where `spoiled` has made `values` NaN."""
+    """The elements that were not kept: zeros of that shape, or NaN where `spoiled` has made `values` NaN."""
     if values.numel() == 0:
         return values.new_zeros(shape)
     nan = torch.full_like(values[:1].flatten()[:1], torch.nan)

@@ -1,7 +1,7 @@
 """RMSNorm in the ways that transformers writes it. The torch calls and their order are those of the stock modules and
 of their autograd graph, so that values and gradients are bit-equal.
 
-A variant says in which dtype the gain is applied (x^ = x / rms(x), in fp32):
+A formula says in which dtype the gain is applied (x^ = x / rms(x), in fp32):
   weight_after_cast   Llama, Mistral, Qwen:  weight * x^.to(x.dtype)
   weight_in_fp32      OLMo 2, nn.RMSNorm:    (weight.float() * x^).to(x.dtype)
   one_plus_weight     Gemma:                 (x^ * (1 + weight.float())).to(x.dtype)
@@ -16,44 +16,44 @@ from torch import Tensor
 from .tiles import goes_in_tiles, in_tiles
 
 _WIDE = (torch.float32, torch.float64)
-RMS_NORM_VARIANTS = ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32")
+RMS_NORM_FORMULAS = ("weight_after_cast", "one_plus_weight", "cast_to_weight", "weight_in_fp32")
 
 
-def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, variant: str) -> tuple[Tensor, Tensor]:
-    """y like x (dtype as the variant has it), and rstd [..., 1] in fp32; eps None is torch's default."""
+def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> tuple[Tensor, Tensor]:
+    """y like x (dtype as the formula has it), and rstd [..., 1] in fp32; eps None is torch's default."""
 
     def of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         x32 = _fp32(x)
         added = torch.finfo(x32.dtype).eps if eps is None else eps
         rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + added)
-        return _rebuilt(x32, rstd, weight, variant, x.dtype), rstd
+        return _rebuilt(x32, rstd, weight, formula, x.dtype), rstd
 
     y, rstd = in_tiles(of_rows, x)
     return y, rstd
 
 
-def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, variant: str) -> Tensor:
+def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tensor:
     """y from x and rstd, bit-equal to `rms_norm_fwd`."""
-    (y,) = in_tiles(lambda x, rstd: (_rebuilt(_fp32(x), rstd, weight, variant, x.dtype),), x, rstd)
+    (y,) = in_tiles(lambda x, rstd: (_rebuilt(_fp32(x), rstd, weight, formula, x.dtype),), x, rstd)
     return y
 
 
-def rms_norm_normed(x: Tensor, rstd: Tensor, weight: Tensor, variant: str) -> Tensor:
+def rms_norm_normed(x: Tensor, rstd: Tensor, weight: Tensor, formula: str) -> Tensor:
     """x^ in the dtype in which the gain is applied: y is weight * x^, where that is not done in fp32."""
-    (normed,) = in_tiles(lambda x, rstd: (_in(_fp32(x) * rstd, _normed_dtype(x.dtype, weight, variant)),), x, rstd)
+    (normed,) = in_tiles(lambda x, rstd: (_in(_fp32(x) * rstd, _normed_dtype(x.dtype, weight, formula)),), x, rstd)
     return normed
 
 
-def _rebuilt(x32: Tensor, rstd: Tensor, weight: Tensor | None, variant: str, dtype: torch.dtype) -> Tensor:
+def _rebuilt(x32: Tensor, rstd: Tensor, weight: Tensor | None, formula: str, dtype: torch.dtype) -> Tensor:
     """y of x in fp32; `dtype` is that of x."""
     normed = x32 * rstd
     if weight is None:
         return _in(normed, dtype)
-    if variant == "one_plus_weight":
+    if formula == "one_plus_weight":
         return _in(normed * (1.0 + _fp32(weight)), dtype)
-    if variant == "weight_in_fp32":
+    if formula == "weight_in_fp32":
         return _in(_fp32(weight) * normed, dtype)
-    return weight * _in(normed, _normed_dtype(dtype, weight, variant))
+    return weight * _in(normed, _normed_dtype(dtype, weight, formula))
 
 
 def rms_norm_bwd(
@@ -61,7 +61,7 @@ def rms_norm_bwd(
     x: Tensor,
     weight: Tensor | None,
     rstd: Tensor,
-    variant: str,
+    formula: str,
     needed: tuple[bool, bool],
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -69,10 +69,10 @@ def rms_norm_bwd(
 
     `dresidual` is the gradient that x has beside the norm, by a residual path: dx is then the sum of both.
     """
-    in_fp32 = applies_gain_in_fp32(weight, variant)
+    in_fp32 = applies_gain_in_fp32(weight, formula)
     dtype = x.dtype
-    cast = dtype if weight is None else _normed_dtype(dtype, weight, variant)
-    gain = _gain(weight, variant) if in_fp32 else weight
+    cast = dtype if weight is None else _normed_dtype(dtype, weight, formula)
+    gain = _gain(weight, formula) if in_fp32 else weight
 
     def product(dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor]:
         normed = _fp32(x) * rstd
@@ -83,7 +83,7 @@ def rms_norm_bwd(
         dnormed = dy if gain is None else dy * gain
         # where the gain is wider than what it is applied to, autograd rounds here
         direct, through_rstd = _dx(_fp32(dnormed if in_fp32 else _in(dnormed, cast)), _fp32(x), rstd)
-        if variant == "cast_to_weight":
+        if formula == "cast_to_weight":
             # T5 multiplies x itself, not its fp32 copy: autograd rounds each term, then adds
             return (_in(direct, dtype) + _in(through_rstd, dtype),)
         return (_in(direct + through_rstd, dtype),)
@@ -99,8 +99,8 @@ def rms_norm_bwd(
     return found if found is None or dresidual is None else dresidual + found, dweight
 
 
-def applies_gain_in_fp32(weight: Tensor | None, variant: str) -> bool:
-    return weight is None or variant in ("one_plus_weight", "weight_in_fp32")
+def applies_gain_in_fp32(weight: Tensor | None, formula: str) -> bool:
+    return weight is None or formula in ("one_plus_weight", "weight_in_fp32")
 
 
 def rms_norm_weight_bwd(dy: Tensor, normed: Tensor, weight: Tensor) -> Tensor:
@@ -122,14 +122,14 @@ def _dx(dnormed: Tensor, x32: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return dnormed * rstd, dsquare * x32
 
 
-def _gain(weight: Tensor | None, variant: str) -> Tensor | None:
+def _gain(weight: Tensor | None, formula: str) -> Tensor | None:
     if weight is None:
         return None
-    return 1.0 + _fp32(weight) if variant == "one_plus_weight" else _fp32(weight)
+    return 1.0 + _fp32(weight) if formula == "one_plus_weight" else _fp32(weight)
 
 
-def _normed_dtype(dtype: torch.dtype, weight: Tensor, variant: str) -> torch.dtype:
-    if variant == "cast_to_weight":
+def _normed_dtype(dtype: torch.dtype, weight: Tensor, formula: str) -> torch.dtype:
+    if formula == "cast_to_weight":
         half = weight.dtype in (torch.float16, torch.bfloat16)
         return weight.dtype if half else torch.promote_types(dtype, torch.float32)
     return dtype

@@ -58,7 +58,7 @@ class Generators:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """What is drawn inside leaves no trace."""
+        """Draws in the block do not change the generators."""
         seed, before = self.seed, {device: generator.get_state() for device, generator in self._of.items()}
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a training loop needs of us beyond `patch_model`: the Trainer callbacks, a cache."""
+"""What a training loop needs beside `patch_model`: callbacks of the Trainer and a cache."""
 
 from __future__ import annotations
 

@@ -75,5 +75,5 @@ class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[mis
 
 
 def _listed(value: Any) -> Any:
-    """As JSON has it."""
+    """The value as JSON writes it."""
     return [_listed(x) for x in value] if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""The paper's way to sample tokens (WTA-CRS): by the norm of x times what the gradient's was in the last epoch."""
+"""How WTA-CRS samples tokens: by the norm of x times the norm of the gradient in the last epoch."""
 
 from __future__ import annotations
 

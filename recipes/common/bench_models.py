@@ -1,4 +1,7 @@
-"""The benchmark's models: blocks of BERT, GPT-2 and Llama in any width, and the published shapes; fresh weights."""
+"""The benchmark's models in any width, and the published shapes; fresh weights.
+
+Blocks of BERT, GPT-2 and Llama, and mixtures of experts at the proportions of Mixtral-8x7B and Qwen3-30B-A3B.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -6,12 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What sizes a model."""
+    """What sizes a model; `ffn` of each expert where it has experts."""
 
     hidden: int
     layers: int
@@ -47,9 +61,32 @@ def llama(shape: Shape, positions: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-FAMILIES: dict[str, Callable[[Shape, int], Any]] = {"bert": bert, "gpt2": gpt2, "llama": llama}
+def mixtral(shape: Shape, positions: int) -> Any:
+    """With half of the experts: what is kept goes by those of each token."""
+    config = MixtralConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, intermediate_size=shape.ffn,
+        num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=positions, use_cache=False,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
 
-# the published ones; Llama-3.1-8B with 4 of its 32 layers
+
+def qwen3_moe(shape: Shape, positions: int) -> Any:
+    """With 16 of the 128 experts."""
+    config = Qwen3MoeConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers, head_dim=128,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, moe_intermediate_size=shape.ffn,
+        num_experts=16, num_experts_per_tok=8, max_position_embeddings=positions, use_cache=False,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+Make = Callable[[Shape, int], Any]
+FAMILIES: dict[str, Make] = {"bert": bert, "gpt2": gpt2, "llama": llama}
+# measured where they are asked for
+MIXTURES: dict[str, Make] = {"mixtral": mixtral, "qwen3_moe": qwen3_moe}
+
+# the published ones; Llama-3.1-8B, Mixtral-8x7B and Qwen3-30B-A3B with few of their layers
 SHAPES: dict[str, tuple[str, Shape]] = {
     "bert-base": ("bert", Shape(768, 12, 12, 12, 3072, 30522)),
     "bert-large": ("bert", Shape(1024, 24, 16, 16, 4096, 30522)),
@@ -57,8 +94,12 @@ SHAPES: dict[str, tuple[str, Shape]] = {
     "gpt2-medium": ("gpt2", Shape(1024, 24, 16, 16, 4096, 50257)),
     "llama-1b": ("llama", Shape(2048, 16, 32, 8, 8192, 128256)),
     "llama-8b-4layers": ("llama", Shape(4096, 4, 32, 8, 14336, 128256)),
+    "mixtral-8x7b-2layers": ("mixtral", Shape(4096, 2, 32, 8, 14336, 32000)),
+    "qwen3-30b-a3b-4layers": ("qwen3_moe", Shape(2048, 4, 32, 4, 768, 151936)),
 }
-MODELS = (*FAMILIES, *SHAPES)
+MODELS = (*FAMILIES, *MIXTURES, *SHAPES)
+# the MLP's width over the hidden size, and how many hidden units one head of keys is for
+_PROPORTIONS = {"llama": (3.5, 256), "mixtral": (3.5, 512), "qwen3_moe": (0.375, 512)}
 
 
 def shape_of(name: str, args: argparse.Namespace) -> tuple[str, Shape]:
@@ -66,15 +107,17 @@ def shape_of(name: str, args: argparse.Namespace) -> tuple[str, Shape]:
     if name in SHAPES and not args.quick:
         return SHAPES[name]
     family = SHAPES[name][0] if name in SHAPES else name
-    ffn, key_heads = (args.hidden * 7 // 2, args.hidden // 256) if family == "llama" else (4 * args.hidden, 0)
-    return family, Shape(args.hidden, args.layers, args.hidden // 64, max(1, key_heads), ffn, args.vocab)
+    wide, units = _PROPORTIONS.get(family, (4, args.hidden))
+    heads = args.hidden // (128 if family == "mixtral" else 64)
+    ffn, key_heads = int(wide * args.hidden), max(1, args.hidden // units)
+    return family, Shape(args.hidden, args.layers, heads, key_heads, ffn, args.vocab)
 
 
 def build(family: str, shape: Shape, args: argparse.Namespace, dropout: float | None = None) -> Any:
     """The stock model in train mode, the same weights every time; adapters on request."""
     torch.manual_seed(0)
     with torch.device(args.device):
-        model = FAMILIES[family](shape, args.seq_len)
+        model = {**FAMILIES, **MIXTURES}[family](shape, args.seq_len)
     model = model.to(getattr(torch, args.dtype)).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:

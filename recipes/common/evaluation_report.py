@@ -79,6 +79,7 @@ def write_reports(folder: Path) -> None:
         if "bf16_error" in results:
             lines += [f"bf16 autocast errs by {results['bf16_error']:.2%} in the gradient of the same batch.", ""]
         lines += _table(job, results["rows"], results.get("bf16_error"))
+    lines += ["x step is the ratio of tiny batches on one CPU thread: no claim about speed.", ""]
     lines += ["## What the papers report", ""]
     for paper in PAPERS.values():
         claims = dict.fromkeys(claim.text for claim in paper.claims if paper.preset)

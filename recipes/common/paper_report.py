@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ from typing import Any
 from .papers import UNITS, Claim
 
 VERDICTS = ("reproduced", "not reproduced", "not comparable here")
-COLUMNS = ("method", "claim", "source", "our setting", "claimed", "ours", "verdict")
+COLUMNS = ("method", "claim", "source", "our setting", "claimed", "ours", "CPU s", "verdict")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One claim, measured."""
+    """One claim, measured; `seconds` of processor time, which other processes do not change."""
 
     paper: str
     title: str
@@ -29,6 +30,7 @@ class Row:
     verdict: str
     reason: str
     command: str
+    seconds: float | None = None
 
 
 def verdict(claim: Claim, ours: float) -> tuple[str, str]:
@@ -56,7 +58,8 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     for row in rows:
         figures = [readable(value, row.unit) for value in (row.claimed, row.ours)]
         said = f"{row.verdict}: {row.reason}" if row.reason else row.verdict
-        lines.append(f"| {' | '.join([row.title, row.claim, row.source, row.setting, *figures, said])} |")
+        cells = [row.title, row.claim, row.source, row.setting, *figures, f"{row.seconds or math.nan:.0f}", said]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

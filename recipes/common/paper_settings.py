@@ -143,6 +143,14 @@ def bert(scale: Scale, layers: int, hidden: int, heads: int, **options: Any) -> 
     return hf.BertModel(config, add_pooling_layer=False)
 
 
+def gpt2(scale: Scale, layers: int) -> Any:
+    """GPT-2's layers without dropout; their GELU is made of single operations."""
+    torch.manual_seed(0)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"vocab_size": VOCAB, "n_embd": scale.width(768), "n_layer": layers, "n_head": 12, "use_cache": False}
+    return hf.GPT2Model(hf.GPT2Config(**sizes, **off))
+
+
 def last_state(ids: Tensor) -> Callable[[Any], Tensor]:
     """A loss that keeps nothing of its own."""
     return lambda model: model(input_ids=ids).last_hidden_state.sum()

@@ -94,6 +94,37 @@ def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Any) -> None:
         assert result.exit_code == Exit.USAGE and "no folder" in result.output, (command, option, result.output)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("estimat", "MODEL"),
+        ("estimate",),
+        ("estimate", "MODEL", "--batch-size", "-1"),
+        ("estimate", "MODEL", "--gpu", "rtx99"),
+        ("estimate", "MODEL", "--lora-r", "0"),
+        ("estimate", "MODEL", "--quick", "--dtype", "bf17"),
+        ("estimate", "MODEL", "--zero", "3"),
+        ("plan", "MODEL", "--nothing"),
+        ("page", "--out", "no/such/page.html"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_called_wrongly_is_one_line(words: tuple[str, ...], tmp_path: Any) -> None:
+    model = written(tmp_path, {**LLAMA, "num_attention_heads": 2})
+    result = run(*(model if word == "MODEL" else word for word in words))
+    assert result.exit_code == Exit.USAGE, result.output
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: "), result.stderr
+
+
+def test_every_estimate_says_what_it_assumes(tmp_path: Any) -> None:
+    model = written(tmp_path, {**LLAMA, "dtype": "bfloat16", "num_attention_heads": 2})
+    for command in (("estimate", "--quick"), ("estimate", "--preset", "exact"), ("plan", "--gpu", "24")):
+        result = run(command[0], model, *SIZES, "--lora-r", "1", *command[1:])
+        (line,) = (line for line in result.stdout.splitlines() if line.startswith("assumed: "))
+        for said in ("batch 2 x 16", "weights", "LoRA of rank 1", "adamw", "engine eager", "fused attention"):
+            assert said in line, (command, line)
+
+
 def test_what_nobody_expected_is_one_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any, **more: Any) -> None:
         raise RuntimeError("a step\nthat fails")

@@ -63,7 +63,13 @@ def test_an_estimate_of_one_process_of_several(model):
     result = run("estimate", model, *SIZES, "--preset", "exact", "--zero", "3", "--processes", "4")
     assert result.exit_code == Exit.OK, result.output
     assert "one of 4 under ZeRO-3" in result.stdout and "not measured" in result.stdout
-    for wrong in (("--zero", "3"), ("--processes", "4"), ("--zero", "2", "--processes", "4", "--fsdp", "4")):
+    result = run("estimate", model, *SIZES, "--preset", "exact", "--processes", "4")
+    assert "one of 4 under DDP" in result.stdout and "second copy of all gradients" in result.stdout, result.output
+    for wrong in (
+        ("--zero", "3"),
+        ("--processes", "4", "--fsdp", "4"),
+        ("--zero", "2", "--processes", "4", "--fsdp", "4"),
+    ):
         assert run("estimate", model, *SIZES, *wrong).exit_code == Exit.USAGE
     assert run("estimate", model, *SIZES, "--zero", "2", "--processes", "2", "--quick").exit_code == Exit.USAGE
     assert run("estimate", model, *SIZES, "--fsdp", "2", "--quick").exit_code == Exit.USAGE
@@ -280,12 +286,13 @@ def test_strategies_are_of_known_classes():
 
 @pytest.mark.parametrize("start", (1, 16, 500))
 @pytest.mark.parametrize("room", (105, 199, 1000, 6543))
-def test_the_largest_batch_is_the_largest(start, room):
+@pytest.mark.parametrize("guess", (None, 1, 16, 130, 2000))
+def test_the_largest_batch_is_the_largest(start, room, guess):
     def peak(batch_size):
         # a line with roundings, as an allocator makes them
         return 100 + 7 * batch_size + batch_size % 3
 
     peaks = {start: peak(start)}
-    largest = _largest(peaks, room, 100, peak)
+    largest = _largest(peaks, room, 100, peak, guess)
     assert largest == max((size for size in range(1, 2000) if peak(size) <= room), default=0)
     assert all(peaks[size] == peak(size) for size in peaks) and len(peaks) <= 8

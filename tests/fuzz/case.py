@@ -20,7 +20,7 @@ WEIGHTS: dict[str, dict[Any, int]] = {
     "padding": {"none": 2, "right": 2, "left": 2, "row": 2, "holes": 1},
     "preset": {
         "exact": 10, "long": 2, "int8": 2, "int4": 2, "adaptive": 1, "fp8": 2, "offload": 2, "tempo": 2, "inverted": 1,
-        "fewbit": 1, "dropit": 1, "blocksparse": 1, "pooled": 1, "sampled": 1, "wtacrs": 1,
+        "fewbit": 1, "forward_ad": 1, "dropit": 1, "blocksparse": 1, "pooled": 1, "sampled": 1, "wtacrs": 1,
     },
     "loss_head": {True: 2, False: 1},
     "keep_logits": {True: 3, False: 1},

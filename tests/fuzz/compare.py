@@ -42,7 +42,7 @@ EPS = {
 # some four times what the presets err on tiny models with random weights; inf: only finiteness is asked
 BOUNDS: dict[str, float] = {
     "int8": 0.15, "int4": 1.0, "adaptive": 1.0, "fp8": 0.4, "tempo": 0.2, "inverted": 0.2, "fewbit": 1.0,
-    "dropit": 5.0, "blocksparse": 5.0, "pooled": float("inf"), "sampled": float("inf"),
+    "forward_ad": 0.2, "dropit": 5.0, "blocksparse": 5.0, "pooled": float("inf"), "sampled": float("inf"),
     "wtacrs": float("inf"),
 }  # fmt: skip
 ABOVE_LAW = "gradient error above the law"

@@ -209,6 +209,28 @@ def test_stocks_own_forms(name: str, options: Any, config: Any, monkeypatch: pyt
     assert relative_error(found[1], oracle) <= EXACT * relative_error(expected[1], oracle)
 
 
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("config", [BODY, KEPT, replace(BODY, tiled_mlp=5)], ids=["exact", "kept", "tiled"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_trls_selective_checkpointing(name: str, config: CompressionConfig, padding: str) -> None:
+    """``gradient_checkpointing_kwargs={"selective": True}`` of its trainers: attention does not run again."""
+    selective = pytest.importorskip("trl.models").enable_selective_activation_checkpointing
+    batch, results = BY_NAME[name].make_batch(padding), []
+    oracle = oracle_step(build(BY_NAME[name], "fp32"), batch)
+    for patch in (False, True):
+        model = build(BY_NAME[name], "fp32")
+        if patch:
+            patch_model(model, config)
+        selective(model)
+        model.gradient_checkpointing_enable()
+        with Kernels() as kernels:
+            results.append(step(model, batch))
+        assert kernels.forward == LAYERS
+    (expected, grads), (found, ours) = results
+    assert torch.equal(found, expected)
+    assert relative_error(ours, oracle) <= EXACT * relative_error(grads, oracle)
+
+
 @pytest.mark.parametrize("programs", [False, True])
 @pytest.mark.parametrize("name", ["gpt2-gelu-new", "llama"])
 def test_one_layer_beside_the_cache_that_a_plain_forward_makes(name: str, programs: bool) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -16,6 +18,8 @@ from transformers import (
     FalconForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -123,6 +127,30 @@ def test_packed_rows() -> None:
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(5), torch.arange(8)])[None]}
     ours = patch_model(copy.deepcopy(model), config())
     assert_close(step(ours, batch)[1], step(with_stops(model, chosen(batch)), batch)[1])
+
+
+def test_a_trainer(tmp_path: Path) -> None:
+    """The last tokens are the same in every batch, so that the oracle's stops stay where they are."""
+    family = BY_NAME["llama"]
+    rows = [{k: v[i] for k, v in family.make_batch("none", seed).items()} for seed in range(4) for i in range(3)]
+    tokens = rows[0]["input_ids"].numel()
+    last = torch.arange(tokens) >= tokens - math.ceil(SHARE * tokens)
+    options = {
+        "output_dir": str(tmp_path), "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 4,
+        "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2,
+        "save_strategy": "no", "dataloader_pin_memory": False,
+    }  # fmt: skip
+    losses = []
+    for model in (
+        patch_model(family.build(torch.float32), CompressionConfig(tokens=SHARE, token_choice="last")),
+        with_stops(family.build(torch.float32), last.view(1, -1, 1)),
+        family.build(torch.float32),
+    ):
+        trainer = Trainer(model=model, args=TrainingArguments(**options), train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] != pytest.approx(losses[2][-1], rel=1e-3)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -238,6 +266,19 @@ def test_kept_bytes() -> None:
         options = CompressionConfig.from_preset(preset, tokens=SHARE)
         found = slope(llama, prepare=lambda model, options=options: patch_model(model, options), length=256, peak=True)
         assert found.kept <= limit and found.peak <= limit + 0.05
+
+
+def test_products() -> None:
+    """Forward all tokens and the chosen ones, backward those alone: 1 + 3 * 0.3 of 3 forwards."""
+    counts = []
+    for options in (CompressionConfig(), CompressionConfig(tokens=SHARE)):
+        model, ids = patch_model(llama(2, 128, 64), options), torch.randint(3, 60, (1, 100))
+        step(model, {"input_ids": ids, "labels": ids})
+        with FlopCounterMode(display=False) as counted:
+            step(model, {"input_ids": ids, "labels": ids})
+        counts.append(counted.get_total_flops())
+    print(counts[1] / counts[0])
+    assert counts[1] <= 0.7 * counts[0]
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ STOCHASTIC = ("actnn", "mesa", "gact", "sampled", "wtacrs")
 
 def _run_preset(preset: str, rank: int) -> None:
     """On the same batch in both processes: what is drawn differs, what is not does not, and DDP takes the mean."""
-    family = BY_NAME["bert" if preset in ("tempo", "inverted", "fewbit") else "llama"]
+    family = BY_NAME["bert" if preset in ("tempo", "inverted", "fewbit", "forward_ad") else "llama"]
     batch = family.make_batch("right")
 
     def gradients(model: Any) -> Gradients:

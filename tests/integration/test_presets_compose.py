@@ -21,7 +21,7 @@ from tests.families import BY_NAME, Family, Gradients, differing, relative_error
 from tests.test_presets import ERRORS
 
 # those that keep something else of activations and norms, which the gated MLPs of a Llama leave as they are
-VARIANTS = ("tempo", "inverted", "fewbit")
+VARIANTS = ("tempo", "inverted", "fewbit", "forward_ad")
 # largest gradient errors on these models, with room for another platform's rounding
 LIMITS = {**ERRORS, "adaptive": ERRORS["int4"], "fewbit": 0.3}
 # estimators: what they do to a gradient is not small, and averages out over steps or does not

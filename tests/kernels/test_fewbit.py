@@ -18,7 +18,7 @@ CONFIGURATIONS = list(kernel.configurations())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 700)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (3, 2500)], ids=str)
 @pytest.mark.parametrize("name", ["fewbit_bwd", "fewbit_codes"])
 def test_samples(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for args in samples(name, dtype, *shape):
@@ -42,6 +42,9 @@ def test_every_kind_is_there() -> None:
 @pytest.mark.parametrize(("kind", "options", "bits", "method"), CONFIGURATIONS)
 def test_codes_differ_at_borders_only(kind: str, options: tuple[float, ...], bits: int, method: str) -> None:
     x = torch.linspace(-8, 8, 4099, device=DEVICE)
+    if method != "values" and kind not in (*TWO_VALUED, *UNBOUNDED):
+        # the borders of x themselves, which are below
+        x = torch.cat((x, x.new_tensor(fewbit_borders(kind, bits, method))))
     with poisoned():
         ours, scale = kernel.fewbit_codes(x, kind, options, bits, method)
     stock, stock_scale = reference.fewbit_codes(x, kind, options, bits, method)
@@ -57,6 +60,19 @@ def test_codes_differ_at_borders_only(kind: str, options: tuple[float, ...], bit
     distance = (slope[:, None] - torch.tensor(borders(kind, bits), device=DEVICE).double()).abs().amin(1)
     # f' <= 1.3 from exp and erf of a few roundings each, by torch and by the kernel
     assert bool((distance <= 16 * torch.finfo(torch.float32).eps).all())
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_numbers_that_are_none(broken: float) -> None:
+    """The factor is NaN where the reference's is, and elsewhere the codes are its codes."""
+    x = torch.tensor([0.5, broken, -0.5], device=DEVICE)
+    for kind, options, bits, method in CONFIGURATIONS:
+        args = x.view(3, 1), kind, options, bits, method
+        (ours, scale), (stock, stock_scale) = kernel.fewbit_codes(*args), reference.fewbit_codes(*args)
+        if scale is not None:
+            assert torch.equal(scale.isnan(), stock_scale.isnan()), args
+        if scale is None or kind in UNBOUNDED or not scale.isnan():
+            assert torch.equal(ours, stock), args
 
 
 def test_a_row_of_zeros_and_a_scalar() -> None:

@@ -83,9 +83,9 @@ def test_rms_norm_in_one_kernel_has_every_variant(dtype: torch.dtype, monkeypatc
     # one launch and no other
     monkeypatch.setattr(rms_norm, "_rms_norm_square", None)
     monkeypatch.setattr(rms_norm, "_rebuild_kernel", None)
-    for x, weight, eps, variant in samples("rms_norm_fwd", dtype, 21, 132):
-        y, rstd = run("rms_norm_fwd", (x, weight, eps, variant))
-        assert_equal_bits([y], [reference.rms_norm_rebuild(x, rstd, weight, variant)])
+    for x, weight, eps, formula in samples("rms_norm_fwd", dtype, 21, 132):
+        y, rstd = run("rms_norm_fwd", (x, weight, eps, formula))
+        assert_equal_bits([y], [reference.rms_norm_rebuild(x, rstd, weight, formula)])
 
 
 @pytest.mark.gpu
@@ -164,16 +164,16 @@ def norm_terms(dnormed: Tensor, dy: Tensor, normed: Tensor, rstd: Tensor, centre
     return [dx * rstd, (dy * normed).abs().sum(0), dy.abs().sum(0)]
 
 
-def gain_of(weight: Tensor | None, variant: str = "") -> Tensor:
+def gain_of(weight: Tensor | None, formula: str = "") -> Tensor:
     if weight is None:
         return torch.ones((), dtype=torch.float64)
-    return 1 + weight if variant == "one_plus_weight" else weight
+    return 1 + weight if formula == "one_plus_weight" else weight
 
 
 def rms_norm_terms(
-    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: Any, dresidual: Any = None
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, formula: str, needed: Any, dresidual: Any = None
 ) -> Terms:
-    return norm_terms(dy * gain_of(weight, variant), dy, x * rstd, rstd, centred=False)[:2]
+    return norm_terms(dy * gain_of(weight, formula), dy, x * rstd, rstd, centred=False)[:2]
 
 
 def layer_norm_terms(
@@ -194,9 +194,9 @@ def layer_norm_output_terms(
 
 
 def rms_norm_output_terms(
-    dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: Any
+    dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, formula: str, needed: Any
 ) -> Terms:
-    gain = gain_of(weight, variant)
+    gain = gain_of(weight, formula)
     normed = (y / torch.where(gain == 0, 1.0, gain)).abs().clamp(max=y.size(-1) ** 0.5)
     return norm_terms(dy * gain, dy, normed, rstd, centred=False)[:2]
 

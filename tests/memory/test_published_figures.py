@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import transformers as hf
 from peft import LoraConfig
 
 from hf_actcompress import estimate
+from hf_actcompress.memory.estimation.estimates import Estimates
 
 pytestmark = pytest.mark.daily(2)
 
@@ -63,22 +65,32 @@ def _bert(batch_size: int, **options: Any) -> float:
     return estimate(config, batch_size=batch_size, seq_len=512, config=None, **options).total_peak_bytes / MIB
 
 
-def _llama_per_token() -> float:
-    """MB for each further token of a QLoRA with checkpointing, with one more copy of the logits in fp32."""
+@cache
+def _llama() -> Estimates:
+    """A QLoRA as peft's `prepare_model_for_kbit_training` leaves it: all that has no 4 bits is in fp32."""
     config = hf.LlamaConfig(
         vocab_size=128_256, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=131_072,
     )  # fmt: skip
-    sizes = [
-        estimate(
-            config, batch_size=1, seq_len=n, config=None, dtype="bf16", gradient_checkpointing=True, lora=32,
-            quantization="nf4",
-        ).device_bytes
-        for n in (2_048, 16_384)
-    ]  # fmt: skip
-    return ((sizes[1] - sizes[0]) / (16_384 - 2_048) + 4 * config.vocab_size) / 1e6
+    return Estimates(config, dtype="fp32", autocast="bf16", lora=32, quantization="nf4", optimizer="adamw_8bit")
 
 
+@cache
+def _llama_bytes(tokens: int) -> int:
+    # transformers of that time shifted the logits, in fp32, by a copy
+    copy = 4 * 128_256 * tokens
+    return _llama().device_bytes(1, tokens, None, gradient_checkpointing=True) + copy
+
+
+def _llama_tokens(card: int) -> float:
+    """The longest sequence on a card of so many GiB: bytes grow along a line."""
+    few, many = 932, 28_454
+    each = (_llama_bytes(many) - _llama_bytes(few)) / (many - few)
+    return few + (card * GIB - _llama_bytes(few)) / each
+
+
+# theirs lie on one line to the token: 404.75 of them for each GiB
+_TOKENS = {12: 932, 16: 2_551, 24: 5_789, 40: 12_264, 48: 15_502, 80: 28_454}
 _SMI = "theirs is what nvidia-smi shows less the context: what the allocator reserved, 1.1 to 1.3 of what is allocated"
 FIGURES = {
     "a layer, fused attention": Figure(
@@ -99,13 +111,16 @@ FIGURES = {
         "the same", 5_432, lambda: _bert(1, gradient_checkpointing=True), (0.77, 1.0), _SMI
     ),
     "BERT-large, batch 4, fp16": Figure("the same", 12_596, lambda: _bert(4, autocast="fp16"), (0.75, 1.0), _SMI),
-    "Llama-3.1-8B QLoRA, a further token": Figure(
-        "Unsloth's documentation, transformers with flash attention: 932 tokens on 12 GB, 28,454 on 80 GB",
-        (80 - 12) * 1e3 / (28_454 - 932),
-        _llama_per_token,
-        (0.9, 1.1),
-        "transformers of that time shifted the fp32 logits by a copy, which is counted here and is gone today",
-    ),
+    **{
+        f"Llama-3.1-8B QLoRA on {card} GB": Figure(
+            "Unsloth's documentation, transformers with flash attention: tokens of the longest sequence",
+            tokens,
+            partial(_llama_tokens, card),
+            (0.95, 1.05),
+            "with what libraries of that time had on top: fp32 copies of embeddings and head, and of shifted logits",
+        )
+        for card, tokens in _TOKENS.items()
+    },
 }
 
 

@@ -169,7 +169,7 @@ def test_eager_attention_under_autocast(name: str, dropout: float) -> None:
         torch.manual_seed(3)
         with torch.autocast("cpu", torch.bfloat16):
             losses.append(model(**batch).loss)
-    assert any(row.role == "attention" and row.variant == "eager" for row in patch_report(ours).patched)
+    assert any(row.role == "attention" and row.kind == "eager" for row in patch_report(ours).patched)
     assert torch.equal(*losses)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actcompress import patch_model
+from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.errors import UnsupportedModelError
 from hf_actcompress.modules.base import (
     Settings,
@@ -15,9 +15,11 @@ from hf_actcompress.modules.base import (
     keeps_for_backward,
     patch_instance,
     patched_class,
+    settings_of,
     unpatch_instance,
 )
 from hf_actcompress.modules.leaves import LayerNormMixin, LinearMixin
+from tests.families import BY_NAME
 
 
 def test_one_class_per_mixin_and_type() -> None:
@@ -32,6 +34,19 @@ def test_swap_and_back() -> None:
     assert isinstance(layer, nn.Linear) and type(layer) is not nn.Linear
     unpatch_instance(layer)
     assert type(layer) is nn.Linear and layer.__dict__.keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    "config", [CompressionConfig(checkpoint_input="int8_outliers"), CompressionConfig.from_preset("long")]
+)
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_a_mixin_gets_settings_of_its_own_type(name: str, config: CompressionConfig) -> None:
+    model = patch_model(BY_NAME[name].build(), config)
+    patched = [module for module in model.modules() if settings_of(module) is not None]
+    for module in patched:
+        said = (vars(cls).get("__annotations__", {}).get("actcompress") for cls in type(module).__mro__)
+        assert type(settings_of(module)).__name__ == next(filter(None, said)).split(" | ")[0], type(module)
+    assert len({type(settings_of(module)) for module in patched}) > 2
 
 
 def test_keeps_for_backward() -> None:

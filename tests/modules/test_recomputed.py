@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.activations import XIELUActivation
 from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
@@ -50,6 +51,12 @@ class Counting(nn.Module):
         return F.silu(x) * F.silu(x + 1)
 
 
+class Replacing(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return F.silu(x) * F.silu(x + 1)
+
+
 class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(x) * torch.rand_like(x)
@@ -70,10 +77,11 @@ RUN_AGAIN: dict[str, Callable[[], nn.Module]] = {
     "bloom gelu": BloomGelu,
     "deberta norm": lambda: DebertaLayerNorm(WIDTH),
     "olmo norm": lambda: OlmoLayerNorm(WIDTH),
+    "xielu": XIELUActivation,
 }
 LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
-    "in place": Doubled, "state": Counting, "random": Noisy, "products": Squares, "view": Flat, "mean": lambda:
-    nn.AdaptiveAvgPool1d(1), "identity": nn.Identity, "elu in place": lambda: nn.ELU(inplace=True),
+    "in place": Doubled, "state": Counting, "new state": Replacing, "random": Noisy, "products": Squares, "view": Flat,
+    "mean": lambda: nn.AdaptiveAvgPool1d(1), "identity": nn.Identity, "elu in place": lambda: nn.ELU(inplace=True),
 }  # fmt: skip
 
 

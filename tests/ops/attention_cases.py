@@ -97,6 +97,40 @@ def _band_case(causal: bool, kv_heads: int) -> Case:
     return Case(name, ours, masked, inputs, 3, kept)
 
 
+def attention_rows_cases() -> list[Case]:
+    """With a softcap, a window of three tokens and padding, two queries at a time and all at once."""
+
+    def inputs(batch: int, dtype: torch.dtype, kv_heads: int) -> Inputs:
+        q, k, v, _ = attention_inputs(batch, dtype, kv_heads, "bool")
+        return [q, k, v, torch.tensor([True, True, False, True, True, False]).repeat(batch, 1)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+        scores = torch.tanh(q @ k.mT / 3) * 3 + mask
+        return (scores.softmax(-1) @ v).transpose(1, 2).contiguous()
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+        seen = torch.ones(6, 6).triu(-2).tril().bool() & real[:, None, None]
+        mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, torch.finfo(q.dtype).min)
+        return attend(q, k, v, mask)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, real: Tensor, step: int) -> Tensor:
+        mask = ops.PackedMask(Band(q.size(0), 6, True), 3, lambda: real, q.device, real, q.dtype)
+        return ops.attention_rows(attend, mask, q, k, v, step=step)
+
+    def kept(x: Inputs) -> int:
+        return size(x[0], x[1], x[2])
+
+    return [
+        Case(
+            f"rows_{kv_heads}_{step}", partial(ours, step=step), whole, partial(inputs, kv_heads=kv_heads), 3, kept,
+            # sums over several blocks are taken in another order
+            bits=(torch.float32, torch.bfloat16) if step == 6 else (),
+        )
+        for kv_heads, step in ((4, 2), (2, 4), (2, 6))
+    ]  # fmt: skip
+
+
 def recomputed_attention_cases() -> list[Case]:
     def with_bias(batch: int, dtype: torch.dtype) -> Inputs:
         q, k, v, _ = attention_inputs(batch, dtype, 4, "bool")
@@ -106,7 +140,7 @@ def recomputed_attention_cases() -> list[Case]:
     masked = partial(attention_inputs, kv_heads=4, mask="bool")
 
     def kept(x: Inputs) -> int:
-        return size(x[0], x[1], x[2]) + RNG_STATE
+        return size(x[0], x[1], x[2])
 
     return [
         Case("recomputed_bias", partial(ops.recomputed_attention, sdpa), sdpa, with_bias, 3, kept),
@@ -120,8 +154,9 @@ def recomputed_attention_cases() -> list[Case]:
                 partial(
                     ops.recomputed_attention,
                     lambda q, k, v, mask, bias: functional.scaled_dot_product_attention(q, k, v, mask, 0.3),
+                    draws=True,
                 )
             ),
-            dropped, masked, 3, kept,
+            dropped, masked, 3, lambda x: kept(x) + RNG_STATE,
         ),
     ]  # fmt: skip

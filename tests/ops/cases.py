@@ -11,8 +11,13 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_actcompress import ops
-from hf_actcompress.reference import RMS_NORM_VARIANTS
-from tests.ops.attention_cases import fused_attention_cases, packed_attention_cases, recomputed_attention_cases
+from hf_actcompress.reference import RMS_NORM_FORMULAS
+from tests.ops.attention_cases import (
+    attention_rows_cases,
+    fused_attention_cases,
+    packed_attention_cases,
+    recomputed_attention_cases,
+)
 from tests.ops.contract_case import RNG_STATE, Case, Inputs, rand, rows, seeded, size, statistic
 from tests.ops.experts_cases import experts_cases, recomputed_cases
 
@@ -121,32 +126,32 @@ def layer_norm_cases() -> list[Case]:
     ]
 
 
-def rms_norm_stock(x: Tensor, weight: Tensor | None, variant: str) -> Tensor:
-    """The forward that transformers' modules of that variant have."""
+def rms_norm_stock(x: Tensor, weight: Tensor | None, formula: str) -> Tensor:
+    """The forward that transformers' modules of that formula have."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     x32 = x.to(dtype)
     # T5 multiplies x itself, the others its fp32 copy
-    normed = (x if variant == "cast_to_weight" else x32) * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)
+    normed = (x if formula == "cast_to_weight" else x32) * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6)
     if weight is None:
         return normed.to(x.dtype)
-    if variant == "one_plus_weight":
+    if formula == "one_plus_weight":
         return (normed * (1.0 + weight.to(dtype))).to(x.dtype)
-    if variant == "weight_in_fp32":
+    if formula == "weight_in_fp32":
         return (weight.to(dtype) * normed).to(x.dtype)
-    if variant == "cast_to_weight":
+    if formula == "cast_to_weight":
         return weight * (normed.to(weight.dtype) if weight.dtype in (torch.bfloat16, torch.float16) else normed)
     return weight * normed.to(x.dtype)
 
 
 def rms_norm_cases() -> list[Case]:
     cases = []
-    for variant in RMS_NORM_VARIANTS:
+    for formula in RMS_NORM_FORMULAS:
         for has_weight in (True, False):
             cases.append(
                 Case(
-                    f"rms_norm_{variant}{'' if has_weight else '_plain'}",
-                    partial(ops.rms_norm, eps=1e-6, variant=variant),
-                    partial(rms_norm_stock, variant=variant),
+                    f"rms_norm_{formula}{'' if has_weight else '_plain'}",
+                    partial(ops.rms_norm, eps=1e-6, formula=formula),
+                    partial(rms_norm_stock, formula=formula),
                     lambda batch, dtype, has_weight=has_weight: [
                         rand(batch, 4, 9, dtype=dtype),
                         rand(9, dtype=dtype) if has_weight else None,
@@ -232,6 +237,7 @@ BUILDERS: dict[tuple[str, str], Callable[[], list[Case]]] = {
     ("attention", "fused"): fused_attention_cases,
     ("attention", "packed"): packed_attention_cases,
     ("attention", "recomputed"): recomputed_attention_cases,
+    ("attention", "rows"): attention_rows_cases,
     ("rope", "angles"): rope_cases,
     ("cast", "record"): cast_cases,
 }

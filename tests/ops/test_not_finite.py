@@ -15,8 +15,9 @@ from hf_actcompress.codecs import CODECS
 from hf_actcompress.config_checks import VARIANTS
 from hf_actcompress.dispatch import use
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.modules.leaves import ACTIVATION_OPS
+from hf_actcompress.modules.leaves import ACTIVATION_OPS, ActivationSettings
 from hf_actcompress.reference import ACTIVATIONS
+from hf_actcompress.roles import Role
 from tests.oracle import gradients
 
 BAD = (float("nan"), float("inf"), float("-inf"))
@@ -60,7 +61,7 @@ def test_activations(name: str, choice: str) -> None:
     keep, tried = ACTIVATION_OPS[name], 0
     for kind in ACTIVATIONS:
         stock, options = activation.STOCKS[kind], activation.OPTIONS.get(kind, ())
-        op = partial(keep, stock=stock, kind=kind, options=options, codec=CODECS["identity"])
+        op = partial(keep, stock=stock, s=ActivationSettings(Role.ACTIVATION, kind, keeps=name, constants=options))
         for bad in (*BAD, -300.0):
             x = torch.tensor([0.25, bad, -1.0], requires_grad=True)
             try:

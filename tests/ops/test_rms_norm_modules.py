@@ -135,7 +135,7 @@ def test_fp32_input_into_a_bf16_norm_under_autocast(name):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_sharded_from_the_start(name):
-    """ZeRO-3 leaves an empty weight and its size; on nothing, all variants are equal."""
+    """ZeRO-3 leaves an empty weight and its size; on nothing, all formulas are equal."""
     norm = NORMS[name]()
     whole = find_site(norm, CompressionConfig())
     norm.weight.data = torch.empty(0)

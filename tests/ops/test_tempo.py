@@ -14,7 +14,7 @@ from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
 from hf_actcompress.ops.methods.rms_norm_output import rms_norm_output
 from hf_actcompress.records import frame
 from hf_actcompress.reference import (
-    RMS_NORM_VARIANTS,
+    RMS_NORM_FORMULAS,
     layer_norm_output_reasons,
     rms_norm_fwd,
     rms_norm_output_reasons,
@@ -131,28 +131,28 @@ def test_gains_that_became_zero_stay_finite(dtype: torch.dtype) -> None:
         assert all(g.isfinite().all() for g in gradients(_rms("weight_in_fp32"), [x, gain]))
 
 
-def _rms(variant: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, weight: rms_norm_output(x, weight, 1e-6, variant)
+def _rms(formula: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, weight: rms_norm_output(x, weight, 1e-6, formula)
 
 
-def _stock_rms(variant: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, weight: rms_norm_fwd(x, weight, 1e-6, variant)[0]
+def _stock_rms(formula: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, weight: rms_norm_fwd(x, weight, 1e-6, formula)[0]
 
 
-@pytest.mark.parametrize("variant", RMS_NORM_VARIANTS)
+@pytest.mark.parametrize("formula", RMS_NORM_FORMULAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rms_norm(variant: str, dtype: torch.dtype) -> None:
+def test_rms_norm(formula: str, dtype: torch.dtype) -> None:
     # gains over two orders of magnitude: without a bias that does no harm
-    shift = 1.0 if variant == "one_plus_weight" else 0.0
+    shift = 1.0 if formula == "one_plus_weight" else 0.0
     weight = torch.randn(WIDTH).exp() * torch.where(torch.arange(WIDTH) % 20 == 0, 2e-3, 1.0) - shift
     inputs = norm_inputs(dtype, gain=weight)[:2]
     if shift:
         # 1 + w is exact in w's dtype, or the guard's business
         inputs[1] = (torch.randn(WIDTH) / 8).to(dtype).requires_grad_()
-    ours = gradients(_rms(variant), inputs)
-    stock = gradients(_stock_rms(variant), inputs)
+    ours = gradients(_rms(formula), inputs)
+    stock = gradients(_stock_rms(formula), inputs)
     assert torch.equal(ours[0], stock[0])
-    exact = oracle(_stock_rms(variant), inputs)
+    exact = oracle(_stock_rms(formula), inputs)
     eps = torch.finfo(dtype).eps
     for ours_error, own in zip(relative(ours[1:], exact[1:]), relative(stock[1:], exact[1:]), strict=True):
         # y carries up to three roundings (x^, weight, product) that x does not
@@ -161,8 +161,8 @@ def test_rms_norm(variant: str, dtype: torch.dtype) -> None:
 
 def test_rms_norm_in_fp64_is_the_same_function() -> None:
     inputs = norm_inputs(torch.float64)[:2]
-    for variant in RMS_NORM_VARIANTS:
-        for a, b in zip(gradients(_rms(variant), inputs), gradients(_stock_rms(variant), inputs), strict=True):
+    for formula in RMS_NORM_FORMULAS:
+        for a, b in zip(gradients(_rms(formula), inputs), gradients(_stock_rms(formula), inputs), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
     x = inputs[:1]
     ours = gradients(lambda x: rms_norm_output(x, None, 1e-6), x)

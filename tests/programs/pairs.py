@@ -32,7 +32,7 @@ def pair(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple
 
 def calls(model: nn.Module) -> list[int]:
     """How often each layer has run as programs."""
-    return [layer.actcompress.options[0].calls for layer in model.modules() if isinstance(layer, ProgramLayerMixin)]  # type: ignore[union-attr]
+    return [layer.actcompress.programs.calls for layer in model.modules() if isinstance(layer, ProgramLayerMixin)]  # type: ignore[union-attr]
 
 
 def assert_same(model: Any, other: Any, batch: Batch, mode: str = "fp32") -> None:

@@ -119,10 +119,10 @@ def test_padding_that_is_dropped_goes_leaf_by_leaf() -> None:
 
 def test_the_report_names_programs_and_layers_without() -> None:
     rows = [row for row in patch_report(pair("llama")[1]).rows if row.role == "layer"]
-    assert [row.variant for row in rows] == ["program", "program"]
+    assert [row.kind for row in rows] == ["program", "program"]
     bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64))
     (row,) = [row for row in patch_report(patch_model(bloom, PROGRAMS)).rows if row.role == "layer"]
-    assert row.variant == "leaf by leaf" and row.note.endswith("it runs leaf by leaf")
+    assert row.kind == "leaf by leaf" and row.note.endswith("it runs leaf by leaf")
 
 
 class ScaledLayer(type(BY_NAME["llama"].build().model.layers[0])):  # type: ignore[misc]
@@ -140,7 +140,7 @@ def test_a_layer_that_does_something_else_is_not_proved() -> None:
     expected = step(model, BY_NAME["llama"].make_batch())
     patch_model(model, PROGRAMS)
     (row, *_) = [row for row in patch_report(model).rows if row.role == "layer"]
-    assert row.variant == "leaf by leaf" and "found by a numeric probe" in row.note
+    assert row.kind == "leaf by leaf" and "found by a numeric probe" in row.note
     assert torch.equal(step(model, BY_NAME["llama"].make_batch())[0], expected[0])
 
 
@@ -148,7 +148,7 @@ def test_a_model_patched_before_it_is_trained() -> None:
     """As `from_pretrained` returns it, in eval mode; the modes later in its life do not matter either."""
     stock = BY_NAME["bert"].build(torch.float32).eval()
     programs, leaves = (patch_model(copy.deepcopy(stock), config).train() for config in (PROGRAMS, LEAVES))
-    assert {row.variant for row in patch_report(programs).rows if row.role == "layer"} == {"program"}
+    assert {row.kind for row in patch_report(programs).rows if row.role == "layer"} == {"program"}
     batch = BY_NAME["bert"].make_batch()
     (loss, grads), (expected, wanted) = step(programs, batch), step(leaves, batch)
     assert set(calls(programs)) == {1}

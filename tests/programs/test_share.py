@@ -52,7 +52,7 @@ def layers_of(model: nn.Module) -> list[Any]:
 def ran(model: nn.Module) -> list[int]:
     """How often each layer has run as programs."""
     return [
-        settings.options[0].calls if (settings := getattr(layer, "actcompress", None)) else 0
+        settings.programs.calls if (settings := getattr(layer, "actcompress", None)) else 0
         for layer in layers_of(model)
     ]
 

@@ -63,6 +63,8 @@ REFUSED = {
     "quantised": ({**LLAMA, "quantization_config": {"bits": 4}}, {}, "QLoRA"),
     "heads": ({**LLAMA, "num_key_value_heads": 7}, {}, "multiple"),
     "one head of keys": ({**LLAMA, "num_key_value_heads": 1}, {}, "several heads of keys"),
+    "a width as text": ({**LLAMA, "intermediate_size": "8192"}, {}, "intermediate_size"),
+    "a negative head": ({**LLAMA, "head_dim": -64}, {}, "head_dim"),
     "sizes": ({**LLAMA, "num_hidden_layers": 0}, {}, "num_hidden_layers"),
     "dtype": (LLAMA, {"dtype": "float32", "lora": True}, "no formula for weights in float32"),
     "long dtype": (LLAMA, {"dtype": "float64"}, "no formula for weights in float64"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_actcompress.codecs import IDENTITY
+from hf_actcompress.ops import layer_norm
 from hf_actcompress.records import frame, live_entries, nodes
 from hf_actcompress.records.net import netted
 from hf_actcompress.records.nodes import POINTWISE, Pointwise
@@ -242,6 +243,22 @@ def test_parts_are_not_copied_while_somebody_holds_the_rest() -> None:
 
     # all parts are kept: copies would cost time and save nothing
     assert kept(both, stock) == kept(both, net)
+
+
+def test_of_a_larger_tensor_our_ops_keep_their_part() -> None:
+    """The norm of one token keeps that token, not the sentence."""
+    a, _, weight = inputs()
+
+    def forward() -> Tensor:
+        return layer_norm((a @ weight)[:6], (32,), weight[0], weight[1], 1e-5).square().sum()
+
+    results = []
+    for around in (frame, net):
+        with around():
+            loss = forward()
+        results.append(torch.autograd.grad(loss, (a, weight)))
+    assert_equal_bits(*results)
+    assert kept(forward, frame) - kept(forward, net) == 18 * 32 * 4
 
 
 def saved_storages(loss: Tensor) -> set[int]:

@@ -122,6 +122,15 @@ def test_non_contiguous_outputs_are_not_declared():
     assert live_entries() == 0
 
 
+def test_heads_of_contiguous_tokens_are_declared():
+    """Norms of queries and keys whose heads stand before the tokens."""
+    x = torch.randn(2, 5, 3, 4).transpose(1, 2)
+    y = x.sin()
+    declare(y, torch.sin, stored_exact(x))
+    for view in (y, y.transpose(1, 2), y.transpose(1, 2).flatten(2)):
+        assert is_derived(view) and torch.equal(value_of(record_of(view)), view)
+
+
 def test_conjugated_complex_data_have_no_record():
     y = torch.randn(4, dtype=torch.complex64)
     declare(y, torch.sin, stored_exact(y.clone()))

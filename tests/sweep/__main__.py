@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import transformers
 from .catalogue import catalogue, model_class, types_without_a_class
 from .modes import BY_NAME, MODES, VARIANT_MODES, Mode
 from .pair import Row, sweep_pair
+from .savings import by_type
 from .table import HERE, merged, read_rows, write_results
 from .variants import Work, variants
 from .workers import SECONDS, forked
@@ -30,6 +32,10 @@ def main() -> int:
     _quiet()
     modes = [BY_NAME[name] for name in options.modes] if options.modes else list(MODES)
     pairs = [pair for pair in catalogue() if re.search(options.only, pair.name)]
+    if options.best:
+        today = date.today().isoformat()
+        best = {(r.type, r.model) for r in by_type(read_rows(options.out)).values() if r.measured != today}
+        pairs = [pair for pair in pairs if (pair.type, pair.model) in best]
     work: list[Work] = [(pair, "", {}) for pair in pairs] if options.variants != "only" else []
     if options.variants != "no":
         work += variants(pairs)
@@ -38,9 +44,10 @@ def main() -> int:
     start = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = list(_run(_within(work, start, options.budget), len(work), modes, options))
+    seconds = time.monotonic() - start
     if options.keep:
-        rows = merged(read_rows(options.out), rows)
-    write_results(rows, options.out, types_without_a_class(), [m.name for m in modes], time.monotonic() - start)
+        rows, modes = merged(read_rows(options.out), rows), list(MODES)
+    write_results(rows, options.out, types_without_a_class(), [m.name for m in modes], seconds)
     return int(any(row.failures for row in rows))
 
 
@@ -86,6 +93,9 @@ def _say(row: Row, done: int, total: int) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__)
     parser.add_argument("--only", default="", help="a regular expression on type/class")
+    parser.add_argument(
+        "--best", action="store_true", help="of each type the class alone that OUT says saves most, once a day"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--modes", nargs="+", choices=sorted(BY_NAME), help="the modes to run; all if not given")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for each pair")

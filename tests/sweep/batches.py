@@ -136,7 +136,9 @@ def with_labels(model: Any, batch: Batch, task: str) -> Batch:
     if task == "span" and "start_positions" in names:
         return {**batch, **{k: torch.tensor([1, 3][:rows]) for k in ("start_positions", "end_positions")}}
     labels: Tensor | None = None
-    if task == "tokens" and isinstance(ids, Tensor):
+    # a language model that reads sounds has no decoder beside it: its targets are its own tokens
+    tokens = task == "tokens" or (task == "target" and "decoder_input_ids" not in names)
+    if tokens and isinstance(ids, Tensor):
         # placeholders are no targets
         labels = (
             ids.masked_fill(ids < 8, -100)

@@ -89,14 +89,20 @@ def has_labels(batch: Batch) -> bool:
 
 def loss_of(out: Any, labelled: bool) -> Tensor:
     """The model's loss, or a fixed function of all its float outputs."""
-    loss = getattr(out, "loss", None)
-    if labelled and isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss.reshape(())
+    loss = own_loss(out) if labelled else None
+    if loss is not None:
+        return loss
     parts = [x for _, x in tensors(out) if x.is_floating_point() and x.requires_grad]
     if not parts:
         raise ValueError("no output wants a gradient")
     # finite parts alone: some models hand out logits of minus infinity on purpose
     return torch.stack([_weighed(x) for x in parts]).sum()
+
+
+def own_loss(out: Any) -> Tensor | None:
+    """The loss that the model has computed itself, []; None if it has not."""
+    loss = getattr(out, "loss", None)
+    return loss.reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad else None
 
 
 def _weighed(x: Tensor) -> Tensor:

@@ -40,13 +40,27 @@ def read_rows(out: Path) -> list[Row]:
 
 
 def merged(old: list[Row], new: list[Row]) -> list[Row]:
-    """The old rows with the new ones in their places, and what is new at the end."""
+    """The old rows with the new ones in their places, and what is new at the end.
+
+    Of a pair that was run in fewer modes than before, the verdicts in the others stay.
+    """
 
     def key(row: Row) -> tuple[str, str, str]:
         return row.type, row.model, row.variant
 
-    rows = {key(row): row for row in old}
-    return list({**rows, **{key(row): row for row in new}}.values())
+    before = {key(row): row for row in old}
+    return list({**before, **{key(row): _with_other_modes(row, before.get(key(row))) for row in new}}.values())
+
+
+def _with_other_modes(row: Row, before: Row | None) -> Row:
+    if before is None or row.skipped:
+        return row
+    run = {*row.passed, *row.left_out, *row.failures}
+    for field in ("passed", "bit_equal", "tolerance"):
+        getattr(row, field).extend(mode for mode in getattr(before, field) if mode not in run)
+    for field in ("left_out", "failures"):
+        getattr(row, field).update({k: v for k, v in getattr(before, field).items() if k not in run})
+    return row
 
 
 def compact(row: Row) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class BlockSparse(Codec):
         ValueError: A fraction outside (0, 1], a tile without elements.
     """
 
+    takes_rows = True
     fraction: float = 0.3
     block: tuple[int, int] = (32, 32)
     quota: str = "column"

@@ -54,6 +54,7 @@ class IntMeasured(Codec):
         generators: From which rounding draws, and who knows the widths; no part of the format.
     """
 
+    takes_rows = True
     bits: int = 4
     group_size: int = 256
     keep_sign: bool = False

@@ -39,6 +39,7 @@ class IntRanked(Codec):
         ValueError: A share outside (0, 1], a group size below 1.
     """
 
+    takes_rows = True
     low: int = 2
     high: int = 4
     share: float = 0.125

@@ -40,6 +40,7 @@ class IntRunning(Codec):
         ValueError: A group size below 1, a decay outside [0, 1).
     """
 
+    takes_rows = True
     group_size: int = 64
     decay: float = 0.9
     place: str = field(default="", compare=False, repr=False)

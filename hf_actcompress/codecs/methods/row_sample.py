@@ -29,7 +29,7 @@ class RowSample(Codec):
 
     Winner-take-all: the tokens of largest norm are kept for certain, as many as lower the variance, the rest is drawn.
     The weights are folded into the kept rows. The best probabilities would have the norm of dy as a factor, which the
-    forward does not know; that of x alone costs variance, never bias. One tensor has one sample, whoever uses it.
+    forward does not know; that of x alone costs variance, never bias. All consumers of a tensor share one sample.
     With `norms`, as the paper has it, the factor is what dy was when the same sample came last: see
     ``CompressionConfig.gradient_norms``, and ``training.GradientNorms`` for those who number their samples.
 
@@ -56,6 +56,11 @@ class RowSample(Codec):
     draws: str = "independent"
     norms: SiteNorms | None = field(default=None, compare=False, repr=False)
     generators: Generators | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def takes_rows(self) -> bool:
+        # remembered norms are addressed by the position in a sequence
+        return self.norms is None
 
     @property
     def linear_only(self) -> bool:

@@ -36,6 +36,7 @@ class TopK(Codec):
         ValueError: A fraction outside (0, 1].
     """
 
+    takes_rows = True
     fraction: float = 0.1
     scope: str = "row"
 

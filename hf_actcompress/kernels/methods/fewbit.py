@@ -1,13 +1,12 @@
 """Few-bit derivatives: x to packed codes in one pass, and codes to gradients in another.
 
 Where a code is a cell of x it is the reference's. Where it is f'(x) rounded, f' differs from torch's in its last bits,
-and an f' that lies within those of a border may get the neighbouring code, which stands for it as well.
+and an f' that lies within those of a border may get the neighbouring code, which stands for it as well. With up to 4
+bits such a code is a cell of x, too. Cells are looked up in a table, which is made once, on the host.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -17,84 +16,90 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...reference.activation import activation_bwd
 from ...reference.bits import packed_bytes
 from ...reference.methods.fewbit import (
-    CLIPPED,
     FEWBIT_METHODS,
-    TABLE,
     TWO_VALUED,
     UNBOUNDED,
-    fewbit_borders,
     fewbit_levels,
     fewbit_stored_bits,
-    flat_code,
-    two_values,
 )
-from ...reference.methods.tables.fewbit import CENTRES, GRIDS, PRIMITIVE_STEPS
-from ..activation import OPTIONS, STOCKS, constants, derivative
+from ...reference.methods.tables.fewbit import PRIMITIVE_STEPS
+from ..activation import OPTIONS, STOCKS, constants, derivative, is_fast
 from ..common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, traced
 from ..groups import as_code, join_bits, nearest_integer, split_bits
+from .fewbit_encoding import cells, encoding, known_slopes
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit
-def _cell(x, BORDERS: tl.constexpr, COUNT: tl.constexpr):
-    """How many borders lie below x, as torch.bucketize counts them; all for NaN."""
-    code = (x != x).to(tl.int32) * 0
-    for i in tl.static_range(COUNT):
-        code += tl.where(x <= BORDERS[i], 0, 1)
-    return code
+def _cell(x, table_ptr, TABLE: tl.constexpr):
+    """The code of x by the table of `fewbit_encoding.cells`. NaN is above all borders, as torch.bucketize has it."""
+    place = tl.minimum(tl.maximum((x - TABLE[0]) * TABLE[1], 0.0), TABLE[2])
+    entry = tl.load(table_ptr + tl.where(x == x, place, TABLE[2]).to(tl.int32))
+    border = entry.to(tl.int32).to(tl.float32, bitcast=True)
+    return ((entry >> 32).to(tl.int32) >> tl.where(x <= border, 0, 8)) & 255
 
 
 @triton.jit
-def _code(x, scale_ptr, row, inside, MODE: tl.constexpr, TABLE: tl.constexpr, COUNT: tl.constexpr,
-          KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FLAT: tl.constexpr):  # fmt: skip
-    """TABLE: the borders; for "grid" its zero and step, for "centred" the borders and the centre, or the two values."""
-    if MODE == "steps" or MODE == "centred":
-        code = _cell(tl.abs(x - TABLE[COUNT]) if MODE == "centred" else x, TABLE, COUNT)
-        if FLAT >= 0:
-            code = tl.where((x < A) | (x > B), FLAT, code)
-        return code
+def _row_factor(scale_ptr, start, count, width, inside, WIDE: tl.constexpr, TILE: tl.constexpr):
+    """`scale` of the row of each element of a tile. WIDE: no row is narrower than a tile, which so has two at most."""
+    at = tl.arange(0, TILE)[None, :]
+    row = start * TILE // width
+    # elements of that row that are in tiles before this one
+    passed = (start * TILE - row * width).to(tl.int32)
+    if WIDE:
+        following = tl.load(scale_ptr + row + 1, mask=(row + 1) * width < count, other=1.0)
+        return tl.where(at < width - passed, tl.load(scale_ptr + row), following)
     else:
-        slope = derivative(x, KIND, A, B, False)
-        if MODE == "values":
-            return _cell(slope, TABLE, COUNT)
-        elif MODE == "grid":
+        return tl.load(scale_ptr + row + (passed + at) // width, mask=inside, other=1.0)
+
+
+@triton.jit
+def _code(x, table_ptr, scale_ptr, start, count, width, inside, MODE: tl.constexpr, TABLE: tl.constexpr,
+          KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
+          TILE: tl.constexpr):  # fmt: skip
+    """TABLE: that of `encoding`."""
+    if MODE == "cells":
+        return _cell(x, table_ptr, TABLE)
+    else:
+        slope = derivative(x, KIND, A, B, FAST)
+        if MODE == "grid":
             # moved up, so that what is rounded is not negative
-            place = tl.math.div_rn(slope, TABLE[1]) + 256.0
+            place = slope * TABLE[1] + 256.0
             code = nearest_integer(tl.minimum(tl.maximum(place, 0.0), 1024.0)) - 256.0 + TABLE[0]
             return as_code(tl.minimum(tl.maximum(code, 0.0), 255.0))
         elif MODE == "two_valued":
             return (slope != TABLE[0]).to(tl.int32)
         else:
             tl.static_assert(MODE == "scaled")
-            scale = tl.load(scale_ptr + row, mask=inside, other=1.0)
-            place = tl.math.div_rn(slope, tl.maximum(scale, _TINY))
-            # inf / inf: the code of the largest, whose slope is inf again
-            return as_code(nearest_integer(tl.where(place == place, place, COUNT * 1.0)))
+            scale = _row_factor(scale_ptr, start, count, width, inside, WIDE, TILE)
+            place = slope * tl.math.div_rn(1.0, tl.maximum(scale, _TINY))
+            # inf * 0: the code of the largest, whose slope is inf again
+            return as_code(nearest_integer(tl.where(place == place, place, TABLE[0])))
 
 
 @triton.jit
 def _codes_kernel(
-    x_ptr, scale_ptr, codes_ptr, count, width, bytes, high_bytes,
-    MODE: tl.constexpr, TABLE: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-    FLAT: tl.constexpr, KNOWN: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, table_ptr, scale_ptr, codes_ptr, count, width, bytes, high_bytes,
+    MODE: tl.constexpr, TABLE: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, KNOWN: tl.constexpr,
+    FAST: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """KNOWN: see `_known_slopes`; where f' is NaN, that is noted in `scale`, where it has one number."""
+    """KNOWN: see `known_slopes`; where f' is NaN, that is noted in `scale`, where it has one number."""
     start = tl.program_id(0).to(tl.int64)
     at = start * TILE + tl.arange(0, TILE)[None, :]
     inside = at < count
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    code = _code(x, scale_ptr, at // width, inside, MODE, TABLE, COUNT, KIND, A, B, FLAT)
+    code = _code(x, table_ptr, scale_ptr, start, count, width, inside, MODE, TABLE, KIND, A, B, FAST, WIDE, TILE)
     code = tl.where(inside, code, 0)
     if MODE != "scaled" and MODE != "two_valued":
         lost = (x < KNOWN[0]) | (x > KNOWN[1])
         if KNOWN[2]:
             lost |= x != x
+        found = tl.max(tl.where(inside & lost, 1, 0), axis=1)
         # whoever writes, writes the same
-        tl.store(scale_ptr + at * 0, x * 0.0 + float("nan"), mask=inside & lost)
+        tl.store(scale_ptr + found * 0, found * float("nan"), mask=found > 0)
     field: tl.constexpr = 2 if BITS == 3 else BITS
     place = start * (TILE * field // 8) + tl.arange(0, TILE * field // 8)[None, :]
     tl.store(codes_ptr + place, join_bits(code & (2**field - 1), field, 1, TILE), mask=place < bytes)
@@ -106,7 +111,7 @@ def _codes_kernel(
 @triton.jit
 def _bwd_kernel(
     dy_ptr, codes_ptr, scale_ptr, levels_ptr, dx_ptr, count, width, bytes, high_bytes,
-    FACTOR: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+    FACTOR: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """FACTOR: how `scale` multiplies the levels: "none", "one" number for all, or one of each "row"."""
     start = tl.program_id(0).to(tl.int64)
@@ -123,51 +128,13 @@ def _bwd_kernel(
     if FACTOR == "one":
         level *= tl.load(scale_ptr)
     elif FACTOR == "row":
-        level *= tl.load(scale_ptr + at // width, mask=inside, other=0.0)
+        level *= _row_factor(scale_ptr, start, count, width, inside, WIDE, TILE)
     dx = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32) * level
     tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _encoding(kind: str, options: list[float], bits: int, method: str) -> tuple[str, tuple[float, ...], int, int]:
-    """MODE, TABLE, COUNT and FLAT of the kernel of codes."""
-    if kind in TWO_VALUED:
-        return "two_valued", two_values(kind, tuple(options)), 0, -1
-    if kind in UNBOUNDED:
-        return "scaled", (), 2**bits - 1, -1
-    base = TABLE.get(kind, kind)
-    if method == "values" and bits == 8:
-        return "grid", GRIDS[base], 0, -1
-    borders = fewbit_borders(kind, bits, method)
-    if method == "values":
-        return "values", borders, len(borders), -1
-    flat = flat_code(kind, tuple(options), bits, method) if kind in CLIPPED else -1
-    if base in CENTRES and method == "steps":
-        return "centred", (*borders, CENTRES[base]), len(borders), flat
-    return "steps", borders, len(borders), flat
-
-
-@cache
-def _known_slopes(kind: str, options: tuple[float, ...]) -> tuple[float, float, bool]:
-    """The least and the greatest number, -inf and inf among them, of which f' is not NaN; whether it is of NaN."""
-
-    def lost(x: float) -> bool:
-        at = torch.tensor([x], dtype=torch.float32, device="cpu")
-        return bool(activation_bwd(torch.ones_like(at), at, kind, options).isnan())
-
-    ends = []
-    for sign in (-1.0, 1.0):
-        # positive numbers are in the order of their bits, which end with those of inf
-        known, end = 0, 0x7F800000
-        while known < end:
-            middle = (known + end + 1) // 2
-            known, end = (known, middle - 1) if lost(sign * _of_bits(middle)) else (middle, end)
-        ends.append(sign * _of_bits(known))
-    return ends[0], ends[1], lost(math.nan)
-
-
-def _of_bits(bits: int) -> float:
-    number: float = struct.unpack("f", struct.pack("I", bits))[0]
-    return number
+def _is_wide(x: Tensor, kind: str) -> bool:
+    return kind in UNBOUNDED and x.dim() > 0 and x.size(-1) >= POINTWISE_TILE
 
 
 def _field_bytes(x: Tensor, bits: int) -> tuple[int, int]:
@@ -197,14 +164,15 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
         scale = _row_scale(x, bits)
     if x.numel():
         stored = fewbit_stored_bits(kind, bits, method)
-        mode, table, count, flat = _encoding(kind, options, bits, method)
+        mode, numbers = encoding(kind, tuple(options), bits, method)
+        table = cells(kind, tuple(options), bits, method, x.device) if mode == "cells" else x
         low, high = constants(kind, options)
         with on(x):
             _codes_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
-                x.contiguous(), scale, codes, x.numel(), x.size(-1) if x.dim() else 1, *_field_bytes(x, stored),
-                MODE=mode, TABLE=table, COUNT=count, KIND=kind, A=low, B=high, FLAT=flat,
-                KNOWN=_known_slopes(kind, tuple(options)), BITS=stored, TILE=POINTWISE_TILE,
-                num_warps=POINTWISE_WARPS, **STRICT,
+                x.contiguous(), table, scale, codes, x.numel(), x.size(-1) if x.dim() else 1, *_field_bytes(x, stored),
+                MODE=mode, TABLE=numbers, KIND=kind, A=low, B=high,
+                KNOWN=known_slopes(kind, tuple(options)), FAST=is_fast(x), WIDE=_is_wide(x, kind), BITS=stored,
+                TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
     return codes, scale
 
@@ -241,7 +209,8 @@ def _fewbit_bwd(
             _bwd_kernel[(triton.cdiv(dy.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), codes.contiguous(), levels if scale is None else scale.contiguous(), levels, dx,
                 dy.numel(), dy.size(-1) if dy.dim() else 1, *_field_bytes(dy, stored),
-                FACTOR=factor, BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+                FACTOR=factor, WIDE=_is_wide(dy, kind), BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
+                **STRICT,
             )  # fmt: skip
     return dx
 

@@ -34,12 +34,12 @@ def layer_norm_output_bwd(
 
 
 def rms_norm_output_bwd(
-    dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
+    dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, formula: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like y and dweight [C]; those not `needed` are None."""
     if y.size(-1) > WIDEST_ROW:
-        return reference.rms_norm_output_bwd(dy, y, weight, rstd, variant, needed)
-    one_plus = variant == "one_plus_weight"
+        return reference.rms_norm_output_bwd(dy, y, weight, rstd, formula, needed)
+    one_plus = formula == "one_plus_weight"
     grads = norm_bwd(dy, y, weight, None, None, rstd, y.size(-1), True, False, one_plus, [*needed, False])
     dx, dweight, _ = present(grads, (y, weight, None), (*needed, False))
     return dx, dweight
@@ -55,9 +55,9 @@ def _samples(*sizes: Any) -> Iterator[tuple[Any, ...]]:
 
 def _sample_rms(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     for dy, y, _, rstd, weight, bias in samples(*sizes):
-        for variant in ("weight_after_cast", "one_plus_weight"):
+        for formula in ("weight_after_cast", "one_plus_weight"):
             if bias is None:
-                yield dy, y, weight, rstd, variant, (True, True)
+                yield dy, y, weight, rstd, formula, (True, True)
 
 
 SAMPLES = {"layer_norm_output_bwd": _samples, "rms_norm_output_bwd": _sample_rms}

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from ..estimation.extrapolation import growth_of
 from ..estimation.fake_step.setting import Setting
 from ..estimation.fake_step.step import FakeStep, run_step
+from ..estimation.growth import growth_of
 from .symbols import Polynomial, Reader
 
 FEWEST = 2

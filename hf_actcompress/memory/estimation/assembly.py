@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from .extrapolation import Extrapolated, whole_step
 from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
 from .fake_step.step import FakeStep, run_step
+from .growth import Unit
 from .layers import LayerRun, find_runs, with_names
 from .optimizers import OptimizerRule
 from .result import Estimate
@@ -27,6 +28,7 @@ def extrapolated(
     layers: Sequence[LayerRun],
     roles: bool,
     alike: bool | None = None,
+    units: Mapping[LayerRun, Unit] | None = None,
     step: RunStep = run_step,
 ) -> Extrapolated:
     """The step of a model on the meta device; the other arguments as for `whole_step` and of `Copies.run_step`."""
@@ -34,7 +36,7 @@ def extrapolated(
     def run(part: nn.Module, wanted: bool) -> FakeStep:
         return step(part, setting, roles=roles and wanted)
 
-    return whole_step(whole, run, layers, alike)
+    return whole_step(whole, run, layers, alike, units)
 
 
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:

@@ -10,24 +10,23 @@ import torch
 from torch import nn
 
 from ...config import CompressionConfig, Configured, resolve
-from ...errors import ModelConfigError, UnknownOptionError
-from ..measurement.compiled import compiled_modules, uncompiled
-from .assembly import ENGINES, assembled, extrapolated
+from ...errors import ModelConfigError
+from .assembly import assembled, extrapolated
+from .checks import check_processes, is_compiled
 from .copies import Copies
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.setting import Setting
 from .fake_step.step import run_evaluation
 from .fake_step.trl_head import check_trl
+from .guess import largest_batch
 from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
 from .optimizers import optimizer_rule
 from .result import Estimate
-from .states import States, context_bytes, frozen_elsewhere, state_bytes
+from .states import DDP_NOTE, States, context_bytes, frozen_elsewhere, in_buckets, state_bytes
 from .zero import Zero
 
 __all__ = ["Estimate", "estimate"]
-
-DEVICES = ("cuda", "cpu")
 
 
 def estimate(
@@ -83,7 +82,8 @@ def estimate(
             one process, and so are all bytes. What a backend takes inside of a collective is not in them.
         zero: Stage 2 or 3 of DeepSpeed's ZeRO, by its documented defaults, which nobody has measured here; a note says
             so. With `autocast` all weights have that dtype, as DeepSpeed's `bf16` and `fp16` hold them.
-        processes: Over which ZeRO divides; the batch and all bytes are those of one.
+        processes: Over which ZeRO divides, or each of which has the whole model under DistributedDataParallel; the
+            batch and all bytes are those of one.
         trl: With the loss of TRL's trainers, whose fused head makes no logits whole, stock or patched; else with the
             model's own.
 
@@ -144,9 +144,10 @@ class Estimates:
         processes: int = 1,
         trl: bool = False,
     ) -> None:
-        compiled = _compiled(model, device, engine)
-        _check_processes(compiled, fsdp, zero, processes, trl)
+        compiled = is_compiled(model, device, engine)
+        check_processes(compiled, fsdp, zero, processes, trl)
         self._zero = None if zero is None else Zero(zero, processes)
+        self._ddp = zero is None and processes > 1
         if zero is not None:
             dtype, autocast = autocast or dtype, None
         self._rule = optimizer_rule(optimizer)
@@ -155,8 +156,8 @@ class Estimates:
         # by whether checkpointing is switched on
         self._models: dict[bool, nn.Module] = {}
         self._states: dict[bool, States] = {}
-        # (config, checkpointing) -> `Extrapolated.alike`
-        self._alike: dict[Any, bool] = {}
+        # (config, checkpointing) -> the latest step, of whatever batch
+        self._latest: dict[Any, Extrapolated] = {}
         # what a config has for single layers -> the runs of equal layers
         self._runs: dict[Any, list[LayerRun]] = {}
         # (setting, checkpointing, whether the roles were asked for) -> the step
@@ -176,7 +177,7 @@ class Estimates:
             source = list(self._source)
             source[2], source[4] = lora or source[2], quantization or source[4]
             other._source = tuple(source)
-            other._models, other._states, other._alike, other._runs, other._steps = {}, {}, {}, {}, {}
+            other._models, other._states, other._latest, other._runs, other._steps = {}, {}, {}, {}, {}
             other._copies = Copies()
         return other
 
@@ -196,7 +197,8 @@ class Estimates:
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing, roles=True)
         whole, states = self._model(gradient_checkpointing), self._state_bytes(gradient_checkpointing)
-        notes = () if self._zero is None else (self._zero.note(states),)
+        notes = [] if self._zero is None else [self._zero.note(states)]
+        notes += [DDP_NOTE] if self._ddp else []
         return assembled(found, whole, setting, states, _named(config), notes)
 
     def device_bytes(
@@ -210,6 +212,20 @@ class Estimates:
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing, roles=False)
         return self._state_bytes(gradient_checkpointing).at_peak(found.step.peak) + context_bytes(setting)
+
+    def guess(
+        self,
+        batch_size: int,
+        seq_len: int,
+        config: CompressionConfig | Configured | str | None,
+        gradient_checkpointing: bool,
+        room: int,
+    ) -> int | None:
+        """About the largest batch within `room`, out of the step of this one."""
+        setting, states = self._case(batch_size, seq_len, config), self._state_bytes(gradient_checkpointing)
+        found = self._step(setting, gradient_checkpointing, roles=False)
+        at_rest = sum(states[:3]) + states.workspace + context_bytes(setting)
+        return largest_batch(found, batch_size, room - at_rest, self._model(gradient_checkpointing).parameters())
 
     def evaluation_bytes(self, batch_size: int, seq_len: int) -> int:
         """What a device has to have for an evaluation of such a batch with labels, beside the training's states.
@@ -245,7 +261,8 @@ class Estimates:
     def _state_bytes(self, checkpointing: bool) -> States:
         if checkpointing not in self._states:
             of = state_bytes if self._zero is None else self._zero.states
-            self._states[checkpointing] = of(self._model(checkpointing), self._setting, self._rule)
+            found = of(self._model(checkpointing), self._setting, self._rule)
+            self._states[checkpointing] = in_buckets(found) if self._ddp else found
         return self._states[checkpointing]
 
     def _step(self, setting: Setting, checkpointing: bool, *, roles: bool) -> Extrapolated:
@@ -259,32 +276,13 @@ class Estimates:
             self._runs[single] = find_runs(whole, config)
         # layers that are alike under one config are alike under another; that they are not is looked at again
         key = setting.config, checkpointing
-        alike = self._alike.get(key, True if True in self._alike.values() else None)
-        step = self._copies.run_step(setting, checkpointing, self._runs[single])
-        found = extrapolated(whole, setting, self._runs[single], roles, alike, step)
-        self._alike[key] = found.alike
+        latest = self._latest.get(key)
+        alike = latest.alike if latest else any(found.alike for found in self._latest.values()) or None
+        units = latest.units if latest and not roles else None
+        step = self._copies.run_step(whole, setting, checkpointing, self._runs[single])
+        found = self._latest[key] = extrapolated(whole, setting, self._runs[single], roles, alike, units, step)
         self._steps[setting, checkpointing, roles] = found
         return found
-
-
-def _compiled(model: Any, device: str, engine: str | None) -> bool:
-    """Whether it is estimated as a compiled model; raises for a device or an engine that nobody knows."""
-    if device not in DEVICES:
-        raise UnknownOptionError("device", device, DEVICES)
-    if engine is None:
-        return isinstance(model, nn.Module) and compiled_modules(model) == [uncompiled(model)]
-    if engine not in ENGINES:
-        raise UnknownOptionError("engine", engine, ENGINES)
-    return engine == "compile"
-
-
-def _check_processes(compiled: bool, fsdp: int, zero: int | None, processes: int, trl: bool) -> None:
-    if fsdp < 1 or (fsdp > 1 and compiled):
-        raise ModelConfigError(f'fsdp is a number of processes, and not for engine="compile"; got {fsdp}')
-    if (zero is not None and fsdp > 1) or (zero is None and processes != 1):
-        raise ModelConfigError("zero is a stage (2 or 3) over a number of `processes`, and goes without fsdp")
-    if trl and (compiled or fsdp > 1):
-        raise ModelConfigError('TRL\'s head is estimated without fsdp and with engine="eager"')
 
 
 def _named(config: Any) -> str:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from .fake_step.step import FakeStep
+from .growth import Growth, Unit, growth_of, peak_with, unit_of
 from .layers import LayerRun, shortened
 
 # the first layer differs where nothing before it needs a gradient (LoRA), so one layer says nothing about the others
-_FEWEST = 2
+FEWEST = 2
 
 Run = Callable[[nn.Module, bool], FakeStep]
+
+
+def can_be_short(run: LayerRun) -> bool:
+    """Whether a few of its layers can stand for all: of fewer, all are run."""
+    return run.units > FEWEST + 2
 
 
 @dataclass(frozen=True)
@@ -25,29 +30,25 @@ class Extrapolated:
         step: Its bytes.
         per_layer: What one layer keeps, on average over the runs; 0 where no runs were found.
         alike: Whether further layers were found to add the same; otherwise all layers were run.
+        units: Where each run's layers are in the timelines; not of a run in which they could not be told.
+        base, more: The step of the shortest model, and what is added to it how often.
     """
 
     step: FakeStep
     per_layer: int
     alike: bool
+    units: Mapping[LayerRun, Unit] = field(default_factory=dict, compare=False, repr=False)
+    base: FakeStep | None = field(default=None, compare=False, repr=False)
+    more: Sequence[tuple[Growth, int]] = field(default=(), compare=False, repr=False)
 
 
-@dataclass(frozen=True)
-class Growth:
-    """What one more unit of a run adds, and where in the timeline of the shorter model.
-
-    Args:
-        step: Its bytes.
-        forward: (so many of the last allocations of the forward, bytes that they have on top).
-        backward: (so many of the first ones of the backward, bytes that they have on top).
-    """
-
-    step: FakeStep
-    forward: tuple[int, int]
-    backward: tuple[int, int]
-
-
-def whole_step(model: nn.Module, run: Run, layers: Sequence[LayerRun], alike: bool | None = None) -> Extrapolated:
+def whole_step(
+    model: nn.Module,
+    run: Run,
+    layers: Sequence[LayerRun],
+    alike: bool | None = None,
+    units: Mapping[LayerRun, Unit] | None = None,
+) -> Extrapolated:
     """The bytes of a step of the model, out of models with fewer layers where the layers are of one kind.
 
     What is kept grows along a line. The peak need not: with few layers it may be where none of them counts, in the
@@ -59,62 +60,65 @@ def whole_step(model: nn.Module, run: Run, layers: Sequence[LayerRun], alike: bo
         run: Gives the step of a model; its second argument asks for the roles.
         layers: Its runs of equal layers, under the config that `run` patches with.
         alike: What another batch or config said of this model; None: find out.
+        units: What another batch said of this model and config: then the shortest model is enough, and its second
+            layer says what a further one adds, but not by role.
     """
-    runs = [found for found in layers if found.units > _FEWEST + 2]
+    runs = [found for found in layers if can_be_short(found)]
     if not runs or alike is False:
-        return Extrapolated(run(model, True), 0, False)
-    with shortened(model, dict.fromkeys(runs, _FEWEST)):
+        return _all_run(model, run)
+    with shortened(model, dict.fromkeys(runs, FEWEST)):
         base = run(model, True)
-    growths = {}
+    read_off = _read_off(base, runs, units or {})
+    if read_off is not None:
+        return _whole(base, read_off, units or {})
+    growths: dict[LayerRun, Growth] = {}
+    found_units: dict[LayerRun, Unit] = {}
     for longer in runs:
         one_more = _with(model, runs, longer, 1, run)
         growth = growths[longer] = growth_of(base, one_more)
-        followed = _peak(base, [(growth, 1)]) == one_more.peak
+        unit = unit_of(base, one_more, growth)
+        if unit is not None:
+            found_units[longer] = unit
+        followed = peak_with(base, [(growth, 1)]) == one_more.peak
         if followed and alike:
             continue
         two_more = _with(model, runs, longer, 2, run)
         kept = two_more.kept - one_more.kept == growth.step.kept
-        if not (kept and followed and _peak(base, [(growth, 2)]) == two_more.peak):
-            return Extrapolated(run(model, True), 0, False)
-    return _whole(base, growths)
+        if not (kept and followed and peak_with(base, [(growth, 2)]) == two_more.peak):
+            return _all_run(model, run)
+    return _whole(base, growths, found_units)
 
 
-def _whole(base: FakeStep, growths: Mapping[LayerRun, Growth]) -> Extrapolated:
-    more = [(growth, found.units - _FEWEST) for found, growth in growths.items()]
+def _all_run(model: nn.Module, run: Run) -> Extrapolated:
+    step = run(model, True)
+    return Extrapolated(step, 0, False, base=step)
+
+
+def _read_off(
+    base: FakeStep, runs: Sequence[LayerRun], units: Mapping[LayerRun, Unit]
+) -> dict[LayerRun, Growth] | None:
+    """What a further unit of each run adds; None if that is not known of all of them."""
+    growths: dict[LayerRun, Growth] = {}
+    for run in runs:
+        growth = units[run].growth(base) if run in units else None
+        if growth is None:
+            return None
+        growths[run] = growth
+    return growths
+
+
+def _whole(base: FakeStep, growths: Mapping[LayerRun, Growth], units: Mapping[LayerRun, Unit]) -> Extrapolated:
+    more = [(growth, found.units - FEWEST) for found, growth in growths.items()]
     total = base
     for growth, times in more:
         total = total.plus(growth.step, times)
     count = sum(found.units * found.period for found in growths)
     per_layer = sum(growth.step.kept * found.units for found, growth in growths.items()) // count
-    return Extrapolated(replace(total, peak=_peak(base, more)), per_layer, True)
-
-
-def growth_of(base: FakeStep, longer: FakeStep) -> Growth:
-    step = longer.plus(base, -1)
-    # an autocast holds its casts until the forward has ended
-    at_end = longer.forward[-1] - base.forward[-1]
-    forward = _in_common(reversed(base.forward), reversed(longer.forward), at_end)
-    return Growth(step, (forward, at_end), (_in_common(base.backward, longer.backward, step.kept), step.kept))
-
-
-def _in_common(shorter: Iterable[int], longer: Iterable[int], apart: int) -> int:
-    """How many allocations, from the start, are the same but for `apart` bytes."""
-    return sum(1 for _ in takewhile(lambda pair: pair[1] - pair[0] == apart, zip(shorter, longer, strict=False)))
-
-
-def _peak(base: FakeStep, more: Sequence[tuple[Growth, int]]) -> int:
-    """Of the model with so many further units of each run."""
-    forward = [(reach, times * nbytes) for growth, times in more for reach, nbytes in [growth.forward]]
-    backward = [(reach, times * nbytes) for growth, times in more for reach, nbytes in [growth.backward]]
-    return max(
-        live + sum(nbytes for reach, nbytes in added if position < reach)
-        for series, added in ((reversed(base.forward), forward), (base.backward, backward))
-        for position, live in enumerate(series)
-    )
+    return Extrapolated(replace(total, peak=peak_with(base, more)), per_layer, True, units, base, more)
 
 
 def _with(model: nn.Module, runs: list[LayerRun], longer: LayerRun, more: int, run: Run) -> FakeStep:
-    units = {found: _FEWEST + (more if found is longer else 0) for found in runs}
+    units = {found: FEWEST + (more if found is longer else 0) for found in runs}
     with shortened(model, units):
         # the roles need two sizes
         return run(model, more == 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +38,11 @@ class LayerRun:
     @property
     def units(self) -> int:
         """Repetitions in the run."""
-        return (self.count - self.prefix) // self.period
+        return self.units_of(range(self.count))
+
+    def units_of(self, layers: Any) -> int:
+        """Repetitions in so many layers of the list."""
+        return (len(layers) - self.prefix) // self.period
 
 
 def find_runs(model: nn.Module, config: CompressionConfig | None = None) -> list[LayerRun]:
@@ -123,13 +127,21 @@ def _attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 
 @contextmanager
-def shortened(model: nn.Module, units: dict[LayerRun, int]) -> Iterator[None]:
-    """While the block runs, each list has so many units of its run, from the start."""
-    before = {run: model.get_submodule(run.name) for run in units}
+def shortened(
+    model: nn.Module, units: Mapping[LayerRun, int], lists: Mapping[LayerRun, Any] | None = None
+) -> Iterator[None]:
+    """While the block runs, each list has so many units of its run, from the start.
+
+    Args:
+        model: The model.
+        units: By run.
+        lists: By run, where the model itself has been shortened already: its lists from before.
+    """
+    before: dict[LayerRun, Any] = {run: model.get_submodule(run.name) for run in units}
     try:
         for run, count in units.items():
-            whole: Any = before[run]
-            _set(model, run.name, nn.ModuleList(list(whole)[: run.prefix + count * run.period]))
+            layers = list((lists or before)[run])[: run.prefix + count * run.period]
+            _set(model, run.name, nn.ModuleList(layers))
         yield
     finally:
         for run, whole in before.items():

@@ -16,6 +16,11 @@ from .optimizers import OptimizerRule
 # an allowance and no measurement: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
 CONTEXT_BYTES = 640 * 2**20
 
+# `gradient_as_bucket_view` is off by default, in torch and in accelerate; torch's documentation says what that costs
+DDP_NOTE = (
+    "the buckets of DistributedDataParallel are a second copy of all gradients; gradient_as_bucket_view=True saves that"
+)
+
 
 class States(NamedTuple):
     """Bytes on one of the processes.
@@ -52,6 +57,11 @@ def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> Stat
         sum(setting.rounded(size) for p in trained for size in rule.states(p)),
         sum(map(setting.rounded, rule.step(trained, setting.cuda))),
     )
+
+
+def in_buckets(states: States) -> States:
+    """Under DistributedDataParallel, which copies each gradient into a bucket and reduces that."""
+    return states._replace(gradients=2 * states.gradients)
 
 
 def context_bytes(setting: Setting) -> int:

@@ -32,7 +32,7 @@ _VARIED = frozenset({Role.NORM, Role.ACTIVATION, Role.GATED_MLP, Role.LINEAR, Ro
 
 @dataclass(frozen=True)
 class CalibrationRow(Sensitivity):
-    """What was measured of one role in one layer, and the bits that it gets."""
+    """The measurement of one role in one layer, and the bits that it gets."""
 
     bits: int = 0
 
@@ -118,7 +118,7 @@ def _calibration(groups: tuple[Sensitivity, ...], widths: list[int], config: Com
 
 
 def codec_name(bits: int) -> str:
-    """The codec that a width stands for: the channels with the largest values are kept apart."""
+    """The codec of a width. It stores the channels with the largest values apart."""
     return f"int{bits}_outliers"
 
 

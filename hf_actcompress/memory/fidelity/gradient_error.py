@@ -102,7 +102,7 @@ class FidelityComparison(Report):
         figure = new_figure("FidelityComparison.plot", figsize=(7, 4.5))
         axes = figure.add_subplot()
         for report in self.reports:
-            # a log axis has no zero: what is exact to the last bit is drawn at the bottom
+            # a log axis has no zero: a preset without any error is drawn at the bottom
             x, y = report.kept_bytes / report.stock_bytes, max(report.relative_error, 1e-8)
             axes.plot(x, y, "o")
             axes.annotate(report.preset, (x, y), textcoords="offset points", xytext=(5, 3))
@@ -152,7 +152,7 @@ def fidelity_report(
             if asked.refresh_bits and patched_root is not None:
                 patched_root.measure_bits_next()
             if asked.gradient_norms or asked.refresh_bits:
-                # the samples as they are met in a later epoch, with what was learnt of them at these very weights
+                # as in a later epoch: the samples are known, with gradient norms of exactly these weights
                 gradients(model, inputs)
             draws.append(gradients(model, inputs))
         kept = _kept(model, inputs)

@@ -1,4 +1,4 @@
-"""What a user can still turn off, with the bytes that this model and batch showed."""
+"""What a user can still turn off, with the bytes that it takes for this model and batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _cache(model: nn.Module, batch: dict[str, Any], seen: SavedTensors, run: Run) -> Iterator[Advice]:
-    """Measured by running without it."""
+    """The bytes of the cache, measured by a forward without it."""
     if not getattr(_config(model), "use_cache", False) or batch.get("use_cache") is False:
         return
     yield Advice(
@@ -61,7 +61,7 @@ def _attention(model: nn.Module, seen: SavedTensors, roles: dict[str, Role]) -> 
     eager = getattr(_config(model), "_attn_implementation", None) == "eager"
     masks = [t for t in inside if not t.call and t.nbytes == t.dtype.itemsize * t.shape[0] * t.shape[2] * t.shape[3]]
     if len(masks) > 1 and not eager:
-        # one is needed
+        # one mask is needed
         yield Advice(
             "each layer keeps a copy of the padding mask",
             sum(t.nbytes for t in masks) - max(t.nbytes for t in masks),

@@ -74,7 +74,7 @@ def trace(fn: Callable[[], Any]) -> AllocatorTrace:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """No garbage at the start, no collection at a moment of the interpreter's choice."""
+    """Garbage is collected before the block runs, and the interpreter collects none while it runs."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -126,7 +126,7 @@ def allocator_events(profiler: Any, kind: str = "cpu") -> tuple[list[Allocation]
 
 
 def running_sums(allocations: list[Allocation]) -> Iterator[int]:
-    """Bytes that are held after each event, of blocks that were allocated in it."""
+    """Bytes that are held after each event, in blocks that were allocated during the trace."""
     net = 0
     live: dict[int, int] = {}
     for _, address, size in allocations:
@@ -134,7 +134,7 @@ def running_sums(allocations: list[Allocation]) -> Iterator[int]:
             live[address] = size
             net += size
         else:
-            # torch remembers sizes by address across traces: a block of before, freed now at an address that an
+            # torch remembers sizes by address across traces: an older block, freed now at an address that an
             # earlier trace saw, is reported with that trace's size, and otherwise not at all. so neither is counted
             net -= live.pop(address, 0)
         yield net

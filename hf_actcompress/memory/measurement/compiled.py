@@ -37,7 +37,7 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
 
 
 class Names:
-    """Which module reads each tensor that has left a compiled forward, as long as the tensor is there."""
+    """For each living tensor that has left a compiled forward, the module that reads it."""
 
     def __init__(self) -> None:
         self._modules: dict[int, tuple[str, weakref.ref[Any]]] = {}
@@ -55,7 +55,7 @@ class Names:
             del self._modules[key]
 
     def module_of(self, x: Tensor) -> str | None:
-        """None: it has left no compiled forward."""
+        """The module that reads x; None if x has left no compiled forward."""
         return self._modules.get(x.untyped_storage()._cdata, (None, None))[0]
 
 
@@ -86,7 +86,7 @@ def of_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def calls_exchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While the block runs, these modules are not compiled, or as somebody inside sees to it."""
+    """While the block runs, these modules are not compiled, unless the block exchanges their calls."""
     before = [(module, module.__dict__.get(CALL)) for module in modules]
     try:
         for module, _ in before:

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...config import CompressionConfig, resolve
-from ...models import find_site
+from ...models import Site, find_site
 from ...models.probe import answers_kept
 from ...models.root import root_of
-from ...models.sites import Declined
 from ...patching import patch_model, unpatch_model
 from ...roles import Role
 from .advice import advise
@@ -71,7 +70,7 @@ def memory_report(
         unpatch_model(model)
         roles = module_roles(model, asked)
         stock = run()
-    # the advice is for the model as it came: the context above has restored it
+    # the advice is for the model as the user gave it, which the context above has restored
     with patch_restored(model), training_forward(model):
         advice = advise(model, inputs, before or stock, roles, run)
     return _report(stock, patched, roles, advice)
@@ -89,7 +88,7 @@ def _run(model: nn.Module, compiled: list[nn.Module], inputs: dict[str, Any], **
     with calls_exchanged(compiled), torch.no_grad():
         eager = saved_tensors(model, forward, loss_of, before)
     with watched(model, compiled) as names:
-        # what is traced is traced here, without our hooks
+        # tracing happens here, where our hooks are not on
         forward()
         inside = {module for outer in compiled for module in outer.modules()}
         found = saved_tensors(
@@ -109,10 +108,10 @@ def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, Role]
     roles = {}
     for name, module in model.named_modules():
         found = sites[name]
-        if found is not None:
-            roles[name] = found.role if isinstance(found, Declined) else found.settings.role
-        else:
-            roles[name] = _role_by_type(name, module)
+        role = found.settings.role if isinstance(found, Site) else getattr(found, "role", None)
+        # what is asked of a layer as a whole says nothing of the tensors that its own code keeps
+        whole = role in (Role.CHECKPOINT_INPUT, Role.TOKENS)
+        roles[name] = _role_by_type(name, module) if role is None or whole else role
     return roles
 
 

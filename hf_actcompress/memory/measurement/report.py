@@ -1,4 +1,4 @@
-"""What a memory report holds, and how it is shown."""
+"""The contents of a memory report, and how it is shown."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that the user can still turn off, as the model was when the report was asked for.
+    """Something that the user can still turn off, in the state in which the model was reported.
 
     Args:
         what: What is kept or held.

@@ -1,4 +1,4 @@
-"""A look at a model that leaves no trace: classes, forwards, modes, buffers and RNG come back as they were."""
+"""Measurements that leave a model unchanged: classes, forwards, modes, buffers and random states are restored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PATCH_KEYS = (
 
 @contextmanager
 def patch_restored(model: nn.Module) -> Iterator[None]:
-    """However the model is patched or unpatched inside, afterwards it is what it was, object by object."""
+    """However the block patches or unpatches the model, afterwards each object is what it was before."""
     modules = [
         (module, type(module), {key: module.__dict__[key] for key in _PATCH_KEYS if key in module.__dict__})
         for module in model.modules()
@@ -50,7 +50,7 @@ def _roots(model: nn.Module) -> list[PatchedForward]:
 
 @contextmanager
 def draws_restored(model: nn.Module) -> Iterator[None]:
-    """What stochastic codecs draw inside leaves no trace in the model's generators, nor in those of the process."""
+    """Draws of stochastic codecs in the block change neither the model's generators nor those of the process."""
     of_model = {id(root.generators): root.generators for root in _roots(model)}
     with ExitStack() as stack:
         stack.enter_context(codecs_undisturbed())
@@ -61,7 +61,7 @@ def draws_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def training_forward(model: nn.Module) -> Iterator[None]:
-    """Train mode and grad inside; afterwards every module's mode, buffers and the generators are as before."""
+    """The block runs in train mode with gradients; afterwards modes, buffers and generators are restored."""
     modes = [(module, module.training) for module in model.modules()]
     buffers: list[tuple[Any, Any]] = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}

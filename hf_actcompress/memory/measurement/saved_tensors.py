@@ -1,4 +1,4 @@
-"""Who keeps what: every tensor that autograd saves in one forward, and the module that was running."""
+"""Which module keeps what: every tensor that autograd saves in one forward, and the module that was running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...records import current, hooks_outside, storage_sizes, storages_of
 from .compiled import CALL, calls_exchanged
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
-# where hooks of our own are, which stand between an op and these
+# the files with hooks of our own, which stand between an op and these hooks
 _HOOKS = hooks_outside.__module__.rpartition(".")[0]
 
 
@@ -76,7 +76,7 @@ class _Packed:
     __slots__ = ("__weakref__", "call", "module", "tensor")
 
     def __init__(self, x: Tensor, module: str, call: str) -> None:
-        # without its graph, which may hold this
+        # an alias without its graph, which may hold this object
         self.tensor, self.module, self.call = x.detach() if x.requires_grad else x, module, call
 
 
@@ -97,7 +97,7 @@ class _Collector:
         self.layers = set(layer_names(model))
         self.names = {module: name for name, module in model.named_modules() if module not in left_out}
         self.thread = threading.get_ident()
-        # of storages that are saved next: who keeps them
+        # for storages that are saved next: the module that keeps them
         self.keepers: dict[int, str] = {}
         self.is_idle = False
 
@@ -134,7 +134,7 @@ class _Collector:
         return ".".join(filter(None, (self.stack[-1], module)))
 
     def pack(self, x: Tensor) -> _Packed:
-        # whoever calls the op is one frame up, or above the hooks of this package: a dropout that is no module shows
+        # the caller of the op is one frame up, or above the hooks of this package: so dropout without a module is found
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
             frame = frame.f_back
@@ -166,7 +166,7 @@ class _Collector:
             self.seen.hidden_from_view = True
 
     def _is_hidden(self) -> bool:
-        """Whether somebody else gets what is saved now."""
+        """Whether other hooks get what is saved now."""
         top = hooks_outside()
         return top is None or top[0] != self.pack
 
@@ -220,7 +220,7 @@ def _noted_calls(collector: _Collector) -> Iterator[None]:
 
 
 def storages(tensors: Iterable[Any]) -> set[int]:
-    """Which storages these tensors have."""
+    """The storages of these tensors."""
     return set(storage_sizes(tensors))
 
 

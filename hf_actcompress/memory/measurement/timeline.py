@@ -47,12 +47,12 @@ class MemoryTimeline(Report):
 
     @property
     def kept_bytes(self) -> int:
-        """Held when the backward began: what the forward kept for it, its outputs and the loss."""
+        """Bytes held when the backward began: what the forward kept for it, its outputs and the loss."""
         return self.at(self.backward[0]) if self.backward is not None else 0
 
     @property
     def left_bytes(self) -> int:
-        """Held at the end: gradients or optimizer states that did not exist before."""
+        """Bytes held at the end: gradients or optimizer states that did not exist before."""
         return self.bytes[-1] if self.bytes else 0
 
     def at(self, seconds: float) -> int:
@@ -61,7 +61,7 @@ class MemoryTimeline(Report):
         return self.bytes[events - 1] if events else 0
 
     def derived(self) -> dict[str, Any]:
-        """What follows from the events."""
+        """The figures that follow from the events."""
         return {"peak_bytes": self.peak_bytes, "kept_bytes": self.kept_bytes, "left_bytes": self.left_bytes}
 
     def __str__(self) -> str:

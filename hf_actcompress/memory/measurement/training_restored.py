@@ -1,4 +1,4 @@
-"""Training steps that leave no trace: weights, gradients, optimizer, buffers, modes and generators come back."""
+"""Training steps after which weights, gradients, optimizer, buffers, modes and generators are restored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Undo = Callable[[], None]
 
 @contextmanager
 def training_restored(model: nn.Module, optimizer: Any = None) -> Iterator[Callable[[], None]]:
-    """However a model is trained inside, afterwards it is what it was, tensor object by tensor object.
+    """However the block trains the model, afterwards each tensor object is what it was before.
 
     What can change is copied to host memory: trainable parameters, buffers, gradients and the optimizer's states.
 

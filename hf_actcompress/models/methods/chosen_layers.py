@@ -18,8 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...config import CompressionConfig
 from ...errors import UnsupportedModelError
-from ...modules.base import Settings, stock_type
-from ...modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointInputMixin
+from ...modules.base import stock_type
+from ...modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointInputMixin, CheckpointSettings
 from ...ops.methods.chosen_rows import chosen_rows, merged_rows
 from ...private_apis import FakeTensor
 from ...roles import Role
@@ -35,7 +35,7 @@ _TOLERANCE = 0.02
 
 
 class ChosenTokensMixin(CheckpointInputMixin):
-    """A layer that computes gradients for the chosen tokens. Options: as those of `CheckpointInputMixin`."""
+    """A layer that computes gradients for the chosen tokens."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and self.actcompress is not None:
@@ -155,8 +155,7 @@ def find_chosen_tokens(layer: nn.Module, config: CompressionConfig) -> Site | No
     if config.tokens == 1 or not isinstance(layer, GradientCheckpointingLayer):
         return None
     site = find_checkpoint_input(layer, config)
-    settings = (
-        Settings(Role.TOKENS, options=(layer.__dict__.get(CHECKPOINT_FUNCTION),)) if site is None else site.settings
-    )
+    function = layer.__dict__.get(CHECKPOINT_FUNCTION)
+    settings = CheckpointSettings(Role.TOKENS, function=function) if site is None else site.settings
     choice = config.token_choice if isinstance(config.token_choice, str) else "a function"
-    return Site(ChosenTokensMixin, replace(settings, role=Role.TOKENS, variant=choice))
+    return Site(ChosenTokensMixin, replace(settings, role=Role.TOKENS, kind=choice))

@@ -17,32 +17,32 @@ class RMSNormOutputFunction(torch.autograd.Function):
     """Variant "output": keeps y and rstd."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, variant: str) -> Tensor:
-        y, rstd = implementation("rms_norm_fwd", x, variant)(x, weight, eps, variant)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, formula: str) -> Tensor:
+        y, rstd = implementation("rms_norm_fwd", x, formula)(x, weight, eps, formula)
         save(ctx, keep_output(y), stored_exact(rstd), parameter(weight) if weight is not None else None)
-        ctx.variant, ctx.x_dtype = variant, x.dtype
+        ctx.formula, ctx.x_dtype = formula, x.dtype
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         y, rstd, weight = load(ctx, dy)
-        dx, dweight = implementation("rms_norm_output_bwd", dy, ctx.variant)(
-            dy, y, weight, rstd, ctx.variant, ctx.needs_input_grad[:2]
+        dx, dweight = implementation("rms_norm_output_bwd", dy, ctx.formula)(
+            dy, y, weight, rstd, ctx.formula, ctx.needs_input_grad[:2]
         )
         return dx.to(ctx.x_dtype) if dx is not None else None, dweight, None, None
 
 
-def rms_norm_output(x: Tensor, weight: Tensor | None, eps: float, variant: str = "weight_after_cast") -> Tensor:
+def rms_norm_output(x: Tensor, weight: Tensor | None, eps: float, formula: str = "weight_after_cast") -> Tensor:
     """RMSNorm over the last dimension whose backward starts from the output.
 
-    Ask ``rms_norm_output_reasons(weight, variant)`` first: a channel with a tiny gain cannot be inverted.
+    Ask ``rms_norm_output_reasons(weight, formula)`` first: a channel with a tiny gain cannot be inverted.
 
     Args:
         x: ``[..., C]``, floating point.
         weight: ``[C]`` or None.
         eps: Added to the mean square.
-        variant: A row of ``reference.RMS_NORM_VARIANTS``.
+        formula: A row of ``reference.RMS_NORM_FORMULAS``.
 
     Returns:
         ``[..., C]``, equal to the stock module's. It must not be written in place before backward.
@@ -57,5 +57,5 @@ def rms_norm_output(x: Tensor, weight: Tensor | None, eps: float, variant: str =
     Source:
         Tempo's LayerNorm (arXiv 2210.10246), for RMSNorm.
     """
-    y: Tensor = applied(RMSNormOutputFunction, x, weight, eps, variant)
+    y: Tensor = applied(RMSNormOutputFunction, x, weight, eps, formula)
     return y

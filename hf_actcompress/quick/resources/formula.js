@@ -103,7 +103,9 @@ function variantOf(data, values) {
 
 function sizesOf(fields, values) {
   const found = Object.fromEntries(Object.entries(fields).map(([size, field]) => [size, value(values, field)]));
-  for (const size of Object.keys(fields).filter((name) => !["ffn", "head", "kv_heads"].includes(name))) {
+  for (const size of Object.keys(fields)) {
+    const leftOut = (found[size] ?? null) === null && ["ffn", "head", "kv_heads"].includes(size);
+    if (leftOut) continue;
     if (!Number.isInteger(found[size]) || found[size] < 1) {
       throw new Error(`The config has no ${fields[size]} above 0: ${found[size]}`);
     }

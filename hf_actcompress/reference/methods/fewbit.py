@@ -61,14 +61,12 @@ def fewbit_codes(
     elif kind in UNBOUNDED:
         slope = activation_bwd(torch.ones_like(x), x, kind, options)
         scale = _row_maximum(slope).div_(2**bits - 1)
-        # a row of zeros: any divisor will do. inf / inf: the code of the largest, whose slope is inf again
-        codes = (slope / scale.clamp(min=torch.finfo(scale.dtype).tiny)).round_().nan_to_num_(2**bits - 1)
+        # a row of zeros: any factor will do. inf * 0: the code of the largest, whose slope is inf again
+        reciprocal = scale.clamp(min=torch.finfo(scale.dtype).tiny).reciprocal()
+        codes = (slope * reciprocal).round_().nan_to_num_(2**bits - 1)
     else:
         scale = _one_or_nan(x, kind, options)
-        if method == "values":
-            codes = _value_codes(activation_bwd(torch.ones_like(x), x, kind, options), kind, bits)
-        else:
-            codes = _step_codes(x, kind, options, bits, method)
+        codes = unpacked_codes(x, kind, options, bits, method)
     return pack_codes(codes.to(torch.uint8), stored), scale
 
 
@@ -103,6 +101,13 @@ def _row_maximum(slope: Tensor) -> Tensor:
     if slope.numel() == 0 or slope.dim() == 0:
         return slope.new_zeros(slope.shape[:-1] + (1,)) if slope.dim() else slope.clone()
     return slope.amax(-1, keepdim=True)
+
+
+def unpacked_codes(x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str) -> Tensor:
+    """A number per element of x, fp32 or fp64, for kinds whose f' takes many values within bounds."""
+    if method == "values":
+        return _value_codes(activation_bwd(torch.ones_like(x), x, kind, options), kind, bits)
+    return _step_codes(x, kind, options, bits, method)
 
 
 def _value_codes(slope: Tensor, kind: str, bits: int) -> Tensor:

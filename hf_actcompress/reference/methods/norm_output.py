@@ -29,9 +29,9 @@ def layer_norm_output_reasons(weight: Tensor | None, bias: Tensor | None) -> lis
     return reasons
 
 
-def rms_norm_output_reasons(weight: Tensor | None, variant: str) -> list[str]:
-    """The same for an RMSNorm; `variant` is a row of `RMS_NORM_VARIANTS`."""
-    if weight is not None and variant == "one_plus_weight":
+def rms_norm_output_reasons(weight: Tensor | None, formula: str) -> list[str]:
+    """The same for an RMSNorm; `formula` is a row of `RMS_NORM_FORMULAS`."""
+    if weight is not None and formula == "one_plus_weight":
         weight = 1.0 + weight.detach()
     return _gain_reasons(weight)
 
@@ -70,12 +70,12 @@ def layer_norm_output_bwd(
 
 
 def rms_norm_output_bwd(
-    dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, variant: str, needed: tuple[bool, bool]
+    dy: Tensor, y: Tensor, weight: Tensor | None, rstd: Tensor, formula: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx like y and dweight [C], from y [..., C] and rstd [..., 1]; those not `needed` are None."""
     dy32, gain = _wide(dy), None
     if weight is not None:
-        gain = 1.0 + _wide(weight) if variant == "one_plus_weight" else _wide(weight)
+        gain = 1.0 + _wide(weight) if formula == "one_plus_weight" else _wide(weight)
     normed = _normed(_wide(y), gain)
     dx = dweight = None
     if needed[1] and weight is not None:

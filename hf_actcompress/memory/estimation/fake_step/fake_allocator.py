@@ -96,7 +96,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap each of the calls below, to keep a compiler out that is not there
+        # torch would wrap each call below to hide it from a compiler, which is never active here
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

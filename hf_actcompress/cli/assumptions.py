@@ -1,0 +1,40 @@
+"""All that figures depend on beside the model, in one line: what each command prints of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+
+def assumed(options: Mapping[str, Any], batch_size: int, seq_len: int, dtypes: Iterable[str]) -> str:
+    """The line.
+
+    Args:
+        options: Of `Estimates`; what is left out has its default.
+        batch_size, seq_len: Of the batch.
+        dtypes: Of the weights; none: those that the config has.
+    """
+    said = {"target_len": None, "zero": None, "processes": 1, "fsdp": 1, "trl": False, "engine": "eager", **options}
+    return ", ".join(_parts(said, f"{batch_size} x {seq_len}", "/".join(dtypes)))
+
+
+def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
+    yield f"batch {batch} without padding"
+    if said["target_len"]:
+        yield f"labels of {said['target_len']}"
+    quantization = f" with {said['quantization']}" if said["quantization"] else ""
+    yield f"weights {dtypes or 'as the config has them'}{quantization}"
+    yield f"autocast {said['autocast']}" if said["autocast"] and not said["zero"] else "no autocast"
+    rank = said["lora"]
+    if rank:
+        yield f"LoRA {'of the default rank' if rank is True else f'of rank {rank}'} on all linear layers"
+    else:
+        yield "all weights trained"
+    yield said["optimizer"]
+    yield f"engine {said['engine']}"
+    yield "the loss of TRL's fused head" if said["trl"] else "the model's own loss (--trl: that of TRL's trainers)"
+    if said["fsdp"] > 1:
+        yield f"one of {said['fsdp']} processes under FSDP2"
+    if said["processes"] > 1:
+        yield f"one of {said['processes']} under {'ZeRO-' + str(said['zero']) if said['zero'] else 'DDP'}"
+    yield "CUDA's fused attention" if said["device"] == "cuda" else "a CPU's attention"

@@ -1,0 +1,34 @@
+"""Of options that need or exclude each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...errors import ModelConfigError, UnknownOptionError
+from ..measurement.compiled import compiled_modules, uncompiled
+from .assembly import ENGINES
+
+DEVICES = ("cuda", "cpu")
+
+
+def is_compiled(model: Any, device: str, engine: str | None) -> bool:
+    """Whether it is estimated as a compiled model; raises for a device or an engine that nobody knows."""
+    if device not in DEVICES:
+        raise UnknownOptionError("device", device, DEVICES)
+    if engine is None:
+        return isinstance(model, nn.Module) and compiled_modules(model) == [uncompiled(model)]
+    if engine not in ENGINES:
+        raise UnknownOptionError("engine", engine, ENGINES)
+    return engine == "compile"
+
+
+def check_processes(compiled: bool, fsdp: int, zero: int | None, processes: int, trl: bool) -> None:
+    """Raise ModelConfigError for a division among processes that there is not."""
+    if fsdp < 1 or (fsdp > 1 and compiled):
+        raise ModelConfigError(f'fsdp is a number of processes, and not for engine="compile"; got {fsdp}')
+    if processes < 1 or (fsdp > 1 and (zero is not None or processes > 1)):
+        raise ModelConfigError("processes is a number of them, with or without zero (stage 2 or 3) and without fsdp")
+    if trl and (compiled or fsdp > 1):
+        raise ModelConfigError('TRL\'s head is estimated without fsdp and with engine="eager"')

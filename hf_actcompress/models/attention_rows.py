@@ -1,0 +1,144 @@
+"""Eager attention some rows of queries at a time: the stock forward, which is made to find our function.
+
+The forward of an attention module looks `eager_attention_forward` up among the globals of its modeling file: Gemma 2's
+has a softcap, gpt-oss's has sinks. A patched one runs a copy of that forward (see copies.py). The function that it
+finds runs the file's own one for some queries, and all keys and values, at a time, where the model was given a mask
+that need not be made (see packed_masks.py). All other calls are stock's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..codecs import IDENTITY
+from ..modules.base import has_hooks, is_sharded, recording, settings_of, stock_type
+from ..private_apis import without_dispatch_modes
+from ..roles import Role
+from .copies import GlobalsCopy, global_names
+from .eager_attention import eager_function_of
+from .probe import REFUSALS, undisturbed
+
+NAME = "eager_attention_forward"
+_Eager = Callable[..., tuple[Tensor, Tensor | None]]
+# of a probe's attention: tokens, those of them in one block, width of a head
+_TOKENS, _ROWS, _WIDTH = 7, 3, 16
+
+
+@cache
+def calls_interface(stock_class: Any) -> bool:
+    """Whether the class's forward asks transformers' attention interface for a function."""
+    inner = inspect.unwrap(stock_class.forward)
+    return inspect.isfunction(inner) and "ALL_ATTENTION_FUNCTIONS" in global_names(inner.__code__)
+
+
+@cache
+def copy_in_rows(stock_class: Any) -> GlobalsCopy | None:
+    """A copy of the class's forward that finds our function; None where it looks for none."""
+    function = eager_function_of(stock_class)
+    if not calls_interface(stock_class) or not isinstance(function, FunctionType):
+        return None
+    if inspect.unwrap(stock_class.forward).__globals__.get(NAME) is not function:
+        return None
+    try:
+        return GlobalsCopy(stock_class.forward, {NAME: _ours(function)})
+    except ValueError:
+        return None
+
+
+def goes_in_rows(module: Any) -> bool:
+    """Whether attention of a module goes some rows of queries at a time where its mask need not be made."""
+    settings, kind = settings_of(module), cast(Any, stock_type(module))
+    found = copy_in_rows(kind)
+    if settings is None or settings.role != Role.SELECTIVE or found is None or not found.is_of(kind):
+        return False
+    # a hook may ask for the probabilities
+    plain = not has_hooks(module) and not is_sharded(module) and not getattr(module, "attention_dropout", 1)
+    return plain and _has_apart_rows(module)
+
+
+def _ours(stock: _Eager) -> _Eager:
+    def eager_attention_forward(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if not isinstance(attention_mask, ops.PackedMask):
+            return stock(module, query, key, value, attention_mask, **kwargs)
+        own = ops.OwnWeights(module, children=False)
+        shape = attention_mask.shape[0], attention_mask.shape[-1]
+        fits = all((x.size(0), x.size(2)) == shape for x in (query, key, value))
+        plain = not torch.is_grad_enabled() or recording(query, key, value, *own.tensors)
+        read = _read(stock, kwargs)
+        if not fits or not plain or read is None or kwargs.get("dropout"):
+            return stock(module, query, key, value, attention_mask.values(), **kwargs)
+        settings = settings_of(module)
+        attend = partial(_of_rows, stock, module, read)
+        codec = IDENTITY if settings is None else settings.codec
+        return ops.attention_rows(attend, attention_mask, query, key, value, own, codec=codec), None
+
+    return eager_attention_forward
+
+
+def _of_rows(
+    stock: _Eager, module: nn.Module, kwargs: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor
+) -> Tensor:
+    return stock(module, q, k, v, mask, **kwargs)[0]
+
+
+def _read(stock: _Eager, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The keywords that the function reads; None if one of them is a tensor.
+
+    Positions and sinks are handed to all of these functions, and most read neither.
+    """
+    named, reads_others = _parameters(stock)
+    read = {name: x for name, x in kwargs.items() if reads_others or name in named}
+    return None if any(isinstance(x, Tensor) for x in read.values()) else read
+
+
+@cache
+def _parameters(stock: _Eager) -> tuple[frozenset[str], bool]:
+    """Their names, and whether the function reads the keywords that it has no name for."""
+    parameters = inspect.signature(stock).parameters
+    others = next((p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+    return frozenset(parameters), any(step.argval == others for step in dis.get_instructions(stock))
+
+
+# by the class: a config's other values decide about sizes and constants
+_apart: dict[type, bool] = {}
+
+
+def _has_apart_rows(module: Any) -> bool:
+    """Whether each row of queries gets the same among some others as among all, by a small example."""
+    kind = stock_type(module)
+    if kind not in _apart:
+        try:
+            with torch.device("cpu"), without_dispatch_modes():
+                _apart[kind] = _are_apart(module, eager_function_of(kind))
+        except REFUSALS:
+            _apart[kind] = False
+    return _apart[kind]
+
+
+def _are_apart(module: Any, stock: _Eager | None) -> bool:
+    heads, groups = module.config.num_attention_heads, getattr(module, "num_key_value_groups", 1)
+    assert stock is not None
+    generator = torch.Generator().manual_seed(0)
+    normal = partial(torch.randn, generator=generator)
+    probe = copy.copy(module)
+    probe._parameters = {name: None if p is None else normal(p.shape) for name, p in module._parameters.items()}
+    q = normal(2, heads, _TOKENS, _WIDTH)
+    k, v = (normal(2, heads // groups, _TOKENS, _WIDTH) for _ in range(2))
+    mask = torch.where(normal(2, 1, _TOKENS, _TOKENS) > 0, 0.0, torch.finfo(torch.float32).min)
+    blocks = (slice(start, start + _ROWS) for start in range(0, _TOKENS, _ROWS))
+    with undisturbed():
+        whole = stock(probe, q, k, v, mask, scaling=0.25, dropout=0.0)[0]
+        parts = [stock(probe, q[:, :, i], k, v, mask[:, :, i], scaling=0.25, dropout=0.0)[0] for i in blocks]
+    return bool(torch.allclose(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6))

@@ -1,0 +1,131 @@
+"""Attention of a model's own making (a softcap, sinks), some rows of queries at a time: nothing of T x T is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codecs import IDENTITY, Codec
+from ..records import applied, load, save, stored_exact, whole_record_of
+from ..reference.mask_rows import MaskRows
+from ..reference.tiles import tiles
+from .autocast import SameAutocast
+from .first_order import once_differentiable
+from .own_weights import OwnWeights, alias
+from .packed_mask import PackedMask
+from .region import result_in_region
+
+# stock's call for some rows of queries, all keys and values, and the rows of the mask: [B, rows, H, D]
+_Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# queries of one call at most and at least, and scores of all heads between them
+_MOST, _LEAST, _SCORES = 256, 32, 2**23
+
+
+class AttentionRowsFunction(torch.autograd.Function):
+    """Variant "rows": keeps q, k and v; each block of queries runs again in backward, and is differentiated there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, attend: _Attend, mask: PackedMask, step: int, q: Tensor, k: Tensor, v: Tensor, codec: Codec,
+        own: OwnWeights | None, *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
+        (out,) = result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))
+        bounds = mask.bounds()
+        records = [whole_record_of(x, codec) for x in (q, k, v)]
+        save(ctx, *records, None if bounds is None else stored_exact(bounds), *map(stored_exact, weights))
+        ctx.attend, ctx.own = SameAutocast(attend, q), own
+        ctx.mask, ctx.step = (mask.sequences, mask.window, mask.dtype), step
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bounds, *weights = load(ctx, dout)
+        needed = (*ctx.needs_input_grad[3:6], *ctx.needs_input_grad[8:])
+        sequences, window, dtype = ctx.mask
+        mask = MaskRows(sequences, window, dtype, bounds, q.device)
+        dq = torch.empty_like(q) if needed[0] else None
+        # all blocks add to these
+        sums = [_zeros(x) if wanted else None for x, wanted in zip((k, v, *weights), needed[1:], strict=True)]
+        for rows in tiles(q, ctx.step):
+            leaves = [alias(x, wanted) for x, wanted in zip((q[:, :, rows], k, v, *weights), needed, strict=True)]
+            with torch.enable_grad(), ctx.own.read_as(leaves[3:]) if ctx.own is not None else nullcontext():
+                out = ctx.attend(*leaves[:3], mask(rows.start, rows.stop))
+            found = torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout[:, rows], allow_unused=True)
+            del out
+            grads = iter(found)
+            if dq is not None:
+                dq[:, :, rows] = next(grads)
+            for total in sums:
+                if total is not None and (grad := next(grads)) is not None:
+                    total.add_(grad)
+        like = (k, v, *weights)
+        dk, dv, *dweights = (None if s is None else s.to(x.dtype) for s, x in zip(sums, like, strict=True))
+        return None, None, None, dq, dk, dv, None, None, *dweights
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def _rows_at_a_time(q: Tensor, k: Tensor) -> int:
+    scores = q.size(0) * q.size(1) * k.size(2)
+    return min(_MOST, max(_LEAST, _SCORES // scores // _LEAST * _LEAST))
+
+
+@torch.no_grad()
+def _in_rows(attend: _Attend, mask: PackedMask, step: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, T, H, Dv], contiguous."""
+    out: Tensor | None = None
+    mask_rows = mask.rows()
+    for rows in tiles(q, step):
+        part = attend(q[:, :, rows], k, v, mask_rows(rows.start, rows.stop))
+        if out is None:
+            out = part.new_empty(q.size(0), q.size(2), *part.shape[2:])
+        out[:, rows] = part
+    assert out is not None
+    return out
+
+
+def attention_rows(
+    attend: _Attend,
+    mask: PackedMask,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    own: OwnWeights | None = None,
+    *,
+    step: int | None = None,
+    codec: Codec = IDENTITY,
+) -> Tensor:
+    """``attend(q, k, v, mask)`` where no row of queries looks at another one, some of them at a time.
+
+    Args:
+        attend: Stock's attention, which takes k and v with their own heads and an additive mask.
+        mask: Which tokens see which. Its values are made for the rows that are computed.
+        q: ``[B, H, T, D]``.
+        k, v: ``[B, Hkv, T, D]``.
+        own: The weights that `attend` reads beside them: gpt-oss's sinks.
+        step: How many queries at a time; None: by the size of their scores.
+        codec: How q, k and v are stored.
+
+    Returns:
+        ``[B, T, H, D]``.
+
+    Saves:
+        q, k and v, and of the mask where the sequences are: no scores, no probabilities, no mask.
+
+    Gradient:
+        Exact: of each block by stock's own ops; the sums over blocks are in fp32. Of the first order.
+    """
+    tensors = () if own is None else tuple(own.tensors)
+    step = step or _rows_at_a_time(q, k)
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v, *tensors)):
+        # also the first run of a layer that is checkpointed by reentering autograd
+        return result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))[0]
+    out: Tensor = applied(AttentionRowsFunction, attend, mask, step, q, k, v, codec, own, *tensors)
+    return out

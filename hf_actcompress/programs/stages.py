@@ -1,0 +1,158 @@
+"""The backward of a program in stages, between which autograd's engine adds up the gradients of weights.
+
+A Function returns all of its gradients at once, so a program would hold those of all its weights at once. In a first
+backward they stay anyway, and nothing is lost. In the next one of an accumulation, or where a hook uses up each
+gradient as soon as it is there (an optimizer inside of the backward), stock holds one at a time. There the code of the
+backward is a generator, which stops where some weights are done. The engine runs the program's own node up to the
+first stop, adds up what that returned, and goes on with the node of the next stage: a `Stage`, which was linked in
+front of the program's own one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ops.autocast import autocast_off, without_autocast
+from ..ops.first_order import once_differentiable
+from ..private_apis import accumulation_hooks, bare_apply
+
+# elements of gradients that a program may hold at once in any case: 4 MiB of fp32
+SLACK = 2**20
+# of each stage but the last one: the inputs whose gradients it returns, by place
+Stops = tuple[tuple[int, ...], ...]
+
+
+def stops_of(order: Sequence[tuple[int, ...]], inputs: Sequence[Tensor | None], allowed: int) -> Stops:
+    """Where a backward stops, so that it holds little more at once than stock, which holds the largest gradient alone.
+
+    Args:
+        order: The weights whose gradients are done together, by place among the inputs; those that come first first.
+        inputs: Of the program.
+        allowed: How many elements of gradients it may hold in any case; `SLACK` at least.
+    """
+    sizes = [[_waiting(inputs[place]) for place in together] for together in order]
+    allowed = max(SLACK, allowed)
+    if sum(map(sum, sizes)) <= allowed:
+        return ()
+    allowed = max(allowed, *map(max, sizes))
+    stages: list[tuple[int, ...]] = [()]
+    held = 0
+    for together, more in zip(order, map(sum, sizes), strict=True):
+        if held and held + more > allowed:
+            stages.append(())
+            held = 0
+        stages[-1] += together
+        held += more
+    return tuple(stages[:-1])
+
+
+def _waiting(weight: Tensor | None) -> int:
+    """The elements of a gradient that goes as soon as it has come: it is added up, or somebody uses it up."""
+    if weight is None or not weight.requires_grad or not (weight.grad is not None or accumulation_hooks(weight)):
+        return 0
+    return weight.numel()
+
+
+@fx.node.has_side_effect
+def handed_over(box: list[Any], *gradients: Any) -> None:
+    """A function of the backward's code, behind which it stops: gradients that are done."""
+    box.extend(gradients)
+
+
+def stopping(body: list[str]) -> list[str]:
+    """The lines of a backward's code, as a generator that stops behind each `handed_over`."""
+    found = []
+    for line in "".join(body).splitlines(keepends=True):
+        found.append(line)
+        if f"{handed_over.__name__}(" in line:
+            found.append("yield\n")
+    return found
+
+
+class Stages:
+    """One call of a program whose backward has several stages.
+
+    Args:
+        stops: Of the backward.
+        inputs: Of the program.
+    """
+
+    def __init__(self, stops: Stops, inputs: Sequence[Tensor | None]) -> None:
+        last = {*range(len(inputs))}.difference(*stops)
+        self._places = (*stops, tuple(sorted(last)))
+        self._count = len(inputs)
+        self._device = next(x.device.type for x in inputs if x is not None)
+        self._code: Any = None
+        self._box: list[Tensor | None] = []
+
+    def linked(self, inputs: Sequence[Tensor | None]) -> Tensor | None:
+        """What the program's own node takes, so that the nodes of the further stages run behind it.
+
+        It is not kept here: nodes know this object, and would live on in a circle.
+        """
+        link: Tensor | None = None
+        for places in reversed(self._places[1:]):
+            link = bare_apply(Stage, self, places, link, *(inputs[i] for i in places))
+        return link
+
+    def begin(self, backward: Callable[..., Any], saved: list[Any]) -> tuple[Tensor | None, ...]:
+        """The gradients of all inputs, of which those of the first stage are there."""
+        self._box = []
+        self._code = backward(saved, self._box)
+        found: list[Tensor | None] = [None] * self._count
+        for place, gradient in zip(self._places[0], self.go_on(self._places[0]), strict=True):
+            found[place] = gradient
+        return tuple(found)
+
+    def go_on(self, places: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+        """The gradients of the next stage, for the inputs at these places."""
+        if self._code is None:
+            raise RuntimeError(
+                "the stages of a patched layer's backward ran out of order; run one backward through a graph at a time"
+            )
+        try:
+            with autocast_off(self._device):
+                next(self._code)
+        except StopIteration as end:
+            self._code = None
+            return tuple(end.value[place] for place in places)
+        found, self._box[:] = tuple(self._box), ()
+        return found
+
+
+class Stage(torch.autograd.Function):
+    """The node of a further stage. It keeps nothing, and its output is empty: it says who comes next."""
+
+    @staticmethod
+    def forward(ctx: Any, stages: Stages, places: tuple[int, ...], link: Tensor | None, *inputs: Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.go_on = partial(stages.go_on, places)
+        return next(x for x in inputs if x is not None and x.is_floating_point()).new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None) -> Any:
+        return (None, None, None, *ctx.go_on())
+
+
+def run_backward(
+    backward: Callable[..., Any], stages: Stages | None, saved: list[Any], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a program's inputs; of one whose backward stops those of its first stage.
+
+    Args:
+        backward: The code.
+        stages: Of one that stops.
+        saved: What the code takes.
+        grads: What autograd gave.
+    """
+    if stages is not None:
+        return stages.begin(backward, saved)
+    with without_autocast(grads):
+        found: tuple[Tensor | None, ...] = backward(saved)
+    return found

@@ -1,0 +1,122 @@
+"""A further batch of a model under a config: its two layers are run once, and say what all others add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from hf_actcompress.memory import estimate
+from hf_actcompress.memory.estimation import copies
+from hf_actcompress.memory.estimation.estimates import Estimates
+from hf_actcompress.memory.estimation.extrapolation import Extrapolated
+from hf_actcompress.memory.estimation.fake_step.step import FakeStep, History
+from hf_actcompress.memory.estimation.growth import Growth, growth_of, peak_with, unit_of
+from hf_actcompress.memory.estimation.guess import largest_batch
+
+_SIZES = {"vocab_size": 67, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+_HEADS = {**_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 12}
+_T5 = {"vocab_size": 67, "d_model": 64, "d_ff": 96, "num_heads": 4, "d_kv": 16, "decoder_start_token_id": 0}
+_GPT2 = {"vocab_size": 67, "n_embd": 64, "n_layer": 9, "n_head": 4, "n_positions": 64}
+BERT, LLAMA = hf.BertConfig(**_SIZES, num_hidden_layers=9), hf.LlamaConfig(**_HEADS)
+GEMMA = hf.Gemma2Config(**_HEADS, head_dim=16, sliding_window=16)
+T5 = hf.T5Config(**_T5, num_layers=7, num_decoder_layers=8)
+CASES: dict[str, tuple[Any, str | None, bool, dict[str, Any]]] = {
+    "stock": (BERT, None, False, {}),
+    "autocast": (BERT, "exact", False, {"autocast": "bf16"}),
+    "offload": (hf.GPT2Config(**_GPT2), "offload", False, {}),
+    "adapters": (LLAMA, "int8", False, {"lora": 4, "dtype": "bf16"}),
+    "checkpointing": (LLAMA, "long", True, {"device": "cpu"}),
+    "layers in turn": (GEMMA, "exact", False, {}),
+    "an encoder and a decoder": (T5, "exact", False, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, preset, checkpointing, options = CASES[name]
+    several, ran, run = Estimates(config, **options), [], copies.run_again
+    monkeypatch.setattr(copies, "run_again", lambda copy, *given, **more: ran.append(copy) or run(copy, *given, **more))
+    several.estimate(3, 32, preset, checkpointing)
+    for batch, length in ((20, 32), (3, 48)):
+        ran.clear()
+        found = several.device_bytes(batch, length, preset, checkpointing)
+        # checkpointed layers take other turns in backward with a batch of 20
+        assert len(ran) <= 1 + checkpointing
+        alone = estimate(
+            config, batch_size=batch, seq_len=length, config=preset, gradient_checkpointing=checkpointing, **options
+        )
+        assert found == alone.device_bytes
+
+
+# what a layer's backward makes beside what is kept
+_WORK = (3, 8, 1, 5, 2)
+
+
+def step(layers: int, layer: int, head: int, turns: int = 1) -> FakeStep:
+    """Of layers that each keep so much, with a head in so many turns."""
+    forward = [7, *(7 + layer * i + more for i in range(layers) for more in (layer, layer // 2))]
+    kept = 7 + layer * layers
+    backward = [kept + head] * turns + [kept - layer * i + more for i in range(layers) for more in _WORK] + [9]
+    return FakeStep(kept, max(*forward, *backward), {}, [*forward, kept + head], backward)
+
+
+def test_where_the_units_are() -> None:
+    base, longer = step(2, 8, 5), step(3, 8, 5)
+    unit = unit_of(base, longer, growth_of(base, longer))
+    assert unit is not None and unit.apart == len(_WORK) == len(unit.places)
+    # a head of more turns moves nothing that is counted
+    found, expected = (unit.growth(step(2, 80, 50, 4)), growth_of(step(2, 80, 50, 4), step(3, 80, 50, 4)))
+    assert found is not None and (found.forward, found.backward) == (expected.forward, expected.backward)
+    assert found.step.kept == expected.step.kept == 80
+
+
+def test_what_a_unit_leaves_behind_is_followed() -> None:
+    """Two bytes of each layer until the end of the backward, where the peak of many layers is."""
+
+    def leaves(layers: int) -> FakeStep:
+        found = step(layers, 8, 5)
+        backward = [live + 2 * max(0, (at - 1) // len(_WORK)) for at, live in enumerate(found.backward)]
+        backward[-1] += 50
+        return FakeStep(found.kept, max(*found.forward, *backward), {}, found.forward, backward)
+
+    base, longer = leaves(2), leaves(3)
+    growth = growth_of(base, longer)
+    assert growth.behind[1] == 2 and unit_of(base, longer, growth) is None
+    for more in (1, 2, 30):
+        assert peak_with(base, [(growth, more)]) == leaves(2 + more).peak
+
+
+def test_what_has_another_form_is_run() -> None:
+    base, longer = step(2, 8, 5), step(3, 8, 5)
+    unit = unit_of(base, longer, growth_of(base, longer))
+    assert unit is not None
+    other = step(2, 80, 50)
+    # an allocation more in the one layer's backward or in the other's
+    for place in (3, 8):
+        backward = [*other.backward[:place], 1000, *other.backward[place:]]
+        assert unit.growth(FakeStep(other.kept, 1000, {}, other.forward, backward)) is None
+    # nothing at all
+    assert unit.growth(FakeStep(7, 7, {}, [7], [7])) is None
+    # layers of two kinds
+    uneven = FakeStep(0, 0, {}, base.forward, [28, 27, 30, 20, 26, 22, 18, 20, 12, 18, 14, 9])
+    assert unit_of(uneven, longer, growth_of(uneven, longer)) is None
+
+
+def test_the_guess_at_the_largest_batch() -> None:
+    """A batch of 2: 100 bytes of a weight's size stay, and what a batch keeps and works in grows with it."""
+    weight = torch.empty(25)
+    sizes = [100, 30, 40, -40, 20, -20, -30, -100]
+    history = History(sizes, (1, 2, 3, 5), 4, ())
+    base = FakeStep(30, 170, {}, (100, 130, 170), (150,), history)
+    # two layers more, of 10 bytes each, from the second allocation on
+    more = [(Growth(FakeStep(10, 0, {}), (2, 10), (1, 10)), 2)]
+    found = Extrapolated(base, 10, True, base=base, more=more)
+    for batch in (3, 7, 1000):
+        peak = 100 + (170 - 100 + 20) * batch // 2
+        assert largest_batch(found, 2, peak, [weight]) == batch
+        assert largest_batch(found, 2, peak - 1, [weight]) == batch - 1
+    assert largest_batch(found, 2, 0, [weight]) == 1
+    assert largest_batch(Extrapolated(base, 10, True), 2, 1000, [weight]) is None

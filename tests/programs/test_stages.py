@@ -1,0 +1,152 @@
+"""The backward of a program in stages: its peak is not that of all of its gradients, and every layer is a program."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.memory.measurement.allocator import trace
+from hf_actcompress.programs import handing, program, stages
+from hf_actcompress.programs.whole import Whole
+from tests.programs.pairs import LEAVES, PROGRAMS, calls
+
+HIDDEN = 256
+
+
+def llama(config: CompressionConfig, checkpointed: bool = False) -> Any:
+    torch.manual_seed(0)
+    options = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32, "use_cache": False}
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, **options))
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return patch_model(model, config)
+
+
+def batch(tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 32, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
+
+
+def hooked(model: Any) -> None:
+    def use_up(p: Any) -> None:
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(use_up)
+
+
+def accumulated(model: Any) -> None:
+    model(**batch(8)).loss.backward()
+
+
+CASES: dict[str, Callable[[Any], None]] = {"in the second backward": accumulated, "hooks on the weights": hooked}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tokens", (8, 100, 400))
+@pytest.mark.parametrize("way", ("whole", "in parts", "checkpointed"))
+def test_the_peak_is_that_of_the_leaf_path(case: str, tokens: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "SLACK", 2**16)
+    if way == "in parts":
+        monkeypatch.setattr(Whole, "kernel", lambda *_: None)
+    peaks, gradients = [], []
+    models = [llama(config, way == "checkpointed") for config in (LEAVES, PROGRAMS)]
+    for model in models:
+        CASES[case](model)
+        loss = model(**batch(tokens)).loss
+        peaks.append(trace(loss.backward).peak_bytes)
+        gradients.append([p.grad for p in model.parameters()])
+    # norms and small products may come together
+    assert peaks[1] <= peaks[0] + 4 * max(stages.SLACK, 4 * tokens * HIDDEN)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert calls(models[1]) == [1 + (case == "in the second backward")] * 2
+
+
+def test_a_backward_stops_for_all_but_the_last_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the largest gradient is there at once, where nothing else is allowed."""
+    monkeypatch.setattr(stages, "SLACK", 0)
+    found, stops_of = [], stages.stops_of
+    monkeypatch.setattr(program, "stops_of", lambda *args: found.append(stops_of(*args)) or found[-1])
+    model = llama(PROGRAMS)
+    model(**batch(8)).loss.backward()
+    assert found and not any(found)
+    model(**batch(8)).loss.backward()
+    layer = model.model.layers[0]
+    part = layer.actcompress.programs.codes[None].whole.part
+    names = [[part.parameters[i - len(part.ins)].split(".")[1] for i in stop] for stop in found[-1]]
+    # those of attention and of the norms come together, as long as they are no more than one of the MLP
+    assert names == [["down_proj"], ["up_proj"], ["gate_proj"], ["weight", "o_proj", "v_proj", "k_proj"]]
+
+
+def test_nothing_is_left_without_a_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No circle goes through the nodes, which hold a graph."""
+    monkeypatch.setattr(stages, "SLACK", 0)
+    made: list[Any] = []
+    linked = stages.Stages.linked
+
+    def seen(self: Any, *args: Any) -> Any:
+        made.append(weakref.ref(self))
+        return linked(self, *args)
+
+    monkeypatch.setattr(stages.Stages, "linked", seen)
+    model = llama(PROGRAMS, checkpointed=True)
+    accumulated(model)
+    gc.collect()
+    gc.disable()
+    try:
+        model(**batch(8)).loss.backward()
+        assert len(made) == 2 and all(reference() is None for reference in made)
+    finally:
+        gc.enable()
+
+
+def test_gradients_of_single_weights_and_backwards_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine runs the stages that it needs; the next backward begins anew."""
+    monkeypatch.setattr(stages, "SLACK", 0)
+    gradients = []
+    for config in (LEAVES, PROGRAMS):
+        model = llama(config)
+        accumulated(model)
+        layer = model.model.layers[1]
+        loss = model(**batch(8)).loss
+        found = []
+        for wanted in (layer.mlp.down_proj, layer.mlp.gate_proj, layer.self_attn.q_proj, layer.input_layernorm):
+            found += torch.autograd.grad(loss, [wanted.weight], retain_graph=True)
+        loss.backward(inputs=[layer.mlp.up_proj.weight], retain_graph=True)
+        loss.backward()
+        gradients.append([*found, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_gradients_of_heads_are_let_go_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of a first backward is the leaf path's. Small ones are held together, which is faster."""
+    tokens, peaks = 100, []
+    for slack, config in ((0, LEAVES), (0, PROGRAMS), (2**40, PROGRAMS)):
+        monkeypatch.setattr(handing, "LARGE", slack)
+        model = llama(config)
+        model(**batch(tokens))
+        peaks.append(trace(lambda model=model: model(**batch(tokens)).loss.backward()).peak_bytes)  # type: ignore[misc]
+    one = 4 * tokens * HIDDEN
+    assert peaks[1] < peaks[0] + one / 4 and peaks[2] > peaks[1] + one / 2
+
+
+def test_two_backwards_through_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "SLACK", 0)
+    gradients = []
+    for config in (LEAVES, PROGRAMS):
+        model = llama(config)
+        accumulated(model)
+        loss = model(**batch(8)).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        wanted = list(model.parameters())
+        again = torch.autograd.grad(model(**batch(8)).loss, wanted)
+        gradients.append([*(p.grad for p in wanted), *again])
+    assert all(map(torch.equal, *gradients))
