@@ -123,9 +123,9 @@ def _kept_and_peak(depth: int, preset: str) -> tuple[int, int]:
 
 
 def test_the_peak_is_what_is_kept_and_one_layer() -> None:
-    """Over what is kept, the peak is the same at any depth, and by less than stock keeps more of a layer above stock's.
+    """Over what is kept, the peak is the same at any depth, and above stock's by what one layer computes again at most.
 
-    The layer that backward begins with computes its own share again while all others are still kept whole.
+    That is the layer that backward begins with: it computes its own share while all others are still kept whole.
     """
     kept, over = {}, {}
     for preset in ("stock", "exact"):
@@ -133,6 +133,9 @@ def test_the_peak_is_what_is_kept_and_one_layer() -> None:
         kept[preset] = (found[1][0] - found[0][0]) // 2
         over[preset] = [peak - bytes_kept for bytes_kept, peak in found]
     # the norm's result and the input of the last weight
-    assert kept["stock"] - kept["exact"] == 10 * 512 * 64
+    again = 2 * 512 * (64 + 4 * 64)
+    # the mean and the reciprocal deviation of each row are kept in fp32, where stock on a CPU keeps both in bf16
+    statistics = 2 * 512 * (4 - 2)
+    assert kept["stock"] - kept["exact"] == again - statistics
     assert over["exact"][1] <= over["exact"][0] + 1024
-    assert over["exact"][1] - over["stock"][1] <= kept["stock"] - kept["exact"]
+    assert over["exact"][1] - over["stock"][1] <= again
