@@ -95,13 +95,17 @@ def plan(
             found = _planned(model, objective=objective, **sizes, **options)
         if out is not None:
             out.write_text(found.to_json())
-        if as_json:
-            typer.echo(found.to_json())
-        else:
-            found.print()
-            typer.echo(f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
+        _show(found, as_json, f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
         if html is not None:
             _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
+
+
+def _show(found: Plan, as_json: bool, assumptions: str) -> None:
+    if as_json:
+        typer.echo(found.to_json())
+        return
+    found.print()
+    typer.echo(assumptions)
 
 
 def _planned(model: str, **options: Any) -> Plan:
