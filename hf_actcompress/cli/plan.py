@@ -91,8 +91,7 @@ def plan(
     with exit_codes():
         progress(f"planning {model}")
         with busy(f"planning {model}"):
-            sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
-            found = _planned(model, objective=objective, **sizes, **options)
+            found = _planned(model, room, objective=objective, batch_size=batch_size, seq_len=seq_len, **options)
         if out is not None:
             out.write_text(found.to_json())
         _show(found, as_json, f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
@@ -108,11 +107,11 @@ def _show(found: Plan, as_json: bool, assumptions: str) -> None:
     typer.echo(assumptions)
 
 
-def _planned(model: str, **options: Any) -> Plan:
+def _planned(model: str, room: Any, **options: Any) -> Plan:
     from ..memory.planning.plans import plan as plan_of
 
     with frozen_imports():
-        return plan_of(model, **options)
+        return plan_of(model, budget=room, **options)
 
 
 def _said(**options: Any) -> dict[str, Any]:
