@@ -40,7 +40,7 @@ def test_every_module_says_what_it_is():
 
 def test_one_op_has_one_basename_in_every_layer():
     """A file of kernels/ has one of the same place and name in reference/, but for what many kernels share."""
-    shared = {"common", "fallback", "grad_weight", "probe", "timing"}
+    shared = {"common", "fallback", "grad_weight", "methods/fewbit_encoding", "probe", "timing"}
     reference, kernels = (
         {path.relative_to(PACKAGE / layer).with_suffix("") for path in (PACKAGE / layer).rglob("*.py")}
         for layer in ("reference", "kernels")

@@ -91,24 +91,27 @@ def plan(
     with exit_codes():
         progress(f"planning {model}")
         with busy(f"planning {model}"):
-            sizes = {"batch_size": batch_size, "seq_len": seq_len, "budget": room}
-            found = _planned(model, objective=objective, **sizes, **options)
+            found = _planned(model, room, objective=objective, batch_size=batch_size, seq_len=seq_len, **options)
         if out is not None:
             out.write_text(found.to_json())
-        if as_json:
-            typer.echo(found.to_json())
-        else:
-            found.print()
-            typer.echo(f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
+        _show(found, as_json, f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
         if html is not None:
             _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
 
 
-def _planned(model: str, **options: Any) -> Plan:
+def _show(found: Plan, as_json: bool, assumptions: str) -> None:
+    if as_json:
+        typer.echo(found.to_json())
+        return
+    found.print()
+    typer.echo(assumptions)
+
+
+def _planned(model: str, room: Any, **options: Any) -> Plan:
     from ..memory.planning.plans import plan as plan_of
 
     with frozen_imports():
-        return plan_of(model, **options)
+        return plan_of(model, budget=room, **options)
 
 
 def _said(**options: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from hf_actcompress.errors import ModelConfigError
+from hf_actcompress.memory.closed_form.probes import FAMILIES, left_over, sizes_of
+from hf_actcompress.memory.closed_form.symbols import Reader
 from hf_actcompress.quick import formula, page
 from hf_actcompress.quick.question import classes, question
 from tests.browser import dom, looked_at, needs_browser
@@ -54,6 +56,21 @@ def test_every_class_and_strategy_has_a_reference():
     assert {PRESETS[case["model"]]["architectures"][0] for case in CASES} == set(classes())
     assert {case["strategy"] for case in CASES} == set(STRATEGIES) and len({case["model"] for case in CASES}) >= 20
     assert {case["mode"] for case in CASES} == set(MODES)
+
+
+def test_a_chunk_s_last_turn_is_not_taken_for_a_constant():
+    """It has the rows that the turns before it leave over, which a small batch has not."""
+    sizes = sizes_of(FAMILIES["Qwen2ForCausalLM"], grouped=True)
+    tokens, rows, vocab = sizes["batch"].value * sizes["seq"].value, sizes["few_rows"].value, sizes["vocab"].value
+    last, reader = tokens % rows, Reader(sizes, left_over(sizes))
+    assert 0 < last < rows and Reader(sizes).read(last * vocab * 4)
+    assert reader.read(last * vocab * 4) is None and reader.read(last * vocab * 2) is None
+    assert reader.read(rows * vocab * 4) == Reader(sizes).read(rows * vocab * 4) != {}
+    for name, data in classes().items():
+        rows = [data["sums"][number] for step in data["steps"] for number in step["moments"]]
+        terms = {pair for row in rows for pair in zip(row[::2], row[1::2], strict=True)}
+        # what is left of the vocabulary alone is biases and their gradients
+        assert all(factor <= 32 for term, factor in terms if data["terms"][term] == {"vocab": 1}), name
 
 
 REFUSED = {

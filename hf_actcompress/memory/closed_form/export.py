@@ -20,7 +20,7 @@ from ..estimation.fake_step.setting import Setting
 from ..estimation.meta_model import skeleton
 from ..estimation.optimizers import OPTIMIZERS
 from ..estimation.states import CONTEXT_BYTES
-from .probes import FAMILIES, HEAD, probe, sizes_of
+from .probes import FAMILIES, HEAD, left_over, probe, sizes_of
 from .pruning import points, pruned, shortened
 from .symbols import SYMBOLS, Polynomial, Reader
 from .traces import FEWEST, Trace, by_layers, trace
@@ -112,7 +112,7 @@ def _cases(
     family = FAMILIES[name]
     period = family.period if windowed else 1
     sizes = sizes_of(family, grouped)
-    reader, at = Reader(sizes), points(grouped, "kv_heads" not in family.fields)
+    reader, at = Reader(sizes, left_over(sizes)), points(grouped, "kv_heads" not in family.fields)
     dtype, autocast, lora, quantization = MODES[mode]
     rank = sizes["rank"].value if lora else None
     configs = [probe(name, variant, grouped, period * (FEWEST + more), windowed) for more in (0, 1)]

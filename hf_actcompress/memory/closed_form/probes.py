@@ -115,6 +115,8 @@ FAMILIES: dict[str, Family] = {
     },
 }
 _OF_EXPERTS = ("experts", "active")
+# chunks of rows, and how wide the tensors are that are made of one
+_IN_TURNS, _OF_ROWS = ("rows", "few_rows", "tile"), ("vocab", "hidden", "ffn")
 # within which no probe's sequence is, or each is
 _NARROW, _WIDE = 64, 2**20
 
@@ -124,6 +126,19 @@ def sizes_of(family: Family, grouped: bool) -> Mapping[str, Size]:
     found = JOINED if "kv_heads" not in family.fields else GROUPED if grouped else SINGLE
     # a size that the model does not have would be read by chance, out of a chunk's last turn
     return {name: size for name, size in found.items() if name not in _OF_EXPERTS or name in family.fields}
+
+
+def left_over(sizes: Mapping[str, Size]) -> frozenset[int]:
+    """Bytes of the tensors of a chunk's last turn, which has the rows that are left over and no size of its own.
+
+    128 rows of logits would be read as a constant times the vocabulary, and that is more than a whole chunk of a small
+    batch. A last turn is never larger than the turns before it, so the formula does without it.
+    """
+    value = {name: size.value for name, size in sizes.items()}
+    rows = {value["batch"] * value[of] % value[chunk] for of in ("seq", "labels") for chunk in _IN_TURNS}
+    # of 1 to 8 bytes an element, or of two results side by side
+    widths = {value[name] << doubled for name in _OF_ROWS if name in value for doubled in range(5)}
+    return frozenset(count * width for count in rows for width in widths if count)
 
 
 def probe(name: str, variant: str, grouped: bool, layers: int, windowed: bool = False) -> Any:

@@ -6,7 +6,7 @@ factors of a number of bytes say which sizes it is the product of, and what is l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -63,10 +63,11 @@ class Reader:
 
     Args:
         sizes: By name.
+        left_over: Numbers of bytes that are read as none: of the last turns of chunks (`left_over` of probes.py).
     """
 
-    def __init__(self, sizes: Mapping[str, Size]) -> None:
-        self._sizes = sizes
+    def __init__(self, sizes: Mapping[str, Size], left_over: Container[int] = ()) -> None:
+        self._sizes, self._left_over = sizes, left_over
         primes = {size.prime for size in sizes.values()}
         self._plain = [prime for prime in (2, 3, 5) if prime not in primes]
         self._known: dict[int, Polynomial | None] = {}
@@ -87,6 +88,8 @@ class Reader:
         return result
 
     def _read(self, nbytes: int) -> Polynomial | None:
+        if nbytes in self._left_over:
+            return None
         exponents = {}
         for name, size in self._sizes.items():
             exponents[name], rest = 0, nbytes
