@@ -29,7 +29,6 @@ def order_weights(graph: Graph) -> None:
                 users = (*dx.users, *_pointwise_readers(dx))
                 if _is_of_input(dx, dy) and all(user > product for user in users):
                     _put_behind(graph, dx, product)
-                    _separate(graph, made_by(x))
 
 
 def _factors(product: Node) -> list[tuple[Node, Node]]:
@@ -62,36 +61,6 @@ def _put_behind(graph: Graph, x: Node, before: Node) -> None:
         later = after(graph, x, before)
     for user in users:
         user.replace_input_with(x, later)
-
-
-def _separate(graph: Graph, x: Node) -> None:
-    """Let all but x read copies of what x is made of, as far as that is pointwise.
-
-    A CPU's compiler writes an exponential that is read twice to memory, where it would stay until both have read it.
-    """
-    sources = _pointwise_sources(x)
-    inside = sources | {x}
-    if all(user in inside for node in sources for user in node.users):
-        return
-    copies: dict[Node, Node] = {}
-    for node in sorted(sources):
-        with graph.inserting_before(node.next):
-            copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
-    inside |= set(copies.values())
-    for node, copied in reversed(copies.items()):
-        node.replace_all_uses_with(copied, delete_user_cb=lambda user: user not in inside)
-        if not copied.users:
-            graph.erase_node(copied)
-
-
-def _pointwise_sources(x: Node) -> set[Node]:
-    """The pointwise ops and views that x is computed by, back to what is no such op."""
-    found = [x]
-    for node in found:
-        for source in node.all_input_nodes:
-            if source.op == "call_function" and (is_pointwise(source) or is_view(source)) and source not in found:
-                found.append(source)
-    return set(found[1:])
 
 
 def after(graph: Graph, x: Node, before: Node) -> Node:
