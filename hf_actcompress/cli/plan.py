@@ -91,7 +91,7 @@ def plan(
     with exit_codes():
         progress(f"planning {model}")
         with busy(f"planning {model}"):
-            found = _planned(model, room, objective=objective, batch_size=batch_size, seq_len=seq_len, **options)
+            found = _planned(model, budget=room, objective=objective, batch_size=batch_size, seq_len=seq_len, **options)
         if out is not None:
             out.write_text(found.to_json())
         _show(found, as_json, f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
@@ -107,11 +107,11 @@ def _show(found: Plan, as_json: bool, assumptions: str) -> None:
     typer.echo(assumptions)
 
 
-def _planned(model: str, room: Any, **options: Any) -> Plan:
+def _planned(model: str, **options: Any) -> Plan:
     from ..memory.planning.plans import plan as plan_of
 
     with frozen_imports():
-        return plan_of(model, budget=room, **options)
+        return plan_of(model, **options)
 
 
 def _said(**options: Any) -> dict[str, Any]:
