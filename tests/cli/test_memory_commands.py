@@ -236,7 +236,7 @@ def test_plan_that_does_not_fit(model, monkeypatch):
     monkeypatch.setattr(sys.modules["hf_actcompress.cli.plan"], "_planned", refuse)
     result = run("plan", model, "--gpu", "1MiB", "--objective", "fidelity")
     assert result.exit_code == Exit.DOES_NOT_FIT
-    assert result.stderr == "error: a batch of 3 would fit\n" and result.stdout == ""
+    assert result.stderr == f"planning {model}\nerror: a batch of 3 would fit\n" and result.stdout == ""
 
 
 def test_report_measures_per_module(model, tmp_path):
