@@ -14,12 +14,8 @@ from .. import compilation, ops
 from ..codecs import IDENTITY
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
-from ..reference.device_rules import on_cpu
 from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording
 from .selective import recalled
-
-# bytes, of a CPU's generator
-_STATE = 5056
 
 
 class _Module(ModuleMixin):
@@ -198,8 +194,5 @@ class DropoutMixin(_Module):
     @staticmethod
     def _replays(x: Tensor) -> bool:
         eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
-        # of a CPU, the generator's state is more than the mask and the output of a tiny dropout
-        if on_cpu(x) and 2 * x.nbytes < _STATE:
-            return False
         # x need not require a gradient: an adapter on the output may be the first thing that does
         return eager and recording(x) and draws_like_any(x)

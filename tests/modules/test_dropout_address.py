@@ -23,9 +23,7 @@ def test_only_the_address_on_a_device_counts() -> None:
 
 def test_stock_runs_where_the_input_is_not_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     dropout = patch_model(nn.Sequential(nn.Dropout(0.5)))[0]
-    x = torch.ones(1000, requires_grad=True)
-    # a tiny mask takes less than the state of a CPU's generator
-    assert "DropoutFunction" not in type(dropout(x[:4]).grad_fn).__name__
+    x = torch.ones(4, requires_grad=True)
     assert "DropoutFunction" in type(dropout(x).grad_fn).__name__
     monkeypatch.setattr(leaves, "draws_like_any", lambda x: False)
     assert "DropoutFunction" not in type(dropout(x).grad_fn).__name__
