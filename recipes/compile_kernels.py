@@ -5,8 +5,8 @@
     python recipes/compile_kernels.py --capability 90 --dtype bfloat16 --out /tmp/aot
 
 The launchers run on CPU tensors for their own samples; in place of a launch the kernel is compiled for the target. The
-table has registers, shared memory and spills per kernel (from the machine code) and how wide its accesses to global
-memory are (from PTX). Needs triton, which brings its compilers and `cuobjdump`; nothing else of CUDA.
+table has registers, shared memory and spills (from the machine code) and how wide accesses to global memory are (from
+PTX). Needs triton, which brings its compilers and `cuobjdump`.
 """
 
 from __future__ import annotations
@@ -210,10 +210,10 @@ def compile_kernel(
 
 def worst(variants: list[Row]) -> Row:
     """What holds for all of them."""
-    narrowest = min(variants, key=lambda row: row.wide_share)
     names = ("warps", "registers", "shared_bytes", "spilled_bytes", "widest", "instructions")
     largest = {name: max(getattr(row, name) for row in variants) for name in names}
-    return replace(narrowest, variants=sum(row.variants for row in variants), **largest)
+    largest["variants"] = sum(row.variants for row in variants)
+    return replace(min(variants, key=lambda row: row.wide_share), **largest)
 
 
 def grouped(rows: list[Row], *by: str) -> dict[tuple[Any, ...], list[Row]]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_actcompress.codecs import IDENTITY
-from hf_actcompress.ops import layer_norm
 from hf_actcompress.records import frame, live_entries, nodes
 from hf_actcompress.records.net import netted
 from hf_actcompress.records.nodes import POINTWISE, Pointwise
@@ -198,93 +197,6 @@ def test_a_weight_that_a_norm_makes_is_not_kept(dim: int) -> None:
     conv = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(24, 24, 8), dim=dim)
     assert_same(lambda: conv(x).square().sum(), tuple(conv.parameters()))
     assert kept(lambda: conv(x).sum(), stock) - kept(lambda: conv(x).sum(), net) >= 24 * 24 * 8 * 4
-
-
-def fused(x: Tensor, weight: Tensor, lengths: list[int]) -> Tensor:
-    """Attention inside of each image, with queries and keys that are changed: how vision models do it."""
-    q, k, v = (x @ weight).reshape(-1, 3, 2, 16).permute(1, 2, 0, 3).unbind(0)
-    splits = [t.unsqueeze(0).split(lengths, 2) for t in (q * 0.5, k * 0.7, v)]
-    outs = [F.scaled_dot_product_attention(*parts).transpose(1, 2) for parts in zip(*splits, strict=True)]
-    return torch.cat(outs, 1).reshape(-1, 32)
-
-
-@pytest.mark.parametrize("lengths", [[64], [40, 24]])
-def test_parts_of_a_product_are_copies_and_joined_attention_is_not_kept(lengths: list[int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    a, first, second = (torch.randn(n, generator=generator).requires_grad_() for n in ((64, 32), (32, 96), (32, 32)))
-
-    def forward() -> Tensor:
-        return (fused(a + 1, first, lengths) @ second).square().sum()
-
-    assert_same(forward, (a, first, second))
-    # stock: the input, the fused product for the value alone, q, k, outputs, what is joined, what is squared
-    assert kept(forward, stock) - kept(forward, net) == 3 * a.nbytes
-
-
-def test_parts_are_not_copied_while_somebody_holds_the_rest() -> None:
-    a, _, weight = inputs()
-    held: list[Tensor] = []
-
-    def forward() -> Tensor:
-        whole = (a + 1) @ torch.cat([weight] * 4, 1)
-        held[:] = [whole.detach()]
-        return (whole[:, :32].square() + whole[:, 32:64].square()).sum()
-
-    assert_same(forward, (a, weight))
-    with net():
-        loss = forward()
-        addresses = {x.untyped_storage()._cdata for x in held}
-    assert saved_storages(loss) == addresses
-    del loss
-
-    def both() -> Tensor:
-        first, second = ((a + 1) @ torch.cat([weight] * 2, 1)).chunk(2, -1)
-        return (first.square() + second.square()).sum()
-
-    # all parts are kept: copies would cost time and save nothing
-    assert kept(both, stock) == kept(both, net)
-
-
-def test_of_a_larger_tensor_our_ops_keep_their_part() -> None:
-    """The norm of one token keeps that token, not the sentence."""
-    a, _, weight = inputs()
-
-    def forward() -> Tensor:
-        return layer_norm((a @ weight)[:6], (32,), weight[0], weight[1], 1e-5).square().sum()
-
-    results = []
-    for around in (frame, net):
-        with around():
-            loss = forward()
-        results.append(torch.autograd.grad(loss, (a, weight)))
-    assert_equal_bits(*results)
-    assert kept(forward, frame) - kept(forward, net) == 18 * 32 * 4
-
-
-def saved_storages(loss: Tensor) -> set[int]:
-    """Of the tensors whose squares the loss is the sum of."""
-    found, pending = set(), [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None:
-            if type(node).__name__ == "PowBackward0":
-                found.add(node._saved_self.untyped_storage()._cdata)
-            pending += [before for before, _ in node.next_functions]
-    return found
-
-
-def test_a_part_that_is_written_on_is_stocks_error() -> None:
-    a, _, weight = inputs()
-    with net():
-        whole = (a + 1) @ torch.cat([weight] * 4, 1)
-        part = whole[:, :32]
-        loss = part.square().sum()
-        with torch.no_grad():
-            whole.add_(1)
-        del whole, part
-        loss = loss + (a * 2).square().sum()
-    with pytest.raises(RuntimeError, match="inplace operation"):
-        loss.backward()
 
 
 def test_rows_of_a_weight_are_taken_again() -> None:
