@@ -4,9 +4,8 @@
     python recipes/compile_kernels.py --name rms_norm_bwd              # these again, the others' rows as they are
     python recipes/compile_kernels.py --capability 90 --dtype bfloat16 --out /tmp/aot
 
-The launchers run on CPU tensors for their own samples; in place of a launch the kernel is compiled for the target. The
-table has registers, shared memory and spills (from the machine code) and how wide accesses to global memory are (from
-PTX). Needs triton, which brings its compilers and `cuobjdump`.
+The launchers run on CPU samples; instead of a launch the kernel is compiled for the target. The table has registers,
+shared memory and spills (machine code) and how wide accesses to memory are (PTX). Needs triton, with its `cuobjdump`.
 """
 
 from __future__ import annotations
