@@ -130,6 +130,16 @@ class Reshape(Operation):
         """Whether it makes [B, T, H * D] of heads [B, T, H, D]."""
         return len(self.sizes) == 3 and len(self.back) == 4 and self.sizes[:2] == (-2, -3)
 
+    @property
+    def makes_tokens(self) -> bool:
+        """Whether it makes [B, T, C] of rows [B * T, C]."""
+        return len(self.sizes) == 3 and len(self.back) == 2
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether it makes rows [B * T, C] of [B, T, C]."""
+        return len(self.sizes) == 2 and len(self.back) == 3
+
     def structure(self) -> Hashable:
         return tuple(tuple(min(size, 0) for size in sizes) for sizes in (self.sizes, self.back))
 

@@ -26,7 +26,7 @@ from .emit import Setting
 from .handing import Heads, with_heads
 from .keeping import Outside, opened, put_together, taken_apart
 from .plan import Computation, Plan, assembled, both_ways, forward_of, writing
-from .stages import Stages, run_backward
+from .stages import Stages, run_backward, running
 
 # what a plain checkpoint may be told
 _PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
@@ -100,7 +100,8 @@ class CheckpointedFunction(torch.autograd.Function):
         x = inputs[0]
         assert x is not None
         state = rng_state(x.device) if made.draws else None
-        outputs = made.first(*inputs)
+        with running(made.plan.differentiates):
+            outputs = made.first(*inputs)
         # weights as their data are now: `param.data = ...` changes the parameter alone
         values = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
         kept, ctx.slots, keepers = taken_apart(values, [Outside(0, codec)], [""] * len(values))
@@ -119,10 +120,12 @@ class CheckpointedFunction(torch.autograd.Function):
         *inputs, state = put_together(list(ctx.saved_tensors), ctx.slots, ctx.count)
         with without_autocast(grads):
             inputs[0] = opened(inputs[0])
-            with nullcontext() if state is None else replayed_rng(state, inputs[0].device):
+            drawn = nullcontext() if state is None else replayed_rng(state, inputs[0].device)
+            with drawn, running(plan.differentiates):
                 values = list(ctx.made.again(*inputs))
             inputs.clear()
             # the code frees each as soon as it can
             values.reverse()
             values.extend(with_heads(grads, ctx.heads, plan.graded))
-        return (None, None, None, None, None, None, *run_backward(plan.backward, ctx.stages, values, grads))
+        found = run_backward(plan.backward, plan.differentiates, ctx.stages, values, grads)
+        return (None, None, None, None, None, None, *found)

@@ -7,6 +7,7 @@ depends on these (casts, kernels, which gradients are computed) is decided here 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ class Emitter:
         values: The node of each value of the program that the graph has.
         rows: Of nodes [..., C] that are views of nodes [rows, C]: these.
         sources: Of nodes in another shape: what they are views or copies of.
+        tokens: A node [B, T, ...] that has the sizes of batch and tokens; None if there is none.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -61,6 +63,7 @@ class Emitter:
         self.values: dict[int, Node] = {}
         self.rows: dict[Node, Node] = {}
         self.sources: dict[Node, Node] = {}
+        self.tokens: Node | None = None
         self._meta: dict[Node, Any] = {}
         self._same: dict[tuple[Any, ...], Node] = {}
 
@@ -69,6 +72,12 @@ class Emitter:
         node = self.graph.placeholder(name)
         self._meta[node] = like
         return node
+
+    def take_sizes_of(self, tokens: Node) -> None:
+        """Read the sizes of batch and tokens off a node [B, T, ...], at once, so that nobody holds it for them."""
+        self.tokens = tokens
+        for dim in (0, 1):
+            self.once(torch.Tensor.size, tokens, dim)
 
     def call(self, function: Callable[..., Any], *args: Any, like: Callable[..., Any] | None = None) -> Node:
         """``function(*args)``; `like` is what to call for the result's shape and dtype, if not the function."""
@@ -130,9 +139,13 @@ class Emitter:
         """The function that has been written down: from the given values, in order, to a tuple of the results."""
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
-        if self.setting.stops:
-            self.graph.on_generate_code(lambda known: stopping if known is None else known)
+        self.graph.on_generate_code(lambda _: self._as_written)
         return fx.GraphModule({}, self.graph).forward
+
+    def _as_written(self, body: list[str]) -> list[str]:
+        """The lines of the code. A method of a list costs less than a function of ours that calls it."""
+        popping = [re.sub(r"\w+_taken\(saved\)", "saved.pop()", line) for line in body]
+        return stopping(popping) if self.setting.stops else popping
 
 
 class Chosen:

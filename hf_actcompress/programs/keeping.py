@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
+from ..private_apis import above_autograd
 from ..records import Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
 from ..records.saving import Leaves, Slot, slot_of
 
@@ -33,13 +34,19 @@ class Later(NamedTuple):
 
 
 def opened(x: Tensor | Later) -> Tensor:
-    """A function of the backward's code: what was kept, as it was."""
-    return x.slot.value(x.tensors) if isinstance(x, Later) else x
+    """A function of the backward's code: what was kept, as it was. Code of others may make it, which runs autograd."""
+    if not isinstance(x, Later):
+        return x
+    with above_autograd():
+        return x.slot.value(x.tensors)
 
 
 @fx.node.has_side_effect
 def taken(saved: list[Any]) -> Any:
-    """A function of the backward's code: the last of the saved tensors. It is held no longer than the code needs it."""
+    """A function of the backward's code: the last of the saved tensors. It is held no longer than the code needs it.
+
+    What is written down is ``saved.pop()``.
+    """
     return saved.pop()
 
 
@@ -115,15 +122,18 @@ def put_together(saved: list[Any], slots: dict[int, Slot], count: int) -> list[A
     return values
 
 
-def source_of(x: Any, sharded: bool) -> Record:
+def source_of(x: Any, sharded: bool, own: bool) -> Record:
     """The record of what an output is made again from.
 
     Args:
         x: A weight, an activation from outside, or the record of one from inside.
         sharded: Whether the weights' memory is freed when the layer has run.
+        own: Whether nobody but the program knows the tensor.
     """
     if isinstance(x, Stored):
         return x
+    if own:
+        return stored_exact(x)
     if type(x) is not Parameter:
         known = known_record(x)
         return stored_exact(x) if known is None else known

@@ -41,7 +41,11 @@ class Linear(Operation):
 
     def forward(self, e: Emitter, x: Node, weight: Node, bias: Node | None) -> Node:
         x, weight, bias = (e.cast(t, e.setting.autocast) for t in (x, weight, bias))
-        return e.call(_transposed_linear if self.transposed else torch.nn.functional.linear, x, weight, bias)
+        if not self.transposed:
+            return e.call(torch.nn.functional.linear, x, weight, bias)
+        if e.meta(x).dim() > 2:
+            return e.call(_transposed_linear, x, weight, bias)
+        return e.call(torch.mm, x, weight) if bias is None else e.call(torch.addmm, bias, x, weight)
 
     def backward(self, b: Backward, step: Step) -> None:
         x, weight, bias = step.ins

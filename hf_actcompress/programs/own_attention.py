@@ -135,6 +135,7 @@ class OwnAttention(Operation):
     code: AttentionCode
     cached: bool = False
     again: ClassVar[bool] = True
+    differentiates: ClassVar[bool] = True
     keeps: ClassVar[int] = 3
 
     @property

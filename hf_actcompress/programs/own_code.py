@@ -71,6 +71,7 @@ class Recomputed(Operation):
 
     code: OwnCode
     again: ClassVar[bool] = True
+    differentiates: ClassVar[bool] = True
 
     def key(self) -> Hashable:
         return type(self), self.code.key

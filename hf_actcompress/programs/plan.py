@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from ..codecs import IDENTITY
 from ..private_apis import without_dispatch_modes
-from ..records import Record, declare_in_order
+from ..records import declare_in_order
 from .arithmetic import Reshape
 from .emit import Emitter, Setting
-from .keeping import Outside
+from .keeping import Outside, source_of
 from .step import Backward, Step
 
 
@@ -49,6 +50,12 @@ class Computation:
         return readers
 
     @cached_property
+    def seen_as_tokens(self) -> dict[int, int]:
+        """Of each value [B, T, C] that is a view of rows: these."""
+        views = [s for s in self.steps if isinstance(s.operation, Reshape) and s.operation.makes_tokens]
+        return {step.outs[0]: step.ins[0] for step in views if step.ins[0] is not None}
+
+    @cached_property
     def elements(self) -> int:
         """Of all weights together."""
         return sum(meta.numel() for weight in self.weights if (meta := self.metas[weight]) is not None)
@@ -68,22 +75,37 @@ class Rebuilt:
 
     Attributes:
         output: Which one.
-        code: From a list of its sources, the first one last, to a tuple of the output.
+        code: From a list of its sources, the first one last, to a tuple of the output, perhaps as rows.
         sources: Where they are among the inputs and what the forward returns.
+        kept: Where they are among what is kept: tensors of the program's own, and weights. None for others.
     """
 
     output: int
     code: Callable[..., tuple[Any, ...]]
     sources: tuple[int, ...]
+    kept: tuple[int | None, ...]
 
-    def declare(self, y: Tensor, sources: Sequence[Record]) -> None:
-        """Tell those who read y. Heads may lie in memory as [B, T, H, D] and be seen as [B, H, T, D]."""
+    def declare(self, y: Tensor, pool: Sequence[Any], kept: Sequence[Any], sharded: bool) -> None:
+        """Tell those who read y. Heads may lie in memory as [B, T, H, D] and be seen as [B, H, T, D].
+
+        Args:
+            y: The output.
+            pool: The inputs, and what the forward returned.
+            kept: What is kept, in the order of the plan.
+            sharded: Whether the weights' memory is freed when the layer has run.
+        """
+        own = [None if sharded else place for place in self.kept]
+        sources = [
+            source_of(pool[i] if at is None else kept[at], sharded, at is not None)
+            for i, at in zip(self.sources, own, strict=True)
+        ]
         swapped = y.dim() == 4 and not y.is_contiguous()
-        declare_in_order(y, y.transpose(1, 2) if swapped else y, partial(self._again, swapped), *sources)
+        order = y.transpose(1, 2) if swapped else y
+        declare_in_order(y, order, partial(self._again, swapped, order.shape), *sources)
 
-    def _again(self, swapped: bool, *sources: Tensor) -> Tensor:
+    def _again(self, swapped: bool, shape: torch.Size, *sources: Tensor) -> Tensor:
         (y,) = self.code(list(reversed(sources)))
-        return y.transpose(1, 2).contiguous() if swapped else y  # type: ignore[no-any-return]
+        return y.transpose(1, 2).contiguous() if swapped else y.view(shape)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -103,6 +125,7 @@ class Plan:
         packs: Whether others go through a codec.
         rebuilt: Of the outputs.
         optional: Which of the outputs may have no gradient.
+        differentiates: Whether the code itself runs autograd. All other code runs below it, which costs less.
     """
 
     forward: Callable[..., tuple[Any, ...]]
@@ -116,6 +139,7 @@ class Plan:
     packs: bool
     rebuilt: tuple[Rebuilt, ...]
     optional: frozenset[int]
+    differentiates: bool
 
 
 def make_plan(program: Computation, setting: Setting) -> Plan:
@@ -139,6 +163,8 @@ def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward
     for value in program.outputs:
         if value in wanted:
             backward.give(value, backward.taken(forward.meta(forward.values[value])))
+            if backward.shape_of(value)[:2] == forward.meta(forward.values[0]).shape[:2]:
+                backward.take_sizes_of(backward.gradients[value])
             if value in program.optional:
                 backward.optional.add(backward.gradients[value])
     stops = [*reversed(setting.stops)]
@@ -158,6 +184,7 @@ def forward_of(program: Computation, setting: Setting, repeated: bool = False) -
         node = forward.given(f"v{i}", None if dtype is None else torch.empty(meta.shape, dtype=dtype, device="meta"))  # type: ignore[union-attr]
         if dtype is not None:
             forward.values[i] = node
+    forward.take_sizes_of(forward.values[0])
     for step in program.steps:
         ins = [None if x is None else forward.values.get(x) for x in step.ins]
         run = step.operation.repeat if repeated else step.operation.forward
@@ -188,14 +215,14 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
     """The plan of what both graphs say."""
     inputs = len(program.metas)
     # outputs that are made again out of what is kept anyway, and the graphs that do it
-    again: dict[int, Backward] = {}
+    again: dict[int, tuple[Backward, Node]] = {}
     for i, value in enumerate(program.outputs):
         if value in program.optional:
             continue
         made = Backward(forward, program.steps, backward.wanted, program.weights)
-        made.want(value)
+        node = made.want(program.seen_as_tokens.get(value, value))
         if value >= inputs and all(x in backward.kept or x in program.weights for x in made.kept):
-            again[i] = made
+            again[i] = made, node
     results = [forward.values[value] for value in program.outputs]
     at: dict[int, int] = {}
     for value in backward.kept:
@@ -219,6 +246,10 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
         tuple(value in program.weights for value in backward.kept),
         outside,
         bool(backward.packed),
-        tuple(Rebuilt(i, made.code([made.values[program.outputs[i]]]), places(made.kept)) for i, made in again.items()),
+        tuple(
+            Rebuilt(i, made.code([node]), places(made.kept), tuple(backward.place_of_own(x) for x in made.kept))
+            for i, (made, node) in again.items()
+        ),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
+        any(step.operation.differentiates for step in program.steps),
     )

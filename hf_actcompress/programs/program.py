@@ -22,9 +22,9 @@ from . import stages
 from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
 from .emit import ESTIMATED, ESTIMATED_CPU, Setting
 from .handing import Heads, with_heads
-from .keeping import put_together, source_of, taken_apart
+from .keeping import put_together, taken_apart
 from .plan import Computation, Plan, make_plan
-from .stages import Stages, Stops, run_backward, stops_of
+from .stages import Stages, Stops, run_backward, running, stops_of
 
 
 @dataclass
@@ -128,11 +128,14 @@ class ProgramFunction(torch.autograd.Function):
         link: Tensor | None,
         *inputs: Tensor | None,
     ) -> Any:
-        found = plan.forward(*inputs)
+        with running(plan.differentiates):
+            found = plan.forward(*inputs)
         outputs = found[: plan.outputs]
         pool = (*inputs, *found)
         # a weight as its data are now, as stock's views keep it: `param.data = ...` changes the parameter alone
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in zip(plan.kept, plan.weights, strict=True)]
+        for rebuilt in plan.rebuilt:
+            rebuilt.declare(outputs[rebuilt.output], pool, kept, sharded)
         keepers: Sequence[str] = plan.keepers
         ctx.slots = None
         if plan.outside or plan.packs:
@@ -145,8 +148,6 @@ class ProgramFunction(torch.autograd.Function):
         if plan.optional:
             ctx.set_materialize_grads(False)
             ctx.like = [_kind(outputs[i]) for i in plan.graded]
-        for rebuilt in plan.rebuilt:
-            rebuilt.declare(outputs[rebuilt.output], [source_of(pool[i], sharded) for i in rebuilt.sources])
         if len(plan.graded) < plan.outputs:
             ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in plan.graded))
         return outputs
@@ -163,7 +164,8 @@ class ProgramFunction(torch.autograd.Function):
             grads = tuple(_with_zeros(plan, ctx.like, grads))
         saved.reverse()
         saved.extend(with_heads(grads, ctx.heads, plan.graded))
-        return (None, None, None, None, None, *run_backward(plan.backward, ctx.stages, saved, grads))
+        found = run_backward(plan.backward, plan.differentiates, ctx.stages, saved, grads)
+        return (None, None, None, None, None, *found)
 
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:

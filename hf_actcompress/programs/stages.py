@@ -11,6 +11,7 @@ front of the program's own one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, fx
 
 from ..ops.autocast import autocast_off, without_autocast
 from ..ops.first_order import once_differentiable
-from ..private_apis import accumulation_hooks, bare_apply
+from ..private_apis import accumulation_hooks, bare_apply, below_autograd
 
 # elements of gradients that a program may hold at once in any case: 4 MiB of fp32
 SLACK = 2**20
@@ -65,7 +66,7 @@ def handed_over(box: list[Any], *gradients: Any) -> None:
 
 
 def stopping(body: list[str]) -> list[str]:
-    """The lines of a backward's code, as a generator that stops behind each `handed_over`."""
+    """The lines of a backward's code as a generator that stops behind each `handed_over`."""
     found = []
     for line in "".join(body).splitlines(keepends=True):
         found.append(line)
@@ -88,6 +89,7 @@ class Stages:
         self._count = len(inputs)
         self._device = next(x.device.type for x in inputs if x is not None)
         self._code: Any = None
+        self._differentiates = False
         self._box: list[Tensor | None] = []
 
     def linked(self, inputs: Sequence[Tensor | None]) -> Tensor | None:
@@ -100,10 +102,10 @@ class Stages:
             link = bare_apply(Stage, self, places, link, *(inputs[i] for i in places))
         return link
 
-    def begin(self, backward: Callable[..., Any], saved: list[Any]) -> tuple[Tensor | None, ...]:
+    def begin(self, backward: Callable[..., Any], differentiates: bool, saved: list[Any]) -> tuple[Tensor | None, ...]:
         """The gradients of all inputs, of which those of the first stage are there."""
         self._box = []
-        self._code = backward(saved, self._box)
+        self._code, self._differentiates = backward(saved, self._box), differentiates
         found: list[Tensor | None] = [None] * self._count
         for place, gradient in zip(self._places[0], self.go_on(self._places[0]), strict=True):
             found[place] = gradient
@@ -116,7 +118,7 @@ class Stages:
                 "the stages of a patched layer's backward ran out of order; run one backward through a graph at a time"
             )
         try:
-            with autocast_off(self._device):
+            with autocast_off(self._device), running(self._differentiates):
                 next(self._code)
         except StopIteration as end:
             self._code = None
@@ -140,19 +142,29 @@ class Stage(torch.autograd.Function):
         return (None, None, None, *ctx.go_on())
 
 
+def running(differentiates: bool) -> AbstractContextManager[Any]:
+    """While the code of a program runs: below autograd, unless it runs autograd itself."""
+    return nullcontext() if differentiates else below_autograd()
+
+
 def run_backward(
-    backward: Callable[..., Any], stages: Stages | None, saved: list[Any], grads: Sequence[Tensor | None]
+    backward: Callable[..., Any],
+    differentiates: bool,
+    stages: Stages | None,
+    saved: list[Any],
+    grads: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a program's inputs; of one whose backward stops those of its first stage.
 
     Args:
         backward: The code.
+        differentiates: Whether it runs autograd itself.
         stages: Of one that stops.
         saved: What the code takes.
         grads: What autograd gave.
     """
     if stages is not None:
-        return stages.begin(backward, saved)
-    with without_autocast(grads):
+        return stages.begin(backward, differentiates, saved)
+    with without_autocast(grads), running(differentiates):
         found: tuple[Tensor | None, ...] = backward(saved)
     return found

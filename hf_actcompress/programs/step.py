@@ -27,6 +27,7 @@ class Operation:
         keeps_output: Whether its first output is.
         sums: Whether it is a sum, whose backward reads none of its inputs.
         same: Whether its output is no more than its input, so that keeping that instead costs nothing.
+        differentiates: Whether its code runs autograd.
     """
 
     again: ClassVar[bool] = True
@@ -35,10 +36,16 @@ class Operation:
     keeps: ClassVar[int] = 0
     keeps_output: ClassVar[bool] = False
     sums: ClassVar[bool] = False
+    differentiates: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
+        return False
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether it makes rows [B * T, C] of [B, T, C]."""
         return False
 
     def key(self) -> Hashable:
@@ -133,6 +140,8 @@ class Backward(Emitter):
         self.optional: set[Node] = set()
         self._forward, self._weights = forward, weights
         self._maker = {value: step for step in steps for value in step.outs}
+        # the program's input as it is given -> as its steps read it
+        self._rows = {step.ins[0]: step.outs[0] for step in steps if step.operation.makes_rows}
 
     def want(self, value: int) -> Node:
         """The node of a value of the forward: kept, or made again right before its first use."""
@@ -187,6 +196,11 @@ class Backward(Emitter):
             found = self.call(opened, found, like=lambda _: like.transpose(1, 2) if swapped else like)
         self.values[value] = self.call(torch.transpose, found, 1, 2) if swapped else found
 
+    def place_of_own(self, value: int) -> int | None:
+        """Where a value is kept that is a weight or was made by the program; None for others."""
+        own = value >= self._inputs or value in self._weights
+        return self.kept.index(value) if own and value in self.kept else None
+
     def codec_of(self, value: int) -> Codec:
         """Through which codec a value is kept: that of the first step that keeps it."""
         return self._codec(value)[0]
@@ -194,6 +208,7 @@ class Backward(Emitter):
     def _codec(self, value: int) -> tuple[Codec, bool]:
         """The same, and whether the value is packed as its memory lies: attention's output."""
         value = self._wide.get(value, value)
+        value = self._rows.get(value, value)
         for step in self._steps:
             if step.codec == IDENTITY:
                 continue
@@ -206,7 +221,7 @@ class Backward(Emitter):
     def _is_for_products(self, value: int) -> bool:
         """Whether a value would be kept, and none but products read it."""
         step = self._maker.get(value)
-        if step is None:
+        if step is None or step.operation.makes_rows:
             # what wants a gradient comes from an op that may have declared it
             kept = value not in self.wanted
         else:

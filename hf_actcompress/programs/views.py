@@ -9,12 +9,18 @@ from .emit import Emitter
 
 
 def size_of(e: Emitter, x: Node, dim: int) -> Node:
+    """The size of a dimension of x [B, T, ...]. Rows [B * T, C] do not know B and T: others in the graph do."""
+    if e.meta(x).dim() == 2:
+        assert e.tokens is not None
+        x = e.tokens
     return e.once(torch.Tensor.size, x, dim)
 
 
 def reshaped(e: Emitter, x: Node, sizes: tuple[int, ...]) -> Node:
     """x in another shape: a size below -1 is that of a dimension of x (-2: the first, -3: the second, ...)."""
-    if len(sizes) == 3 and e.meta(x).dim() == 4 and sizes[:2] == (-2, -3):
+    if len(sizes) == 2:
+        y = e.once(torch.Tensor.reshape, x, *sizes)
+    elif len(sizes) == 3 and e.meta(x).dim() == 4 and sizes[:2] == (-2, -3):
         y = e.call(torch.Tensor.flatten, x, 2)
     else:
         y = e.call(torch.Tensor.reshape, x, *(size_of(e, x, -2 - size) if size < -1 else size for size in sizes))
@@ -24,6 +30,8 @@ def reshaped(e: Emitter, x: Node, sizes: tuple[int, ...]) -> Node:
 
 def rows_of(e: Emitter, x: Node) -> Node:
     """x [..., C] as [rows, C], without the views on which it was given that shape."""
+    if e.meta(x).dim() == 2:
+        return x
     if x in e.rows:
         return e.rows[x]
     return e.once(torch.Tensor.reshape, e.sources.get(x, x), -1, e.meta(x).size(-1))
@@ -31,6 +39,8 @@ def rows_of(e: Emitter, x: Node) -> Node:
 
 def tokens_of(e: Emitter, rows: Node, like: Node) -> Node:
     """[rows, C] as the rows of `like` lie: [..., C]."""
+    if e.meta(like).dim() == 2:
+        return rows
     shape, width = e.meta(like).shape, e.meta(rows).size(1)
     if shape[-1] == width:
         y = e.call(torch.Tensor.view_as, rows, like)

@@ -19,6 +19,7 @@ from .attention import Attention
 from .calls import BATCH, TOKENS
 from .own_attention import OwnAttention
 from .refusal import NotStraight
+from .rows import on_rows
 from .schedule import Part, is_normed, part_of
 from .step import Step
 from .tape import Attend, Tape
@@ -106,7 +107,7 @@ def _whole(tape: Tape) -> Whole | None:
     for attend in attends:
         masks.setdefault(attend.mask, len(tape.metas))
         tape.metas.append(torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta"))
-    steps = _steps(tape, masks)
+    steps, result = on_rows(tape, _steps(tape, masks), tape.result)
     through_cache = [
         replace(step, operation=replace(step.operation, cached=True))
         if isinstance(step.operation, OwnAttention)
@@ -115,12 +116,12 @@ def _whole(tape: Tape) -> Whole | None:
     ]
     made = partial(part_of, tape, shown=frozenset(x for attend in attends for x in attend.ins))
     kept = [value for attend in attends for value in attend.ins[1:]]
-    cached = made(through_cache, {tape.result, *kept}, optional={*kept} - {tape.result})
-    outputs = tuple(cached.outs.index(value) for value in (tape.result, *kept))
+    cached = made(through_cache, {result, *kept}, optional={*kept} - {result})
+    outputs = tuple(cached.outs.index(value) for value in (result, *kept))
     attend = attends[0]
     q, k, v = (tape.metas[value] for value in attend.ins)
     return Whole(
-        made(steps, {tape.result}), cached, outputs, masks, own,
+        made(steps, {result}), cached, outputs, masks, own,
         (q.size(1), k.size(1), q.size(-1), v.size(-1)), v.dtype, options.get("dropout") or 0.0, attend.causal,
     )  # fmt: skip
 

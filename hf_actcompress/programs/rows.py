@@ -1,0 +1,106 @@
+"""A layer's steps on rows [B * T, C] in place of tokens [B, T, C]: the same kernels on the same memory, and no views.
+
+On [B, T, C] each product of a backward needs a view of its gradient as rows, and another one back. A view costs the
+host as much as a small kernel. So everything that works row by row gets rows: the layer's input is seen as rows once,
+heads [B, T, H, D] are views of rows, and the layer's result is seen as tokens once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from .arithmetic import Add, Cast, Cat, Contiguous, Mul, Neg, Reshape, Scale, Slice, Split
+from .calls import BATCH, TOKENS
+from .operations import LayerNorm, Linear, RMSNorm
+from .pointwise import Activation, Dropout, GatedProduct
+from .step import Operation, Step
+from .tape import Tape
+
+_FREE = (Linear, RMSNorm, Activation, GatedProduct, Add, Mul, Scale, Neg, Cast, Dropout, Contiguous, Cat)
+
+
+def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int]:
+    """The steps on rows where that is possible, and the value of the result, as tokens.
+
+    Args:
+        tape: Of the layer; the shapes of its values become those of rows.
+        steps: In order.
+        result: The value that the layer returns.
+    """
+    x = tape.inputs["x"]
+    flat = _flat_values(tape, steps, x)
+    if x not in flat or result not in flat:
+        return steps, result
+    rows_of_x, tokens = len(tape.metas), len(tape.metas) + 1
+    width, out_width = tape.metas[x].size(-1), tape.metas[result].size(-1)
+    tape.metas += [tape.metas[x].flatten(0, 1), tape.metas[result]]
+    found: list[Step] = []
+    for step in steps:
+        if x in step.ins and not any(rows_of_x in earlier.outs for earlier in found):
+            found.append(Step(Reshape((-1, width), (-2, -3, width)), (x,), (rows_of_x,), step.module))
+        ins = tuple(rows_of_x if value == x else value for value in step.ins)
+        found.append(replace(step, operation=_on_rows(step, flat), ins=ins))
+    for value in flat - {x}:
+        tape.metas[value] = tape.metas[value].flatten(0, 1)
+    found.append(Step(Reshape((-2, -3, out_width), (-1, out_width)), (result,), (tokens,), steps[-1].module))
+    return found, tokens
+
+
+def _flat_values(tape: Tape, steps: list[Step], x: int) -> set[int]:
+    """The values that may be rows: whoever makes one and all who read it work row by row, or see it as heads."""
+    made = [value for step in steps for value in step.outs]
+    flat = {value for value in (x, *made) if _is_tokens(tape.metas[value])}
+    while True:
+        others = [step for step in steps if not _works(tape, step, flat)]
+        left = flat.difference(*(step.ins for step in others), *(step.outs for step in others))
+        if left == flat:
+            return flat
+        flat = left
+
+
+def _works(tape: Tape, step: Step, flat: set[int]) -> bool:
+    """Whether the step works row by row on what may be rows; or makes heads of rows, or the reverse."""
+    operation = step.operation
+    if isinstance(operation, Reshape):
+        (source,), (made,) = step.ins, step.outs
+        return (source in flat) != (made in flat) and _is_of_heads(operation)
+    if not _is_row_by_row(operation):
+        return False
+    activations = set(step.ins) - {None, *tape.parameters.values()}
+    return step.outs[0] in flat and activations <= flat
+
+
+def _is_row_by_row(operation: Operation) -> bool:
+    if isinstance(operation, LayerNorm):
+        return len(operation.shape) == 1
+    if isinstance(operation, Split):
+        return operation.dim in (2, -1)
+    if isinstance(operation, Slice):
+        return operation.dim == -1
+    return type(operation) in _FREE
+
+
+def _is_of_heads(operation: Reshape) -> bool:
+    """Whether it makes [B, T, H, D] of [B, T, H * D], or the reverse."""
+    sizes = operation.sizes, operation.back
+    return all(both[:2] == (-2, -3) for both in sizes) and sorted(map(len, sizes)) == [3, 4]
+
+
+def _on_rows(step: Step, flat: set[int]) -> Operation:
+    """The step's operation, with the sizes and dimensions of rows."""
+    operation = step.operation
+    if isinstance(operation, Split) and step.outs[0] in flat:
+        return replace(operation, dim=-1)
+    if isinstance(operation, Reshape) and flat.intersection((*step.ins, *step.outs)):
+        return replace(operation, sizes=_as_rows(operation.sizes), back=_as_rows(operation.back))
+    return operation
+
+
+def _as_rows(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return (-1, *sizes[2:]) if len(sizes) == 3 else sizes
+
+
+def _is_tokens(meta: Tensor) -> bool:
+    return meta.dim() == 3 and tuple(meta.shape[:2]) == (BATCH, TOKENS)
