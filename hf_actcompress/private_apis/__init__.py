@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, reduce
-from operator import or_
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
+from .autograd_keys import above_autograd, below_autograd
 from .names import PRIVATE_APIS, PrivateAPI
 
 __all__ = [
@@ -160,23 +160,6 @@ def fused_attention_choice(
     """The number of the kernel that `scaled_dot_product_attention` would take, as in torch.nn.attention.SDPBackend."""
     choice: int = torch._fused_sdp_choice(q, k, v, mask, dropout, is_causal, enable_gqa=grouped)
     return choice
-
-
-# in this context the ops of plain tensors go past autograd, which has nothing to do in a Function of ours
-below_autograd = torch._C._AutoDispatchBelowAutograd
-_AUTOGRAD = reduce(
-    or_,
-    (
-        torch._C.DispatchKeySet(key)
-        for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
-    ),
-)
-
-
-def above_autograd() -> Any:
-    """In this context autograd is there again, inside of `below_autograd`."""
-    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
 def bare_apply(function: Any, *args: Any) -> Any:

@@ -46,6 +46,11 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._functions.DelayedError", _T, "the error of a second derivative"),
     PrivateAPI("torch._C._are_functorch_transforms_active", _T, "stock code runs under torch.func"),
     PrivateAPI("torch.autograd.forward_ad._current_level", _T, "stock code runs under forward-mode differentiation"),
+    PrivateAPI("torch._C._AutoDispatchBelowAutograd", _T, "the code of a program without autograd's share of each op"),
+    PrivateAPI("torch._C._len_torch_dispatch_stack", _T, "whether somebody watches the ops of that code"),
+    PrivateAPI("torch._C._ForceDispatchKeyGuard", _T, "autograd again for code of others inside of it"),
+    PrivateAPI("torch._C._dispatch_tls_local_include_set", _T, "the same"),
+    PrivateAPI("torch._C._dispatch_tls_local_exclude_set", _T, "the same"),
     # tensors
     PrivateAPI("torch.zeros(1)._version", _T, "whether somebody wrote in place"),
     PrivateAPI("torch.zeros(1)._base", _T, "whether a tensor is a view of a parameter"),

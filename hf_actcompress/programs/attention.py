@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..reference.dense_attention import dense_attention_bwd, dense_attention_fwd
+from .backward import Backward
 from .emit import Emitter
-from .step import Backward, Operation, Step
+from .step import Operation, Step
 
 
 @dataclass(frozen=True)

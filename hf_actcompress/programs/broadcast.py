@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from .backward import Backward
 from .emit import Emitter
-from .step import Backward, Operation, Step
+from .step import Operation, Step
 from .views import rows_of
 
 

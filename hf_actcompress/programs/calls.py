@@ -9,28 +9,13 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from .arithmetic import (
-    Add,
-    Cast,
-    Cat,
-    Contiguous,
-    Mul,
-    Neg,
-    Permute,
-    Repeat,
-    Reshape,
-    Scale,
-    Slice,
-    Split,
-    Stack,
-    Tokens,
-    Unbind,
-)  # fmt: skip
+from .arithmetic import Add, Cast, Cat, Mul, Neg, Repeat, Scale, Slice, Split, Stack, Unbind
 from .broadcast import Expand
 from .own_attention import AttentionCode, direct_attention
 from .pointwise import Dropout
 from .recorder import Recorder
 from .refusal import NotStraight
+from .shapes import Contiguous, Permute, Reshape, Tokens
 from .tape import Attend
 
 # of the batch and of its rows while a layer is recorded: prime, and no size of a model

@@ -22,10 +22,11 @@ from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply
 from ..records import current, saved_next
 from ..reference import replayed_rng, rng_state
+from .computation import Computation
 from .emit import Setting
 from .handing import Heads, with_heads
 from .keeping import Outside, opened, put_together, taken_apart
-from .plan import Computation, Plan, assembled, both_ways, forward_of, writing
+from .plan import Plan, assembled, both_ways, forward_of, writing
 from .stages import Stages, run_backward, running
 
 # what a plain checkpoint may be told

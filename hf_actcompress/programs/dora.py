@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from .arithmetic import Cast
+from .backward import Backward
 from .broadcast import Shift
 from .emit import Emitter, Setting
 from .operations import Linear
 from .recorder import Recorder
 from .refusal import NotStraight
-from .step import Backward, Operation, Step
+from .step import Operation, Step
 
 
 class Norms:

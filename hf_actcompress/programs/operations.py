@@ -16,8 +16,9 @@ from torch.fx import Node
 
 from ..reference import linear_fwd
 from ..reference.rms_norm import applies_gain_in_fp32, rms_norm_normed, rms_norm_weight_bwd
+from .backward import Backward
 from .emit import Emitter
-from .step import Backward, Operation, Step
+from .step import Operation, Step
 from .views import rows_of, tokens_of
 
 

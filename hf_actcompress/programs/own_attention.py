@@ -18,8 +18,9 @@ from torch.fx import Node
 from ..modules.base import stock_type
 from ..ops.own_weights import alias
 from ..reference import replayed_rng, rng_state
+from .backward import Backward
 from .emit import Emitter, Setting
-from .step import Backward, Operation, Step
+from .step import Operation, Step
 
 _PLAIN = (bool, int, float, str)
 # attributes that say nothing to an attention function; layers share their code

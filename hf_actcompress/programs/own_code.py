@@ -16,8 +16,9 @@ from torch.fx import Node
 
 from ..modules.base import stock_type
 from ..ops.own_weights import alias
+from .backward import Backward
 from .emit import Emitter, Setting
-from .step import Backward, Operation, Step
+from .step import Operation, Step
 from .tape import plain
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,58 +15,11 @@ from torch.fx import Node
 from ..codecs import IDENTITY
 from ..private_apis import without_dispatch_modes
 from ..records import declare_in_order
-from .arithmetic import Reshape
+from .backward import Backward
+from .computation import Computation
 from .emit import Emitter, Setting
 from .keeping import Outside, source_of
-from .step import Backward, Step
-
-
-@dataclass
-class Computation:
-    """Steps over numbered values. Inputs are the first values.
-
-    Attributes:
-        steps: In order.
-        metas: Of each input a tensor without data, for its shape; None for one that is None.
-        weights: Which inputs are parameters.
-        outputs: The values that are returned. An input among them is returned as it is: what its later readers give
-            as its gradient comes first in the sum, as autograd's engine has it.
-        optional: The values among them that may have no gradient in one backward or another.
-    """
-
-    steps: tuple[Step, ...]
-    metas: tuple[Tensor | None, ...]
-    weights: frozenset[int]
-    outputs: tuple[int, ...]
-    optional: frozenset[int] = frozenset()
-
-    @cached_property
-    def first_readers(self) -> dict[int, int]:
-        """Of each weight the first step that reads it: behind that step's backward its gradient is done."""
-        readers: dict[int, int] = {}
-        for i, step in enumerate(self.steps):
-            for value in self.weights.intersection(step.ins):
-                readers.setdefault(value, i)
-        return readers
-
-    @cached_property
-    def seen_as_tokens(self) -> dict[int, int]:
-        """Of each value [B, T, C] that is a view of rows: these."""
-        views = [s for s in self.steps if isinstance(s.operation, Reshape) and s.operation.makes_tokens]
-        return {step.outs[0]: step.ins[0] for step in views if step.ins[0] is not None}
-
-    @cached_property
-    def elements(self) -> int:
-        """Of all weights together."""
-        return sum(meta.numel() for weight in self.weights if (meta := self.metas[weight]) is not None)
-
-    @cached_property
-    def order(self) -> tuple[tuple[int, ...], ...]:
-        """The weights whose gradients are done together, in the order of the backward."""
-        done: dict[int, tuple[int, ...]] = {}
-        for weight, i in self.first_readers.items():
-            done[i] = (*done.get(i, ()), weight)
-        return tuple(done[i] for i in sorted(done, reverse=True))
+from .shapes import Reshape
 
 
 @dataclass(frozen=True)
@@ -211,18 +164,23 @@ def _outside(program: Computation, backward: Backward, place: int, value: int) -
     return Outside(place, codec)
 
 
-def assembled(program: Computation, forward: Emitter, backward: Backward) -> Plan:
-    """The plan of what both graphs say."""
-    inputs = len(program.metas)
-    # outputs that are made again out of what is kept anyway, and the graphs that do it
-    again: dict[int, tuple[Backward, Node]] = {}
+def _made_again(program: Computation, forward: Emitter, backward: Backward) -> dict[int, tuple[Backward, Node]]:
+    """The outputs that are made again out of what is kept anyway, by place; their graphs, and the results of these."""
+    again = {}
     for i, value in enumerate(program.outputs):
         if value in program.optional:
             continue
         made = Backward(forward, program.steps, backward.wanted, program.weights)
         node = made.want(program.seen_as_tokens.get(value, value))
-        if value >= inputs and all(x in backward.kept or x in program.weights for x in made.kept):
+        if value >= len(program.metas) and all(x in backward.kept or x in program.weights for x in made.kept):
             again[i] = made, node
+    return again
+
+
+def assembled(program: Computation, forward: Emitter, backward: Backward) -> Plan:
+    """The plan of what both graphs say."""
+    inputs = len(program.metas)
+    again = _made_again(program, forward, backward)
     results = [forward.values[value] for value in program.outputs]
     at: dict[int, int] = {}
     for value in backward.kept:

@@ -18,8 +18,9 @@ from ..ops._activation import SIGN_DECIDES
 from ..reference import dropout_fwd
 from ..reference.activation import gelu_new_bwd, gelu_new_parts
 from ..reference.gated_mlp import gated_product_bwd_of
+from .backward import Backward
 from .emit import ESTIMATES, Bound, Emitter, Setting
-from .step import Backward, Operation, Step
+from .step import Operation, Step
 from .tape import plain
 
 

@@ -20,10 +20,11 @@ from ..records import applied, current, saved_next
 from ..reference.device_rules import device_rules
 from . import stages
 from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
+from .computation import Computation
 from .emit import ESTIMATED, ESTIMATED_CPU, Setting
 from .handing import Heads, with_heads
 from .keeping import put_together, taken_apart
-from .plan import Computation, Plan, make_plan
+from .plan import Plan, make_plan
 from .stages import Stages, Stops, run_backward, running, stops_of
 
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from .arithmetic import Add, Cast, Cat, Contiguous, Mul, Neg, Reshape, Scale, Slice, Split
+from .arithmetic import Add, Cast, Cat, Mul, Neg, Scale, Slice, Split
 from .calls import BATCH, TOKENS
 from .operations import LayerNorm, Linear, RMSNorm
 from .pointwise import Activation, Dropout, GatedProduct
+from .shapes import Contiguous, Reshape
 from .step import Operation, Step
 from .tape import Tape
 

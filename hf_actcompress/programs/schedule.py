@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY
-from .arithmetic import Add, Cast, Cat, Contiguous, Mul, Neg, Permute, Reshape, Scale, Slice, Split, Unbind
+from .arithmetic import Add, Cast, Cat, Mul, Neg, Scale, Slice, Split, Unbind
 from .broadcast import Shift
 from .calls import BATCH, SOURCES, TOKENS
 from .dora import AnotherProduct, Magnitude
@@ -17,6 +17,7 @@ from .operations import LayerNorm, RMSNorm
 from .pointwise import Rope
 from .program import Program
 from .refusal import NotStraight
+from .shapes import Contiguous, Permute, Reshape
 from .step import Step
 from .tape import Attend, Tape
 

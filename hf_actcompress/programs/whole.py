@@ -14,13 +14,13 @@ from ..codecs import IDENTITY
 from ..ops.region import region_in_progress
 from ..reference.dense_attention import fused_kernel, sdpa_settings
 from ..reference.device_rules import device_rules
-from .arithmetic import Permute
 from .attention import Attention
 from .calls import BATCH, TOKENS
 from .own_attention import OwnAttention
 from .refusal import NotStraight
 from .rows import on_rows
 from .schedule import Part, is_normed, part_of
+from .shapes import Permute
 from .step import Step
 from .tape import Attend, Tape
 

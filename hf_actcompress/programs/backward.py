@@ -1,0 +1,233 @@
+"""The code of a program's backward, which is written step by step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ..codecs import IDENTITY, Codec
+from .emit import Emitter
+from .keeping import Packing, opened, plus, taken
+from .stages import handed_over
+from .step import Step
+
+
+class Backward(Emitter):
+    """The graph of a backward, while the steps are walked from the last one to the first.
+
+    Its code takes a list: what is kept, the first that is needed last, and behind that the gradients of the outputs.
+    It empties the list.
+
+    Args:
+        forward: The graph of the forward.
+        steps: Of the program.
+        wanted: The values that want a gradient.
+        weights: The inputs that are parameters.
+        inputs: How many there are, all of them; 0: the code gets values, whatever is kept of them.
+    """
+
+    def __init__(
+        self,
+        forward: Emitter,
+        steps: Sequence[Step],
+        wanted: frozenset[int],
+        weights: frozenset[int],
+        inputs: int = 0,
+    ) -> None:
+        super().__init__(forward.setting)
+        self._inputs = inputs
+        # of values that are kept through a codec: the node of the forward that makes the record
+        self.packed: dict[int, Node] = {}
+        self.wanted = wanted
+        self._steps = steps
+        # of values that are kept in a narrower dtype: the number under which they are
+        self.casts: dict[int, int] = {}
+        self._wide: dict[int, int] = {}
+        self.kept: list[int] = []
+        # of each value, the module of the first step whose backward reads it
+        self.readers: dict[int, str] = {}
+        self.module = ""
+        # of outputs that have been made again: nodes on the way there that the step's backward reads, too
+        self.shared: dict[int, tuple[Node, ...]] = {}
+        self._saved = self.given("saved", None)
+        self._box = self.given("box", None) if self.setting.stops and inputs else None
+        self.gradients: dict[int, Node] = {}
+        # gradients that may be None when the code runs
+        self.optional: set[Node] = set()
+        self._forward, self._weights = forward, weights
+        self._maker = {value: step for step in steps for value in step.outs}
+        # the program's input as it is given -> as its steps read it
+        self._rows = {step.ins[0]: step.outs[0] for step in steps if step.operation.makes_rows}
+
+    def want(self, value: int) -> Node:
+        """The node of a value of the forward: kept, or made again right before its first use."""
+        self.readers[value] = self.module
+        node = self.values.get(value)
+        if node is None:
+            self._have(value)
+            node = self.values[value]
+        return node
+
+    def want_in(self, value: int, dtype: torch.dtype) -> Node:
+        """As `want`, in the dtype of a product. What is only kept for products is kept in that if it is narrower."""
+        narrow = dtype.itemsize < self.dtype_of(value).itemsize
+        narrow = narrow and self.codec_of(value) == IDENTITY
+        if narrow and value not in self.values and self._is_for_products(value):
+            return self.want(self._narrow(value, dtype))
+        node: Node = self.cast(self.want(value), dtype)
+        return node
+
+    def _narrow(self, value: int, dtype: torch.dtype) -> int:
+        """The value in a narrower dtype, as a further value of the forward."""
+        cast = self._forward.cast(self._forward.values[value], dtype)
+        at = self.casts.setdefault(value, max(self._forward.values) + 1)
+        self._forward.values[at] = cast
+        self._wide[at] = value
+        return at
+
+    def want_itself(self, value: int, dtype: torch.dtype) -> Node:
+        """The node of a value in that dtype, kept as it is even if it could be made again: there is less to do."""
+        if dtype != self.dtype_of(value):
+            value = self._narrow(value, dtype)
+        self.readers[value] = self.module
+        if value not in self.values:
+            self._keep(value)
+        return self.values[value]
+
+    def is_given(self, value: int) -> bool:
+        """Whether a value of the forward is there: an input may be None."""
+        return value in self._forward.values
+
+    def _keep(self, value: int) -> None:
+        self.kept.append(value)
+        node = self._forward.values[value]
+        like = self._forward.meta(node)
+        found = self.taken(like)
+        outside = value < self._inputs and value not in self._weights
+        codec, swapped = (IDENTITY, False) if outside or not self._inputs else self._codec(value)
+        if codec != IDENTITY:
+            with self._forward.graph.inserting_after(node):
+                self.packed[value] = self._forward.call(Packing(codec, swapped), node, like=lambda _: None)
+        if outside or codec != IDENTITY:
+            found = self.call(opened, found, like=lambda _: like.transpose(1, 2) if swapped else like)
+        self.values[value] = self.call(torch.transpose, found, 1, 2) if swapped else found
+
+    def place_of_own(self, value: int) -> int | None:
+        """Where a value is kept that is a weight or was made by the program; None for others."""
+        own = value >= self._inputs or value in self._weights
+        return self.kept.index(value) if own and value in self.kept else None
+
+    def codec_of(self, value: int) -> Codec:
+        """Through which codec a value is kept: that of the first step that keeps it."""
+        return self._codec(value)[0]
+
+    def _codec(self, value: int) -> tuple[Codec, bool]:
+        """The same, and whether the value is packed as its memory lies: attention's output."""
+        value = self._wide.get(value, value)
+        value = self._rows.get(value, value)
+        for step in self._steps:
+            if step.codec == IDENTITY:
+                continue
+            if value in step.outs[:1] and step.operation.keeps_output:
+                return step.codec, True
+            if value in step.ins[: step.operation.keeps] and self.wants(step.outs[0]):
+                return step.operation.codec_of(step, value), False
+        return IDENTITY, False
+
+    def _is_for_products(self, value: int) -> bool:
+        """Whether a value would be kept, and none but products read it."""
+        step = self._maker.get(value)
+        if step is None or step.operation.makes_rows:
+            # what wants a gradient comes from an op that may have declared it
+            kept = value not in self.wanted
+        else:
+            kept = not (step.operation.rebuilds(step.outs.index(value)) and self._pays(step, value))
+        if not kept:
+            return False
+        readers = [reader for reader in self.read_by(value) if not reader.operation.sums]
+        return all(reader.operation.multiplies and reader.ins[0] == value for reader in readers)
+
+    def read_by(self, value: int) -> list[Step]:
+        return [step for step in self._steps if value in step.ins]
+
+    def _have(self, value: int) -> None:
+        step = self._maker.get(value)
+        made_again = step is not None and step.operation.rebuilds(step.outs.index(value))
+        if step is None or not made_again or not self._pays(step, value):
+            self._keep(value)
+        else:
+            step.operation.rebuild(self, step)
+
+    def taken(self, like: Any) -> Node:
+        """The next of what the code is given."""
+        return self.call(taken, self._saved, like=lambda _: like)
+
+    def _pays(self, step: Step, value: int) -> bool:
+        """Whether to make a value again rather than to keep it.
+
+        What needs no gradient is one tensor to keep, and what it is made from would be kept for it alone. A view or a
+        wider cast of that has the same memory or more.
+        """
+        if step.operation.same and (
+            self._is_narrower_than_what_is_kept(step, value) or self._is_packed_alone(step, value)
+        ):
+            return False
+        if value in self.wanted or all(x is None or x in self._weights for x in step.ins):
+            return True
+        return step.operation.same and self._bytes(step.ins[0]) <= self._bytes(value)
+
+    def _is_narrower_than_what_is_kept(self, step: Step, value: int) -> bool:
+        """Whether the source of a cast would be kept for the cast alone, and takes more."""
+        (source,) = step.ins
+        assert source is not None
+        maker = self._maker.get(source)
+        kept = maker is not None and not maker.operation.rebuilds(maker.outs.index(source))
+        alone = source not in self.values and self.read_by(source) == [step]
+        return kept and alone and self._bytes(value) < self._bytes(source)
+
+    def _is_packed_alone(self, step: Step, value: int) -> bool:
+        """Whether a view is kept through a codec, and what it is a view of would be kept as it is."""
+        if not self._inputs or self.codec_of(value) == IDENTITY:
+            return False
+        (source,) = step.ins
+        maker = self._maker.get(source)  # type: ignore[arg-type]
+        kept = maker is not None and not maker.operation.rebuilds(maker.outs.index(source))
+        return kept and source not in self.values and self.codec_of(source) == IDENTITY  # type: ignore[arg-type]
+
+    def _bytes(self, value: int | None) -> int:
+        return 0 if value is None else int(self._forward.meta(self._forward.values[value]).itemsize)
+
+    def dy(self, step: Step, index: int = 0) -> Node:
+        """The gradient of a value that the step has made."""
+        return self.gradients[step.outs[index]]
+
+    def wants(self, value: int | None) -> bool:
+        return value is not None and value in self.wanted
+
+    def dtype_of(self, value: int) -> torch.dtype:
+        """Of a value of the forward."""
+        return self._forward.dtype(self._forward.values[value])
+
+    def shape_of(self, value: int) -> torch.Size:
+        """Of a value of the forward, with the recorded sizes of batch and tokens."""
+        shape: torch.Size = self._forward.meta(self._forward.values[value]).shape
+        return shape
+
+    def stop(self, weights: Sequence[int]) -> None:
+        """Hand over the gradients of weights, and stop until they have been added up."""
+        done = [self.gradients.pop(weight, None) for weight in weights]
+        self.call(handed_over, self._box, *done, like=lambda *_: None)
+
+    def give(self, value: int | None, gradient: Node) -> None:
+        """Add to a value's gradient. Paths add up in the order of autograd's engine: that used last comes first."""
+        if value is None or value not in self.wanted:
+            return
+        gradient = self.cast(gradient, self.dtype_of(value))
+        known = self.gradients.get(value)
+        if known is not None:
+            gradient = self.call(plus if known in self.optional else operator.add, known, gradient)
+        self.gradients[value] = gradient

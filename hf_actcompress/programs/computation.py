@@ -1,0 +1,59 @@
+"""What a program computes, before any code is written down for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from .shapes import Reshape
+from .step import Step
+
+
+@dataclass
+class Computation:
+    """Steps over numbered values. Inputs are the first values.
+
+    Attributes:
+        steps: In order.
+        metas: Of each input a tensor without data, for its shape; None for one that is None.
+        weights: Which inputs are parameters.
+        outputs: The values that are returned. An input among them is returned as it is: what its later readers give
+            as its gradient comes first in the sum, as autograd's engine has it.
+        optional: The values among them that may have no gradient in one backward or another.
+    """
+
+    steps: tuple[Step, ...]
+    metas: tuple[Tensor | None, ...]
+    weights: frozenset[int]
+    outputs: tuple[int, ...]
+    optional: frozenset[int] = frozenset()
+
+    @cached_property
+    def first_readers(self) -> dict[int, int]:
+        """Of each weight the first step that reads it: behind that step's backward its gradient is done."""
+        readers: dict[int, int] = {}
+        for i, step in enumerate(self.steps):
+            for value in self.weights.intersection(step.ins):
+                readers.setdefault(value, i)
+        return readers
+
+    @cached_property
+    def seen_as_tokens(self) -> dict[int, int]:
+        """Of each value [B, T, C] that is a view of rows: these."""
+        views = [s for s in self.steps if isinstance(s.operation, Reshape) and s.operation.makes_tokens]
+        return {step.outs[0]: step.ins[0] for step in views if step.ins[0] is not None}
+
+    @cached_property
+    def elements(self) -> int:
+        """Of all weights together."""
+        return sum(meta.numel() for weight in self.weights if (meta := self.metas[weight]) is not None)
+
+    @cached_property
+    def order(self) -> tuple[tuple[int, ...], ...]:
+        """The weights whose gradients are done together, in the order of the backward."""
+        done: dict[int, tuple[int, ...]] = {}
+        for weight, i in self.first_readers.items():
+            done[i] = (*done.get(i, ()), weight)
+        return tuple(done[i] for i in sorted(done, reverse=True))
