@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.memory.measurement.allocator import trace
@@ -24,6 +24,16 @@ def llama(config: CompressionConfig, checkpointed: bool = False) -> Any:
     torch.manual_seed(0)
     options = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32, "use_cache": False}
     model = LlamaForCausalLM(LlamaConfig(hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, **options))
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return patch_model(model, config)
+
+
+def gpt2(config: CompressionConfig, checkpointed: bool = False) -> Any:
+    torch.manual_seed(0)
+    sizes = {"n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "vocab_size": 32, "n_positions": 512}
+    dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, use_cache=False)).train()
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return patch_model(model, config)
@@ -67,6 +77,20 @@ def test_the_peak_is_that_of_the_leaf_path(case: str, tokens: int, way: str, mon
     assert peaks[1] <= peaks[0] + 4 * max(stages.SLACK, 4 * tokens * HIDDEN)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert calls(models[1]) == [1 + (case == "in the second backward")] * 2
+
+
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_what_an_activation_shares_with_its_derivative_is_not_held_meanwhile(
+    checkpointed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tanh of GPT-2's activation is as wide as the MLP, and would lie beside a weight's gradient."""
+    monkeypatch.setattr(stages, "SLACK", 2**16)
+    peaks, tokens = [], 400
+    for config in (LEAVES, PROGRAMS):
+        model = gpt2(config, checkpointed)
+        accumulated(model)
+        peaks.append(trace(model(**batch(tokens)).loss.backward).peak_bytes)
+    assert peaks[1] <= peaks[0] + 4 * tokens * HIDDEN
 
 
 def test_a_backward_stops_for_all_but_the_last_weights(monkeypatch: pytest.MonkeyPatch) -> None:
