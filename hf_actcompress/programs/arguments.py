@@ -40,8 +40,8 @@ def further_arguments(
     """What some layers take, too: T5's position biases, and what the encoder has found; Falcon's with ALiBi.
 
     Args:
-        layer: That takes them, perhaps.
-        tokens, sources: Of the decoder and the encoder.
+        layer: The layer that may take them.
+        tokens, sources: The numbers of tokens of the decoder and of the encoder.
         make: A tensor of a shape, of floats or of bools.
     """
     names = _names(stock_type(layer).forward)
@@ -63,7 +63,7 @@ def _names(forward: Callable[..., Any]) -> set[str]:
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
-    """That of most weights."""
+    """The dtype that most weights have."""
     sizes: dict[torch.dtype, int] = {}
     for weight in layer.parameters():
         sizes[weight.dtype] = sizes.get(weight.dtype, 0) + weight.numel()

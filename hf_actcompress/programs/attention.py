@@ -24,8 +24,8 @@ class Attention(Operation):
     Attributes:
         repeats: Whether k and v are repeated where a CPU's kernel could share their heads, as the op does that keeps
             them through a codec.
-        derived: Of q, k and v: whether it can be made again from what is kept anyway, because a norm made it.
-        dropout: Of probabilities.
+        derived: For q, k and v each, whether it can be made again from what is kept anyway, because a norm made it.
+        dropout: The rate at which probabilities are dropped.
         causal: Whether the upper triangle is masked where there is no mask.
         scale: Factor on q k^T; None for D ** -0.5.
     """

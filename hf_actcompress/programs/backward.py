@@ -24,7 +24,7 @@ class Backward(Emitter):
 
     Args:
         forward: The graph of the forward.
-        steps: Of the program.
+        steps: The steps of the program.
         wanted: The values that want a gradient.
         weights: The inputs that are parameters.
         inputs: How many there are, all of them; 0: the code gets values, whatever is kept of them.
@@ -40,18 +40,18 @@ class Backward(Emitter):
     ) -> None:
         super().__init__(forward.setting)
         self._inputs = inputs
-        # of values that are kept through a codec: the node of the forward that makes the record
+        # for each value that is kept through a codec, the node of the forward that makes its record
         self.packed: dict[int, Node] = {}
         self.wanted = wanted
         self._steps = steps
-        # of values that are kept in a narrower dtype: the number under which they are
+        # for each value that is kept in a narrower dtype, the number under which it is kept
         self.casts: dict[int, int] = {}
         self._wide: dict[int, int] = {}
         self.kept: list[int] = []
-        # of each value, the module of the first step whose backward reads it
+        # for each value, the module of the first step whose backward reads it
         self.readers: dict[int, str] = {}
         self.module = ""
-        # of outputs that have been made again: nodes on the way there that the step's backward reads, too
+        # for each output that has been made again, the nodes on the way there that the step's backward reads, too
         self.shared: dict[int, tuple[Node, ...]] = {}
         self._saved = self.given("saved", None)
         self._box = self.given("box", None) if self.setting.stops and inputs else None
@@ -73,7 +73,7 @@ class Backward(Emitter):
         return node
 
     def want_in(self, value: int, dtype: torch.dtype) -> Node:
-        """As `want`, in the dtype of a product. What is only kept for products is kept in that if it is narrower."""
+        """The same in the dtype of a product. What products alone read is kept in that dtype if it is narrower."""
         narrow = dtype.itemsize < self.dtype_of(value).itemsize
         narrow = narrow and self.codec_of(value) == IDENTITY
         if narrow and value not in self.values and self._is_for_products(value):
@@ -142,7 +142,7 @@ class Backward(Emitter):
         """Whether a value would be kept, and none but products read it."""
         step = self._maker.get(value)
         if step is None or step.operation.makes_rows:
-            # what wants a gradient comes from an op that may have declared it
+            # a value that wants a gradient comes from an op, which may have declared it
             kept = value not in self.wanted
         else:
             kept = not (step.operation.rebuilds(step.outs.index(value)) and self._pays(step, value))
@@ -209,11 +209,11 @@ class Backward(Emitter):
         return value is not None and value in self.wanted
 
     def dtype_of(self, value: int) -> torch.dtype:
-        """Of a value of the forward."""
+        """The dtype of a value of the forward."""
         return self._forward.dtype(self._forward.values[value])
 
     def shape_of(self, value: int) -> torch.Size:
-        """Of a value of the forward, with the recorded sizes of batch and tokens."""
+        """The shape of a value of the forward, with the recorded sizes of batch and tokens."""
         shape: torch.Size = self._forward.meta(self._forward.values[value]).shape
         return shape
 

@@ -18,9 +18,9 @@ from .refusal import NotStraight
 from .shapes import Contiguous, Permute, Reshape, Tokens
 from .tape import Attend
 
-# of the batch and of its rows while a layer is recorded: prime, and no size of a model
+# the sizes of the batch and of its rows while a layer is recorded: primes, which are no sizes of a model
 BATCH, TOKENS = 1013, 10007
-# of the tokens of an encoder
+# the number of an encoder's tokens
 SOURCES = 10009
 
 

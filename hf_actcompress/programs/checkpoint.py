@@ -29,13 +29,13 @@ from .keeping import Outside, opened, put_together, taken_apart
 from .plan import Plan, assembled, both_ways, forward_of, writing
 from .stages import Stages, run_backward, running
 
-# what a plain checkpoint may be told
+# the options that a plain checkpoint may have
 _PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
 
 
 def is_plain(function: Any) -> bool:
     """Whether a function checkpoints as torch does it by default, without reentering autograd."""
-    # of the stand-in in an estimate
+    # an estimate puts a stand-in in its place
     function = getattr(function, "stands_for", function)
     if (
         not isinstance(function, partial)
@@ -54,7 +54,7 @@ class CheckpointPlan:
     Attributes:
         first: From the inputs to the outputs, in one tuple.
         again: From the inputs to what `plan` keeps, in its order.
-        plan: Of the program: its backward.
+        plan: The plan of the program, for its backward.
         draws: Whether random numbers are drawn.
     """
 

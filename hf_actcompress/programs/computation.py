@@ -17,7 +17,7 @@ class Computation:
 
     Attributes:
         steps: In order.
-        metas: Of each input a tensor without data, for its shape; None for one that is None.
+        metas: For each input a tensor without data, which has its shape; None for an input that is None.
         weights: Which inputs are parameters.
         outputs: The values that are returned. An input among them is returned as it is: what its later readers give
             as its gradient comes first in the sum, as autograd's engine has it.
@@ -32,7 +32,7 @@ class Computation:
 
     @cached_property
     def first_readers(self) -> dict[int, int]:
-        """Of each weight the first step that reads it: behind that step's backward its gradient is done."""
+        """For each weight the first step that reads it. When that step's backward has run, its gradient is done."""
         readers: dict[int, int] = {}
         for i, step in enumerate(self.steps):
             for value in self.weights.intersection(step.ins):
@@ -41,13 +41,13 @@ class Computation:
 
     @cached_property
     def seen_as_tokens(self) -> dict[int, int]:
-        """Of each value [B, T, C] that is a view of rows: these."""
+        """For each value [B, T, C] that is a view of rows, the value of the rows."""
         views = [s for s in self.steps if isinstance(s.operation, Reshape) and s.operation.makes_tokens]
         return {step.outs[0]: step.ins[0] for step in views if step.ins[0] is not None}
 
     @cached_property
     def elements(self) -> int:
-        """Of all weights together."""
+        """The number of elements of all weights together."""
         return sum(meta.numel() for weight in self.weights if (meta := self.metas[weight]) is not None)
 
     @cached_property

@@ -63,7 +63,7 @@ class Magnitude(Operation):
     Attributes:
         kind: The class of PEFT's module.
         transposed: Whether the weight is [I, O].
-        scaling: Of the adapter.
+        scaling: The factor of the adapter.
         dtype: In which the norms are computed.
     """
 
@@ -144,7 +144,7 @@ def dora(
     recorder.note(operation, (magnitude, weight, lora_A.weight, lora_B.weight), scale, norms)
     added = lora_B(lora_A(x))
     if base_result is None:
-        # of x with dropout, which the layer itself goes without
+        # the adapter's input has dropout, which the layer's own input has not
         base_result = _product(recorder, x, weight, module.fan_in_fan_out)
     elif bias is not None:
         base_result = _noted(recorder, Shift(negative=True), torch.sub, base_result, bias)

@@ -20,7 +20,8 @@ from .. import reference
 from ..dispatch import implementation
 from .stages import Stops, stopping
 
-# in place of a choice: under the rules of a device that is not there, which are asked in each call. No CPU has kernels
+# these stand in place of a choice in an estimate, where each call asks the rules of the estimated device; a CPU has no
+# kernels
 ESTIMATED, ESTIMATED_CPU = ESTIMATES = ("estimated", "estimated on a CPU")
 
 
@@ -29,10 +30,10 @@ class Setting:
     """In what a program is called.
 
     Attributes:
-        device: Of all its tensors.
+        device: The device of all its tensors.
         autocast: The dtype to which autocast casts the inputs of products; None while it is off.
         choice: Which implementations are asked for: a choice of `dispatch`, or one of ESTIMATES.
-        dtypes: Of the inputs, in order; None for one that is None.
+        dtypes: The dtypes of the inputs, in order; None for an input that is None.
         needed: Which inputs want a gradient.
         stops: Where its backward stops for gradients of weights to be added up.
         kernel: The kernel of its attention, if it has one.
@@ -52,8 +53,8 @@ class Emitter:
 
     Attributes:
         values: The node of each value of the program that the graph has.
-        rows: Of nodes [..., C] that are views of nodes [rows, C]: these.
-        sources: Of nodes in another shape: what they are views or copies of.
+        rows: For each node [..., C] that is a view of a node [rows, C], the latter.
+        sources: For each node that is another one in a new shape, that other one.
         tokens: A node [B, T, ...] that has the sizes of batch and tokens; None if there is none.
     """
 
@@ -86,7 +87,7 @@ class Emitter:
         return node
 
     def once(self, function: Callable[..., Any], *args: Any) -> Node:
-        """As `call`, of a function that has been called with these arguments, perhaps: then its node of then."""
+        """The same as `call`; if the function has been called with these arguments before, the node of that call."""
         key = (function, *args)
         if key not in self._same:
             self._same[key] = self.call(function, *args)
@@ -99,7 +100,7 @@ class Emitter:
 
         Args:
             tail: Further arguments, which are no values and need not have a text: functions.
-            like: As in `call`; None: the reference.
+            like: The same as in `call`; None for the reference.
         """
         stock = like or getattr(reference, name)
         if self.setting.choice in ESTIMATES:

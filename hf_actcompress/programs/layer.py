@@ -31,7 +31,7 @@ from .tape import Tape
 _KNOWN = {
     "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "use_cache",
     "cache_position",
-    # of packed rows, for kernels that this attention is none of
+    # these describe packed rows to kernels that programs do not call
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
 }  # fmt: skip
 # how many tensors every layer is given: its input, cosines and sines
@@ -101,8 +101,8 @@ class LayerPrograms:
     Attributes:
         codes: By the dtype of autocast, None without it: what has been proved right; None where there is nothing.
         prove: The tape of a layer under an autocast, or a NotStraight error.
-        names: Of the layer's arguments behind the first one, in order.
-        look: At what the layer is made of.
+        names: The names of the layer's arguments behind the first one, in order.
+        look: What the layer is made of, to be looked at in each call.
         calls: How many calls ran as programs.
     """
 
@@ -132,8 +132,8 @@ class LayerPrograms:
         """What the layer returns, in a tuple; None for a call that goes leaf by leaf.
 
         Args:
-            layer: That runs.
-            args, kwargs: Of the call.
+            layer: The layer that runs.
+            args, kwargs: The arguments of the call.
             checkpointed: Through which codec its input is kept, if all else is to be made again in backward.
         """
         if len(args) != 1:

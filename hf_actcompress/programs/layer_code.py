@@ -34,10 +34,10 @@ class LayerCode:
         whole: All of it as one program, for calls whose attention a kernel runs; None: never.
         parts: Programs and attentions, in order.
         attentions: The module of each attention; None for a program.
-        keywords: Of each attention: its keywords -> what reads each off its module.
-        heads: Of each program: which of its outputs the next attention takes.
+        keywords: For each attention, its keywords -> the function that reads each off its module.
+        heads: For each program, which of its outputs the next attention takes.
         places: The dictionaries and names of all parameters, in the order of `whole`.
-        weights: The same of each program.
+        weights: The same for each program.
         inputs: The name of each tensor that is given -> its value.
         biases: The arguments that are position biases, and the attention that makes each if it is not given.
         masks: The arguments that are masks.
@@ -46,7 +46,7 @@ class LayerCode:
         result: The value that is returned.
         returns: What the layer returns beside it, in a tuple; None if it returns a tensor.
         again: Whether it may be made again in backward, where it is checkpointed.
-        dtype: Of the layer's input.
+        dtype: The dtype of the layer's input.
         autocast: The dtype of products under autocast; None without.
     """
 

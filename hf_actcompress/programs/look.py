@@ -16,15 +16,15 @@ from ..modules.base import HOOKS, stock_type
 from ..private_apis import hooks_on_every_module
 from ..records import current
 
-# of modules: what is recorded and may be changed later: how much is dropped or capped, and which adapters are on
+# attributes of modules that are recorded and may change later: rates of dropout, caps, which adapters are on
 _STATE = (
     "training", "is_causal", "p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout",
     "attn_logit_softcapping", "sliding_window",
     "_disable_adapters", "_active_adapter", "merged_adapters", "scaling",
 )  # fmt: skip
-# of modules, in place of what their class does: set by `nn.Module.compile`, and by those who watch for a moment
+# what a module runs in place of its class's call: `nn.Module.compile` sets it, and so do reports for a moment
 _CALL = "_compiled_call_impl"
-# of an attention's config: which function it calls
+# the attribute of a config that says which attention function is called
 _ATTENTION = "_attn_implementation_internal"
 _PLAIN = (bool, float, int, str, list, dict)
 
@@ -38,7 +38,7 @@ class Look:
         attributes: Modules and configs, names and values of attributes.
         functions: Classes of modules, and the names and values of functions that their code calls. Other libraries
             may exchange them, or the forward of the class.
-        forwards: Of the same classes.
+        forwards: The forward of each of these classes.
     """
 
     children: list[tuple[nn.Module, str, nn.Module]]
@@ -50,7 +50,7 @@ class Look:
 
     @classmethod
     def at(cls, layer: nn.Module) -> Look:
-        # what is written down is the layer in training, in whichever mode it is now
+        # the layer is written down as it trains, in whichever mode it is now
         attributes: list[tuple[Any, str, Any]] = [
             (module, name, True if name == "training" else copy.copy(vars(module)[name]))
             for module in layer.modules()

@@ -31,7 +31,7 @@ class AttentionCode:
     """An attention function and what it reads of its module, without the module.
 
     Args:
-        function: As transformers' attention interface has them.
+        function: A function of transformers' attention interface.
         module: The attention.
         options: Keywords of the call.
     """
@@ -71,8 +71,8 @@ class _Run:
     """A run with autograd on: which kernel torch takes depends on whether gradients are wanted.
 
     Args:
-        code: That runs.
-        setting: Of the program.
+        code: The code that runs.
+        setting: The setting of the program.
         cached: Whether keys and values go through a cache, which copies them. How a product of matrices rounds may
             depend on the strides.
         needed: Which of q, k and v want a gradient.
@@ -96,7 +96,7 @@ class _Run:
         return out, [x for x, w in zip(aliases, wanted, strict=True) if x is not None and w]
 
     def _autocast(self) -> torch.autocast:
-        # what is cast is no weight: nothing to cache
+        # autocast's cache is for weights, and none is cast here
         return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None, cache_enabled=False)
 
 
@@ -124,7 +124,7 @@ class Again(_Run):
 
 
 def gradients(dy: Tensor, graph: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, ...]:
-    """Of q, k, v and the bias, of those that want one."""
+    """The gradients of q, k, v and the bias, as far as they want one."""
     out, wanted = graph
     return torch.autograd.grad(out, wanted, dy.to(out.dtype))
 

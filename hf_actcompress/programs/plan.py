@@ -76,7 +76,7 @@ class Plan:
         weights: Which of the kept tensors are weights.
         outside: Which of the kept tensors are activations from outside.
         packs: Whether others go through a codec.
-        rebuilt: Of the outputs.
+        rebuilt: The outputs that are made again.
         optional: Which of the outputs may have no gradient.
         differentiates: Whether the code itself runs autograd. All other code runs below it, which costs less.
     """

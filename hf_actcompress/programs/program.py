@@ -34,7 +34,7 @@ class Program(Computation):
 
     Attributes:
         plans: By the setting in which it is called.
-        checkpoint_plans: The same of calls that are made again in backward.
+        checkpoint_plans: The same for calls that are made again in backward.
     """
 
     plans: dict[Any, Plan] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Program(Computation):
             autocast: The dtype of products under autocast; None while it is off.
             sharded: Whether the weights' memory is freed when the layer has run.
             heads: Where gradients of outputs are left; None: autograd hands them in.
-            kernel: Of the attention in it, if there is one.
+            kernel: The kernel of the attention in it, if there is one.
         """
         stops = self._stops(inputs)
         key = _key(inputs, autocast, stops, kernel)
@@ -74,7 +74,7 @@ class Program(Computation):
         kernel: str,
         codec: Codec,
     ) -> Any:
-        """As a call, of what is to be made again in backward, out of the inputs; the first one is kept by a codec."""
+        """Run it so that backward makes all of it again out of the inputs; the first is kept through a codec."""
         stops = self._stops(inputs)
         key = _key(inputs, autocast, stops, kernel)
         plan = self.checkpoint_plans.get(key)

@@ -35,7 +35,7 @@ from .tape import Attend, Tape
 from .tracing import tape_of
 
 _BATCH, _TOKENS, _SOURCES = 2, 5, 4
-# what is tried without autocast, and under it
+# the calls that are tried without autocast, and under it
 _CASES, _AUTOCAST_CASES = ("", "mask and a cache"), ("mask",)
 
 # by what decides the answer: whether it may run as one program, and be made again; or why not even as several

@@ -39,11 +39,11 @@ class Recorder(TorchFunctionMode):
         rules: By the name of a function of torch, what notes a call of it: ``rule(recorder, result, *arguments)``.
 
     Attributes:
-        metas: Of each value a tensor without data.
+        metas: For each value a tensor without data.
         entries: What has been noted.
         autocast: The dtype of products under autocast; None while it is off.
         masks: By the id of the tensor: the name of the layer's argument that is this mask.
-        modules: Of the layer, by name.
+        modules: The modules of the layer, by name.
         module: The name of that which runs.
         flat: The values [B, T, C] that the code also has, or only has, as [B * T, C].
     """

@@ -26,8 +26,8 @@ def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int
     """The steps on rows where that is possible, and the value of the result, as tokens.
 
     Args:
-        tape: Of the layer; the shapes of its values become those of rows.
-        steps: In order.
+        tape: The tape of the layer; the shapes of its values become those of rows.
+        steps: The steps of the layer, in order.
         result: The value that the layer returns.
     """
     x = tape.inputs["x"]

@@ -42,7 +42,7 @@ Schedule = tuple[Part | Attend, ...]
 
 # operations that may read weights that others read, too
 _SHARING = (AnotherProduct, Cast, Magnitude, Shift)
-# what keeps a value of a norm one that can be made again
+# operations behind a norm whose result can be made again as the norm's can
 _POINTWISE = (Rope, Permute, Reshape, Contiguous, Scale, Add, Mul, Neg, Cat, Slice, Split)
 # programs of layers that do the same are the same, so that their code is written once
 _schedules: dict[Hashable, Schedule] = {}
@@ -85,9 +85,9 @@ def is_normed(value: int, entries: list[Step | Attend], exact: bool = False) -> 
     """Whether a value is the output of a norm, rotated or as another view.
 
     Args:
-        value: Of the tape.
-        entries: Of the tape.
-        exact: Of a norm that keeps its input as it is.
+        value: A value of the tape.
+        entries: The entries of the tape.
+        exact: Whether only a norm counts that keeps its input as it is.
     """
     maker = next((entry for entry in entries if isinstance(entry, Step) and value in entry.outs), None)
     if maker is None or isinstance(maker.operation, (RMSNorm, LayerNorm)):
@@ -113,11 +113,11 @@ def part_of(
     """A program of the steps, with values numbered anew: inputs first.
 
     Args:
-        tape: Of the layer.
-        steps: Of it.
+        tape: The tape of the layer.
+        steps: Steps of the tape.
         read_later: The values that are read behind these steps.
         shown: Others that are kept as they are.
-        optional: Of `read_later`, those that may be there for nobody: their gradients may be None.
+        optional: Those of `read_later` that perhaps nobody reads, so that their gradients may be None.
     """
     returned = {value for step in steps for value in step.outs} & read_later
     steps = list(_without_the_rest(tape, steps, returned | shown))
@@ -140,7 +140,7 @@ def part_of(
         for s in steps
     )
     uses = [value for step in steps for value in step.ins]
-    # what several steps read here and others later: its gradient is one sum, in the order of autograd's engine
+    # if several steps read a value here and others read it later, its gradient is one sum in the engine's order
     passed = {value for value in ins if value in read_later and uses.count(value) > 1}
     outs = tuple(sorted(returned | passed))
     metas = tuple(_small(tape.metas[value]) for value in (*ins, *weights))
@@ -153,7 +153,7 @@ def part_of(
 def _without_the_rest(tape: Tape, steps: list[Step], outs: set[int]) -> Iterator[Step]:
     """The steps, with copies of parts that are returned where the whole would only be kept for them."""
     maker = {value: step for step in steps for value in step.outs}
-    # of each returned view of a part: the part
+    # the parts of which a view is returned
     parts = {part for value in outs if (part := _part_of(value, maker)) is not None}
     shown: dict[int | None, int] = {}
     for part in parts:

@@ -22,9 +22,9 @@ from ..roles import Role
 from .refusal import NotStraight
 
 _HEADS = 2
-# of layers: that they are made again in backward
+# the attribute of a layer by which it is made again in backward
 CHECKPOINTED = "gradient_checkpointing"
-# of configs: widths between the two products of an MLP
+# the names that configs have for the width between the two products of an MLP
 _WIDTHS = (
     "intermediate_size", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim", "d_ff",
     "ffn_hidden_size",

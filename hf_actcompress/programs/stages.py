@@ -24,7 +24,7 @@ from ..private_apis import accumulation_hooks, bare_apply, below_autograd
 
 # elements of gradients that a program may hold at once in any case: 4 MiB of fp32
 SLACK = 2**20
-# of each stage but the last one: the inputs whose gradients it returns, by place
+# for each stage but the last one, the inputs whose gradients it returns, by place
 Stops = tuple[tuple[int, ...], ...]
 
 
@@ -33,7 +33,7 @@ def stops_of(order: Sequence[tuple[int, ...]], inputs: Sequence[Tensor | None], 
 
     Args:
         order: The weights whose gradients are done together, by place among the inputs; those that come first first.
-        inputs: Of the program.
+        inputs: The inputs of the program.
         allowed: How many elements of gradients it may hold in any case; `SLACK` at least.
     """
     sizes = [[_waiting(inputs[place]) for place in together] for together in order]
@@ -79,8 +79,8 @@ class Stages:
     """One call of a program whose backward has several stages.
 
     Args:
-        stops: Of the backward.
-        inputs: Of the program.
+        stops: Where the backward stops.
+        inputs: The inputs of the program.
     """
 
     def __init__(self, stops: Stops, inputs: Sequence[Tensor | None]) -> None:
@@ -159,7 +159,7 @@ def run_backward(
     Args:
         backward: The code.
         differentiates: Whether it runs autograd itself.
-        stages: Of one that stops.
+        stages: The stages of a backward that stops; None for another one.
         saved: What the code takes.
         grads: What autograd gave.
     """

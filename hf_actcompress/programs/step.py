@@ -47,7 +47,7 @@ class Operation:
         return self
 
     def structure(self) -> Hashable:
-        """As `key`, without the sizes of tensors."""
+        """The same as `key`, without the sizes of tensors."""
         return self.key()
 
     def rebuilds(self, index: int) -> bool:
@@ -63,7 +63,7 @@ class Operation:
         raise NotImplementedError
 
     def repeat(self, e: Emitter, *ins: Any) -> Any:
-        """As `forward`, in a backward, where no autocast is on: the same bits."""
+        """The same as `forward` with the same bits, inside of a backward, where no autocast is on."""
         return self.forward(e, *ins)
 
     def rebuild(self, b: Any, step: Step) -> None:

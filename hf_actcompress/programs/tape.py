@@ -63,7 +63,7 @@ class Tape:
         entries: Steps and attentions in the order in which they run.
         result: The value that the layer returns.
         returns: What else is in the tuple that it returns; None if it returns a tensor.
-        metas: Of each value a tensor without data: its shape.
+        metas: For each value a tensor without data, which has its shape.
         whole: Whether the layer may run as one program, its attention included.
         again: Whether that program may be made again in backward, where the layer is checkpointed.
     """

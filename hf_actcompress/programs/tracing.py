@@ -47,7 +47,7 @@ OF_LAYERS = (Role.LAYER, Role.CHECKPOINT_INPUT)
 # patched modules whose stock code is recorded
 _OWN_CODE = (AttentionMixin, SplitGatedMLPMixin, FusedGatedMLPMixin, T5GatedMLPMixin, AdapterMixin)
 _AGAIN = "its attention runs again in backward, out of what linear layers return"
-# of a config: what is being recorded of the module that it belongs to
+# the attribute of a config that says which recorder its module is recorded by
 _RECORDING = "actcompress_recording"
 
 
@@ -73,7 +73,7 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
                 module.forward = partial(recorder.within, name, module.forward)  # type: ignore[method-assign]
         dtype = dtype_of(layer)
         x = torch.empty(BATCH, TOKENS, width_of(layer), dtype=dtype, device="meta")
-        # of each row its own, as packed rows have them; one for all rows does as well
+        # each row has its own, as packed rows have them; one for all rows does as well
         angles = [torch.empty(BATCH, TOKENS, head_width(layer), dtype=dtype, device="meta") for _ in range(2)]
         inputs = {name: recorder.given(value) for name, value in zip(("x", "cos", "sin"), (x, *angles), strict=True)}
         inputs.update({name: recorder.given(value) for name, value in others.items() if name != ENCODED_MASK})
@@ -199,7 +199,7 @@ def _watch_attention(name: str, module: Any, recorder: Recorder) -> None:
 
 
 def _watch_own_code(module: Any, recorder: Recorder) -> None:
-    """Of attention that goes without transformers' interface, and of all other code."""
+    """Watch attention that does not use transformers' interface, and all other code."""
     if isinstance(module, SelectiveMixin):
         if module.actcompress is not None and module.actcompress.codec != IDENTITY:
             raise NotStraight(_AGAIN)

@@ -26,7 +26,7 @@ from .tape import Attend, Tape
 
 # keywords of an attention that are its own, or that the kernels of one go without
 _KEYWORDS = {"dropout", "scaling", "is_causal", "sliding_window"}
-# in place of the name of a kernel: attention that runs again in backward
+# stands in place of a kernel's name for attention that runs again in backward
 OWN = "own"
 
 
@@ -40,9 +40,9 @@ class Whole:
         outputs: Where among its outputs are the result, and of each attention the keys and the values.
         masks: By the name of the layer's argument: the value that is this mask.
         own: Whether it runs attention again in backward, by whatever function.
-        heads: Of q, of k and v; the width of those of q and k, and of v.
-        dtype: Of v.
-        dropout: Of probabilities.
+        heads: How many heads q has, and k and v; the width of the heads of q and k, and of v.
+        dtype: The dtype of v.
+        dropout: The rate at which probabilities are dropped.
         causal: Whether the upper triangle is masked where there is no mask.
     """
 
