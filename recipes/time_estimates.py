@@ -3,13 +3,15 @@
     python recipes/time_estimates.py [--runs 5]
 
 Each run is a process of its own that estimates one model from nothing: no cache is kept between them. The models take
-turns, and of each the smallest figures count, because other programs on the machine only add to them.
+turns, and of each the smallest figures count, because other programs on the machine only add to them. Python keeps the
+bytecode of what it imports, as it does for a user, so the first run of each is slower than the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -48,7 +50,8 @@ print(json.dumps([start, lines[1], lines[len(DEFAULT)], lines[-1]]), file=out)
 
 def timed(config: Path) -> list[float]:
     """Seconds of the imports, of the first row, of all rows, and of all that is printed."""
-    done = subprocess.run([sys.executable, "-c", RUN, str(config)], capture_output=True, text=True)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run([sys.executable, "-c", RUN, str(config)], capture_output=True, text=True, env=kept)
     if not done.stdout:
         raise SystemExit(done.stderr)
     found: list[float] = json.loads(done.stdout.splitlines()[-1])

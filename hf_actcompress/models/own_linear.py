@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
 from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import OwnLinearMixin
+from ..private_apis import FakeTensor
 from ..roles import Role
 from .probe import REFUSALS, undisturbed
 from .sites import Declined, Site
+
+# features of a copy that a layer is tried on
+_NARROW = 8
 
 
 def find_own_linear(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
@@ -24,6 +30,8 @@ def find_own_linear(module: nn.Module, config: CompressionConfig) -> Site | Decl
 
 
 def _is_linear(module: nn.Linear) -> bool:
+    if type(module.weight) is FakeTensor:
+        module = _with_values(module)
     weight = module.weight
     if type(weight) is not nn.Parameter or weight.dim() != 2 or not weight.numel():
         return False
@@ -35,3 +43,15 @@ def _is_linear(module: nn.Linear) -> bool:
     except REFUSALS:
         return False
     return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=0.02, atol=0.02)
+
+
+def _with_values(module: nn.Linear) -> nn.Linear:
+    """A narrow copy of a layer on fake tensors: what its code computes does not depend on how wide it is."""
+    twin = copy.copy(module)
+    of, outputs, inputs = module.weight.dtype, *(min(size, _NARROW) for size in module.weight.shape)
+    values = {"weight": torch.linspace(-1, 1, outputs * inputs).view(outputs, inputs)}
+    if module.bias is not None:
+        values["bias"] = torch.linspace(0, 1, outputs)
+    twin.__dict__["_parameters"] = {name: nn.Parameter(x.to(of)) for name, x in values.items()}
+    twin._parameters.setdefault("bias", None)
+    return twin

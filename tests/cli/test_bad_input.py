@@ -30,6 +30,11 @@ OPT = {
     "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 40, "word_embed_proj_dim": 32,
 }  # fmt: skip
 
+T5 = {
+    "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 101, "d_model": 32, "d_kv": 8,
+    "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
+}  # fmt: skip
+
 
 def written(folder: Any, config: Any) -> str:
     path = folder / "config.json"
@@ -48,6 +53,9 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "a negative vocabulary": ({**LLAMA, "vocab_size": -5}, "negative"),
     "an unknown activation": ({**LLAMA, "hidden_act": "nope"}, "KeyError 'nope'"),
     "an unknown type": ({**LLAMA, "model_type": "nope"}, "nope"),
+    "no first token": ({**T5, "decoder_start_token_id": None}, "the config has to state decoder_start_token_id"),
+    "no buckets": ({**T5, "relative_attention_num_buckets": 0}, "T5ForConditionalGeneration fails: ZeroDivisionError"),
+    "an unknown dense activation": ({**T5, "feed_forward_proj": "gated-nope"}, "KeyError 'nope'"),
     "a list": ([1, 2], "model_type"),
     "half a file": ("{", "JSON"),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 
 from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, measure_step, patch_model
@@ -158,3 +159,25 @@ def test_shared_prompts_are_estimated_as_if_there_were_none():
     alone = estimate(model, config=CompressionConfig(programs=False), **options)
     assert (found.kept_bytes, found.step_peak_bytes) == (alone.kept_bytes, alone.step_peak_bytes)
     assert any("share_prompts" in note for note in found.notes) and not alone.notes
+
+
+# all heads read one key, which is laid out like its transpose, or is broadcast to all of them
+ONE_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (hf.LlamaForCausalLM, {"num_key_value_heads": 1, "intermediate_size": 256}),
+    "gemma3": (hf.Gemma3ForCausalLM, {"num_key_value_heads": 1, "intermediate_size": 256, "head_dim": 32}),
+    "gpt_bigcode": (hf.GPTBigCodeForCausalLM, {"attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}),
+    "falcon": (hf.FalconForCausalLM, {"bos_token_id": 0, "eos_token_id": 0}),
+}
+
+
+@pytest.mark.parametrize("name", ONE_KEY)
+def test_heads_that_share_one_key(name: str) -> None:
+    cls, options = ONE_KEY[name]
+    sizes = {"vocab_size": 500, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    for config in ("stock", "exact"):
+        model = cls(cls.config_class(**{**sizes, **options}, use_cache=False)).to(BF16)
+        found = estimate(model, batch_size=2, seq_len=96, config=config, device="cpu")
+        kept, peak = real(model, config, 2, 96)
+        print(name, config, found.kept_bytes / kept, found.step_peak_bytes / peak)
+        assert found.kept_bytes == pytest.approx(kept, rel=0.01)
+        assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)

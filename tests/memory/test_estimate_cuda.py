@@ -17,9 +17,11 @@ from hf_actcompress.memory.estimation.fake_step.cuda_rules import CudaRules
 from hf_actcompress.memory.estimation.fake_step.fake_allocator import FakeAllocator
 from hf_actcompress.memory.estimation.fake_step.fake_kernels import KernelResults
 from hf_actcompress.memory.estimation.fake_step.stand_ins import StepRules
+from hf_actcompress.memory.estimation.fake_step.workspaces import CUDA_WORKSPACES
 from hf_actcompress.private_apis import FakeTensorMode
 from hf_actcompress.reference.device_rules import device_rules, under_rules
 
+aten = torch.ops.aten
 BATCH, LENGTH = 2, 512
 BERT = hf.BertConfig(num_hidden_layers=6, architectures=["BertForMaskedLM"])
 GPT2 = hf.GPT2Config(n_layer=6)
@@ -73,6 +75,41 @@ def test_a_chunk_of_logits_is_counted_beside_the_gradients_of_the_head():
             assert allocator.live_bytes == kept
             assert allocator.peak_bytes == kept + 2 * tokens * hidden + 2 * hidden * hidden
             del grads
+
+
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("features", [80, 160])
+def test_flash_attention_adds_up_in_fp32_and_by_heads_in_its_backward(key_heads, features):
+    heads, rows = 8, 200
+    allocator = FakeAllocator(1, CUDA_WORKSPACES)
+    with FakeTensorMode(), allocator:
+        q, out, dout = (torch.empty(2, heads, rows, features, dtype=torch.bfloat16) for _ in range(3))
+        k, v = (torch.empty(2, key_heads, rows, features, dtype=torch.bfloat16) for _ in range(2))
+        lse, seed = torch.empty(2, heads, rows), torch.empty(2, dtype=torch.int64)
+        allocator.forget()
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, rows, rows, 0.0, True, seed, seed, scale=None
+        )
+    assert allocator.live_bytes == q.nbytes + 2 * k.nbytes == sum(x.nbytes for x in grads)
+    # 200 rows are 256 in memory; 80 features are 96, and 160 are 192
+    in_fp32 = 4 * 2 * heads * 256 * (1 + (96 if features == 80 else 192))
+    by_heads = 2 * q.nbytes if key_heads < heads else 0
+    assert allocator.peak_bytes == allocator.live_bytes + in_fp32 + by_heads
+
+
+def test_flash_attention_of_sequences_in_one_row():
+    allocator = FakeAllocator(1, CUDA_WORKSPACES)
+    with FakeTensorMode(), allocator:
+        q, out, dout = (torch.empty(300, 8, 64, dtype=torch.bfloat16) for _ in range(3))
+        k, v = (torch.empty(300, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+        lse, seed, bounds = torch.empty(8, 300), torch.empty(2, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
+        allocator.forget()
+        grads = aten._flash_attention_backward(
+            dout, q, k, v, out, lse, bounds, bounds, 200, 200, 0.0, True, seed, seed, scale=None
+        )
+    assert allocator.live_bytes == sum(x.nbytes for x in grads)
+    # 128 rows more for each of three sequences
+    assert allocator.peak_bytes == allocator.live_bytes + 4 * 8 * (300 + 3 * 128) * (1 + 64) + 2 * q.nbytes
 
 
 def test_what_is_offloaded_is_not_on_the_device():

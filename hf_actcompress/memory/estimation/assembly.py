@@ -16,6 +16,7 @@ from .fake_step.step import FakeStep, run_step
 from .growth import Unit
 from .layers import LayerRun, find_runs, with_names
 from .optimizers import OptimizerRule
+from .quantized import notes_of
 from .result import Estimate
 from .states import States, context_bytes, state_bytes
 
@@ -74,6 +75,7 @@ def assembled(
 def _notes(whole: nn.Module, setting: Setting) -> Iterator[str]:
     if takes_pictures(whole):
         yield described(whole)
+    yield from notes_of(whole)
     if setting.config is not None and setting.config.share_prompts:
         yield (
             "share_prompts=True is estimated for sequences that begin with different tokens: where they begin with the "

@@ -74,8 +74,8 @@ def estimate(
             "eager" if it is no module. In the second case the model is traced, no code is generated; what is kept
             is what the graphs keep, and the peak is that of their buffers, where pointwise ops are fused into what
             reads them.
-        quantization: Of the linear layers' frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a
-            `quantization_config` of transformers (bitsandbytes, GPTQ, AWQ). None: what the config or the module has.
+        quantization: Of frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a `quantization_config`
+            of transformers (bitsandbytes, GPTQ, AWQ, torchao, mxfp4). None: what the config or the module has.
         trust_remote_code: Run code that comes with the model's config, where transformers has none of its own.
         target_len: Tokens of the labels of an encoder-decoder model; by default as many as of the inputs.
         fsdp: Processes over which `fully_shard` (FSDP2) shards the model, each layer for itself; the batch is that of

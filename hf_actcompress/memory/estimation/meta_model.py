@@ -22,7 +22,7 @@ from ...errors import ModelConfigError, UnknownOptionError
 from ...models.adapters import with_lora
 from ..measurement.compiled import uncompiled
 from .meta_device import OnMeta
-from .quantized import quantize, stand_ins
+from .quantized import packed_weights, quantize, stand_ins
 
 # a config without usable `architectures` becomes the first of these that knows it
 _TASKS = (
@@ -85,8 +85,10 @@ def skeleton(
             module has sparse parameters or buffers.
     """
     if isinstance(source, nn.Module):
-        model = _on_meta(uncompiled(source), dtype)
-        stand_ins(model)
+        module = uncompiled(source)
+        packed = packed_weights(module)
+        model = _on_meta(module, dtype)
+        stand_ins(model, packed)
     else:
         config = source if isinstance(source, PretrainedConfig) else _config(source, trust_remote_code)
         quantization = quantization or getattr(config, "quantization_config", None)

@@ -1,97 +1,64 @@
 """Linear layers with quantised weights, as an estimate has them: their bytes, and the copy that they make in use.
 
 A quantised weight is frozen. Its product needs the weight in the activations' dtype, which is made for the product and
-dropped again, in the forward and in the backward. bitsandbytes' 8-bit product also holds its input for the backward.
+dropped again, in the forward and in the backward, or held from one to the other: `quantized_formats` says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...errors import ModelConfigError
+from .quantized_experts import PackedExperts, pack_experts
+from .quantized_formats import BLOCK, FORMATS, TORCHAO, Format, format_of, options_of
 
-# of bitsandbytes: weights per scale, and scales per scale of the scales (double quantisation)
-_BLOCK, _SCALES = 64, 256
-
-
-@dataclass(frozen=True)
-class Format:
-    """How the weights of a layer are stored.
-
-    Args:
-        bits: Of a weight.
-        group: Weights that share a scale; 0: those of an output feature.
-        scale_bits: Of a scale and what stands beside it, a zero point.
-        double: The scales are stored in 8 bits, with scales of their own.
-        holds_input: The product holds its input for the backward.
-    """
-
-    bits: int
-    group: int
-    scale_bits: int
-    double: bool = False
-    holds_input: bool = False
-
-    def scales(self, outputs: int, inputs: int) -> list[int]:
-        """Bytes of each tensor beside the codes."""
-        count = outputs if not self.group else -(-outputs * inputs // self.group)
-        if not self.double:
-            return [count * self.scale_bits // 8]
-        return [count, 4 * -(-count // _SCALES)]
-
-
-# presets for what has no config of its own
-FORMATS = {
-    "nf4": Format(4, _BLOCK, 32, double=True),
-    "fp4": Format(4, _BLOCK, 32),
-    "int8": Format(8, 0, 32, holds_input=True),
-}
-
-
-def format_of(config: Any) -> Format:
-    """The format of a `quantization_config`, as an object or a dict, or of a name ("nf4", "fp4", "int8").
-
-    Raises ModelConfigError for a method whose bytes are not known here.
-    """
-    if isinstance(config, str):
-        if config not in FORMATS:
-            raise ModelConfigError(f"unknown quantisation {config!r}; known: {', '.join(FORMATS)}")
-        return FORMATS[config]
-    options = config if isinstance(config, dict) else config.to_dict()
-    method = str(getattr(options.get("quant_method"), "value", options.get("quant_method") or "bitsandbytes")).lower()
-    if method.startswith("bitsandbytes"):
-        if options.get("load_in_8bit"):
-            return FORMATS["int8"]
-        return Format(4, _BLOCK, 32, double=bool(options.get("bnb_4bit_use_double_quant")))
-    if method in ("gptq", "awq"):
-        bits, group = int(options.get("bits", 4)), int(options.get("group_size", 128))
-        return Format(bits, max(group, 0), 16 + bits)
-    raise ModelConfigError(f"weights quantised by {method!r} are not estimated; bitsandbytes, gptq and awq are")
+# types of torchao's weights, by what makes them
+_TYPES = {"Int8Tensor": "int8weightonly", "Float8Tensor": "float8weightonly", "Int4Tensor": "int4weightonly"}
+_SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "modules_in_block")
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with packed weights: uint8 codes and the tensors beside them, on the meta device."""
+    """A linear layer with packed weights: uint8 codes and the tensors beside them, on the meta device.
 
-    def __init__(self, linear: nn.Linear, stored: Format) -> None:
+    Args:
+        linear: The layer.
+        stored: How.
+        sizes: Bytes of the codes and of each tensor beside them; None: by the format.
+    """
+
+    def __init__(self, linear: nn.Linear, stored: Format, sizes: Sequence[int] | None = None) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.stored = linear.in_features, linear.out_features, stored
         self.dtype = linear.weight.dtype if linear.weight.is_floating_point() else torch.bfloat16
-        size = -(-linear.in_features * linear.out_features * stored.bits // 8)
+        codes = stored.codes(linear.in_features * linear.out_features)
+        size, *beside = sizes or [codes, *stored.scales(linear.out_features, linear.in_features)]
         self.weight = nn.Parameter(torch.empty(size, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
         self.register_parameter("bias", linear.bias)
-        for number, nbytes in enumerate(stored.scales(linear.out_features, linear.in_features)):
+        for number, nbytes in enumerate(beside):
             self.register_buffer(f"scale{number}", torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         """The product of x [..., in], with a weight that is made for it."""
+        if self.stored.holds_copy:
+            return self._of_plain_ops(x)
         y: Tensor = _Product.apply(x, self.bias, self)  # type: ignore[no-untyped-call]
         return y
+
+    def _of_plain_ops(self, x: Tensor) -> Tensor:
+        """As torchao does it."""
+        y = x.reshape(-1, x.size(-1)) @ _unpacked(self, x).t()
+        if self.stored.scales_product:
+            y = y * x.new_empty(self.out_features)
+        y = y.reshape(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
 
 
 class _Product(torch.autograd.Function):
@@ -113,38 +80,85 @@ def _unpacked(layer: QuantizedLinear, like: Tensor) -> Tensor:
 
 
 def quantize(model: nn.Module, config: Any) -> None:
-    """Exchange the linear layers of a model on the meta device, in place, but for those that stay as they are."""
+    """Exchange the layers of a model on the meta device, in place, but for those that stay as they are."""
     stored = format_of(config)
-    options = {} if isinstance(config, str) else config if isinstance(config, dict) else config.to_dict()
-    skipped = [options.get(name) for name in ("llm_int8_skip_modules", "modules_to_not_convert", "modules_in_block")]
-    keep = next((names for names in skipped if names), None) or get_keys_to_not_convert(model)
-    for parent, name, linear in list(_linear_layers(model)):
-        path = f"{parent}.{name}".lstrip(".")
-        if not any(path == kept or path.endswith(f".{kept}") or f"{kept}." in path for kept in keep):
-            setattr(model.get_submodule(parent), name, QuantizedLinear(linear, stored))
+    if stored is None:
+        return
+    options = options_of(config)
+    keep = next((options[name] for name in _SKIPPED if options.get(name)), None) or get_keys_to_not_convert(model)
+
+    def wanted(path: str) -> bool:
+        return bool(should_convert_module(path, keep))
+
+    if stored.experts:
+        pack_experts(model, stored, wanted)
+    else:
+        _pack_linear_layers(model, stored, wanted)
     for p in model.parameters():
         p.requires_grad_(False)
 
 
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
+def _pack_linear_layers(model: nn.Module, stored: Format, wanted: Callable[[str], bool]) -> None:
+    for path, linear in list(_linear_layers(model)):
+        if wanted(path):
+            model.set_submodule(path, QuantizedLinear(linear, stored))
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for path, module in model.named_modules():
         if type(module) is nn.Linear:
-            parent, _, name = path.rpartition(".")
-            yield parent, name, module
+            yield path, module
 
 
-def stand_ins(model: nn.Module) -> None:
-    """In a copy on the meta device, exchange the layers of bitsandbytes, which work on data alone."""
+def packed_weights(model: nn.Module) -> dict[str, tuple[Format, list[int]]]:
+    """Path of each linear layer whose weight is a tensor of tensors -> its format, and the bytes of each of these.
+
+    Raises ModelConfigError for a weight whose bytes in use are not known here: its shape and dtype do not say them.
+    """
+    found: dict[str, tuple[Format, list[int]]] = {}
+    for name, x in model.named_parameters():
+        if not is_traceable_wrapper_subclass(x):
+            continue
+        path, _, last = name.rpartition(".")
+        kind, of = type(x).__name__, type(x).__module__.partition(".")[0]
+        weight_only = of == "torchao" and getattr(x, "act_quant_kwargs", None) is None
+        of_linear = last == "weight" and isinstance(model.get_submodule(path), nn.Linear)
+        if kind not in _TYPES or not weight_only or not of_linear:
+            raise ModelConfigError(
+                f"{name} is a {kind} of {of}, whose bytes in use are not known here; memory_report(model, batch) "
+                "measures the model as it is"
+            )
+        parts: list[Any] = [getattr(x, inside) for inside in x.__tensor_flatten__()[0]]
+        stored = TORCHAO[_TYPES[kind]]
+        per_row = stored.scales_product and parts[1].numel() == x.size(0)
+        found[path] = replace(stored, scales_product=per_row), [part.nbytes for part in parts]
+    return found
+
+
+def stand_ins(model: nn.Module, packed: Mapping[str, tuple[Format, list[int]]]) -> None:
+    """In a copy on the meta device, exchange the layers that work on data alone: bitsandbytes', and torchao's.
+
+    Args:
+        model: The copy.
+        packed: `packed_weights` of the model itself.
+    """
     for path, module in list(model.named_modules()):
-        known = type(module).__module__.startswith("bitsandbytes.") and isinstance(module, nn.Linear)
-        if known:
-            stored = FORMATS["int8"] if "8bit" in type(module).__name__ else _four_bits(module)
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, QuantizedLinear(module, stored))  # type: ignore[arg-type]
+        if path in packed:
+            model.set_submodule(path, QuantizedLinear(module, *packed[path]))  # type: ignore[arg-type]
+        elif type(module).__module__.startswith("bitsandbytes.") and isinstance(module, nn.Linear):
+            model.set_submodule(path, QuantizedLinear(module, _of_bitsandbytes(module)))
 
 
-def _four_bits(module: Any) -> Format:
+def notes_of(model: nn.Module) -> list[str]:
+    """Why a model on the meta device cannot be trained as it is, once for each reason."""
+    stored = (module.stored for module in model.modules() if isinstance(module, QuantizedLinear | PackedExperts))
+    return list(dict.fromkeys(found.note for found in stored if found.note))
+
+
+def _of_bitsandbytes(module: Any) -> Format:
+    if "8bit" in type(module).__name__:
+        return FORMATS["int8"]
     state = getattr(module, "quant_state", None) or getattr(module.weight, "quant_state", None)
     nested = getattr(state, "nested", None)
     double = bool(getattr(module.weight, "compress_statistics", True)) if nested is None else bool(nested)
-    return Format(4, getattr(state, "blocksize", _BLOCK), 32, double=double)
+    return Format(4, getattr(state, "blocksize", BLOCK), 32, double=double)

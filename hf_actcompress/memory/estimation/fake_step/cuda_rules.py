@@ -10,8 +10,8 @@ torch for it is needed.
 | layer_norm | mean and rstd in x's dtype | both in fp32 | `IN_FP32` |
 | any allocation | its size | a multiple of 512 bytes | `BLOCK` |
 
-Attention is `scaled_dot_product_attention`. Grouped heads, causality and dropout of a flash call cost nothing. Head
-sizes above 256 go to the memory-efficient kernel.
+Attention is `scaled_dot_product_attention`. Grouped heads, causality and dropout of a flash call keep nothing more;
+what its backward makes for a while is in `workspaces.py`. Head sizes above 256 go to the memory-efficient kernel.
 cuDNN's attention, which torch prefers on no device by default, keeps what flash keeps.
 """
 

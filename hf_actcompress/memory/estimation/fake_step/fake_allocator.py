@@ -128,7 +128,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.count(x)
         workspace = self.workspaces.get(func)
         if workspace is not None and not self._elsewhere:
-            self.works_in(workspace(args, kwargs))
+            self.works_in(*workspace(args, kwargs))
         return result
 
     def works_in(self, *sizes: int) -> None:

@@ -33,7 +33,10 @@ from .setting import Setting
 from .sharding import local, resizes_counted, sharded
 from .stand_ins import StepRules
 from .trl_head import trl_loss
-from .workspaces import CPU_WORKSPACES
+from .workspaces import CPU_WORKSPACES, CUDA_WORKSPACES
+
+# fields of a config that an encoder-decoder's labels need
+_FIRST_TOKENS = ("decoder_start_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     fake.eval()
     with sharded(fake, mode, setting.ranks, setting.autocast):
         allocator = _allocator(fake, batch, setting)
-        with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting), _pictures_named(fake):
+        with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting), _failures_named(fake):
             outputs = fake(**batch)
             kept = allocator.live_bytes
         del outputs
@@ -159,17 +162,26 @@ def _without_collections() -> Iterator[None]:
 
 
 @contextmanager
-def _pictures_named(model: nn.Module) -> Iterator[None]:
-    """Forwards that depend on the values of pictures fail in ways of their own."""
+def _failures_named(model: nn.Module) -> Iterator[None]:
+    """What a forward does not take of a config, or of pictures without values, fails in ways of its own."""
     try:
         yield
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if isinstance(error, ActCompressError) or not takes_pictures(model):
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, ActCompressError):
             raise
-        raise ModelConfigError(
-            f"the forward of {type(unwrapped(model)).__name__} reads values of its pictures, which an estimate has "
-            f"not; memory_report(model, batch) measures the model on a batch of yours ({error})"
-        ) from error
+        name = type(unwrapped(model)).__name__
+        if takes_pictures(model):
+            raise ModelConfigError(
+                f"the forward of {name} reads values of its pictures, which an estimate has not; memory_report(model, "
+                f"batch) measures the model on a batch of yours ({error})"
+            ) from error
+        raise ModelConfigError(f"the forward of {name} fails: {type(error).__name__}: {error}{_hint(error)}") from error
+
+
+def _hint(error: Exception) -> str:
+    if not any(name in str(error) for name in _FIRST_TOKENS):
+        return ""
+    return f" (its decoder's inputs are made of the labels, so the config has to state {' and '.join(_FIRST_TOKENS)})"
 
 
 def _older_collections() -> int:
@@ -179,7 +191,7 @@ def _older_collections() -> int:
 
 def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
     allocator = (
-        FakeAllocator(BLOCK, {}, IN_FP32, setting.ops)
+        FakeAllocator(BLOCK, CUDA_WORKSPACES, IN_FP32, setting.ops)
         if setting.cuda
         else FakeAllocator(1, CPU_WORKSPACES, results=setting.ops)
     )
@@ -204,6 +216,11 @@ def _measure(
             allocator.forget()
         collections = _older_collections()
         loss, saved = _with_roles(forward, model, batch, allocator, roles)
+        if not loss.requires_grad:
+            raise ModelConfigError(
+                f"no weight of {type(unwrapped(model)).__name__} that its loss depends on is trained; of a model whose "
+                "weights are quantised or frozen train adapters (lora=True, --lora)"
+            )
         # if another thread has collected, what is garbage here may have become old
         gc.collect(0 if _older_collections() == collections else 2)
         kept, allocations, at_end = allocator.live_bytes, len(allocator.timeline), len(allocator.changes)
@@ -250,7 +267,7 @@ class _Eager:
         self._model, self._batch, self._setting = model, batch, setting
 
     def loss(self, allocator: FakeAllocator) -> Tensor:
-        with _autocast(self._setting), _pictures_named(self._model):
+        with _autocast(self._setting), _failures_named(self._model):
             if self._setting.trl_head:
                 return trl_loss(self._model, self._batch)
             return loss_of(self._model(**self._batch))
