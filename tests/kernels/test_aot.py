@@ -145,7 +145,5 @@ def test_committed_table_is_of_these_kernels() -> None:
     known = kernel_options()
     for row in rows:
         assert set(row["options"]) in known[row["kernel"]], f"{row['name']} was another kernel when it was compiled"
-        # packs of fp32 have not all been compiled again: their rows may be of one width
-        if (row["name"], row["dtype"]) != ("int_group_pack", "float32"):
-            assert row.get("widths") == (list(WIDTHS) if KERNELS[row["name"]] in BY_WIDTH else None), row
+        assert row.get("widths") == (list(WIDTHS) if KERNELS[row["name"]] in BY_WIDTH else None), row
     check(rows)
