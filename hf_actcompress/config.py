@@ -99,7 +99,8 @@ class CompressionConfig(ConfigFile):
             checkpointed layer (with ``use_reentrant=True`` three times there). Exact, with the weights' gradients
             summed over tiles in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants
             have no effect inside. Evaluation under ``no_grad`` goes in tiles, too. Not computed in tiles: MLPs with
-            hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts.
+            hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts. Gated delta nets (Qwen3-Next,
+            Qwen3.5) have backwards of about as many tokens (512 for "auto") where torch's code computes them.
         programs: Run layers as programs: one autograd Function per layer where torch runs its attention by a fused
             kernel, else two and the attention, in code that is written down from what the layer's own code does, with
             the same bits and kept bytes for less of the host's time. A layer that is checkpointed as torch does it by

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..private_apis import BatchNormBase
 from ..roles import Role
 from .attention_rows import copy_in_rows
 from .empty_cache import EmptyCache
+from .linear_attention import copy_in_segments, segment_of
 from .sites import Site
 from .source import names_in
 
@@ -39,19 +41,30 @@ _LAYERS = (BatchNormBase, PreTrainedModel, nn.ModuleList, nn.RNNBase)
 _SMALL = 0.25
 
 
+@dataclass(frozen=True, kw_only=True)
+class SelectiveSettings(Settings):
+    """Also how many tokens of a linear attention are computed at a time; 0: all."""
+
+    segment: int = 0
+
+
 class CachedSelectiveMixin(SelectiveMixin):
     """The mixin for modules that may be given a cache, in which a plain training forward has put nothing yet.
 
     Eager attention goes some rows of queries at a time where it is given a mask that need not be made. Then it keeps
-    queries, keys and values, and does not run again as a whole.
+    queries, keys and values, and does not run again as a whole. Linear attention's backward goes some tokens at a time
+    if tiles were asked for.
     """
+
+    actcompress: SelectiveSettings | None
 
     def stock_forward(self) -> Callable[..., Any]:
         kind: Any = self.stock_class
-        rows = copy_in_rows(kind)
-        if rows is None or not rows.is_of(kind):
+        settings = self.actcompress
+        found = copy_in_rows(kind) or copy_in_segments(kind, 0 if settings is None else settings.segment)
+        if found is None or not found.is_of(kind):
             return super().stock_forward()
-        return partial(rows.copy, self)
+        return partial(found.copy, self)
 
     def kwargs_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """An empty cache in place of each; None if something is in one, it is of an unknown kind, or rows run again."""
@@ -81,9 +94,10 @@ def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
     names = names_in(module)
     if not names & _KEEPING or names & _DECIDING or not _is_its_own(module, names) or not _has_small_rest(module):
         return None
-    return Site(
-        CachedSelectiveMixin, Settings(Role.SELECTIVE, codec=CODECS[config.other], keeps="outputs of linear layers")
+    settings = SelectiveSettings(
+        Role.SELECTIVE, codec=CODECS[config.other], keeps="outputs of linear layers", segment=segment_of(config)
     )
+    return Site(CachedSelectiveMixin, settings)
 
 
 def _is_its_own(module: nn.Module, names: frozenset[str]) -> bool:

@@ -18,6 +18,7 @@ from ._deferred_linear import LinearSource, deferred_linear
 from ._dropout import dropout
 from ._layer_norm import layer_norm
 from ._linear import linear
+from ._linear_attention import linear_attention
 from ._linear_cross_entropy import linear_cross_entropy
 from ._packed_attention import packed_attention
 from ._recomputed import recomputed
@@ -64,6 +65,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_output",
     "linear",
+    "linear_attention",
     "linear_cross_entropy",
     "packed_attention",
     "plain",
@@ -120,6 +122,7 @@ OPS: tuple[Op, ...] = (
     ),
     Op("attention", "packed", packed_attention, "q, k, v, output, logsumexp", "repeated k and v"),
     Op("attention", "rows", attention_rows, "q, k, v", "mask, scores, probabilities, some rows at a time"),
+    Op("linear_attention", "segments", linear_attention, "its inputs", "all inside of a segment"),
     Op("rope", "angles", rope, "cos and sin, which all layers share", "nothing"),
     Op("cast", "record", cast, "nothing", "its output"),
     Op(

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..records import applied, load_one, record_of, save, stock_only
+from ..reference.device_rules import on_cpu
 from ..reference.dropout import StateBefore, replayed_rng
-from ..reference.tiles import tiles
+from ..reference.tiles import TILE, tiles
 from ._linear import no_view
 from .autocast import SameAutocast
 from .first_order import once_differentiable
@@ -107,7 +108,7 @@ class _Sums:
         if known is None:
             self._sums[index] = gradient if self._one_tile else _wide(gradient)
         else:
-            known.add_(gradient)
+            _add_to(known, gradient)
 
     def gradients(self) -> Iterator[Tensor | None]:
         """The gradients, in the weights' dtypes. Each sum is freed when its gradient is taken."""
@@ -118,6 +119,15 @@ class _Sums:
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _add_to(total: Tensor, x: Tensor) -> None:
+    """total += x. A CPU copies an x of fewer digits before it adds: it gets some rows of it at a time."""
+    if x.dim() < 2 or x.dtype == total.dtype or not on_cpu(x):
+        total.add_(x)
+        return
+    for part in tiles(x, max(1, TILE // x.shape[-1])):
+        total[..., part, :].add_(x[..., part, :])
 
 
 def _in_rows(x: Tensor) -> Tensor:

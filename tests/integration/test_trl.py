@@ -7,7 +7,7 @@ import collections
 import difflib
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from hf_actcompress import PRESETS, CompressionConfig, patch_model
+from hf_actcompress.memory.measurement.allocator import allocator_events, collected
 from hf_actcompress.models import shared_prompts
 from tests.oracle import held_bytes
 
@@ -67,6 +69,12 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 def _texts() -> Any:
     return datasets.Dataset.from_dict({"text": list(_lines())})
+
+
+def _long_texts() -> Any:
+    """Of 50 to 600 words: some do not fit a row."""
+    text = " ".join(_lines() * 5).split()
+    return datasets.Dataset.from_dict({"text": [" ".join(text[i : i + n]) for i, n in enumerate((600, 50, 300, 450))]})
 
 
 def _chats() -> Any:
@@ -125,6 +133,7 @@ _GENERATION = {
 RECIPES: tuple[Recipe, ...] = (
     _sft(""),
     _sft("packing", packing=True),
+    _sft("packing bfd_split", _long_texts, packing=True, packing_strategy="bfd_split"),
     _sft("packing wrapped", packing=True, packing_strategy="wrapped"),
     _sft("padding free", padding_free=True, max_length=None),
     _sft("assistant only", _chats, assistant_only_loss=True),
@@ -237,6 +246,25 @@ def test_prompts_of_a_group_are_kept_once(
     config = CompressionConfig(share_prompts=True)
     _assert_same_training(BY_RECIPE[name], tmp_path, "fp32", adapters, config)
     assert sum(copies is not None for copies in found) >= STEPS
+
+
+@pytest.mark.parametrize("name", ["sft packing", "sft packing bfd_split", "sft padding free"])
+def test_packed_rows_make_nothing_of_all_tokens_by_all_tokens(name: str, tmp_path: Path) -> None:
+    """The largest block of the model without its head, of which TRL's own makes tiles of any size."""
+    recipe = replace(BY_RECIPE[name], data=_long_texts)
+    model = _model(recipe, tmp_path, max_position_embeddings=1024)
+    trainer = _trainer(recipe, model, tmp_path, **({"max_length": 400} if "packing" in name else {}))
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    tokens, blocks = batch["input_ids"].shape[1], []
+    assert batch["input_ids"].shape[0] == 1 and tokens > 500 and "attention_mask" not in batch
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    for patched in (False, True):
+        if patched:
+            patch_model(model)
+        with collected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model.model(**inputs, use_cache=False).last_hidden_state.sum().backward()
+        blocks.append(max(size for _, _, size in allocator_events(profiler)[0]))
+    assert blocks[1] < tokens**2 <= blocks[0]
 
 
 def _kept_share(recipe: Recipe, folder: Path) -> float:

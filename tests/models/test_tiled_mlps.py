@@ -237,6 +237,17 @@ def test_the_peak_of_a_checkpointed_layer(trained: bool, monkeypatch: pytest.Mon
     assert peaks[1] <= 16 < 45 <= peaks[0], peaks
 
 
+def test_sums_of_weights_take_no_copy_of_a_gradient() -> None:
+    """Beside the three sums in fp32 there is one gradient of a tile, and of its copy in fp32 a few rows."""
+    hidden, tile = 768, 64
+    mlp: Any = patch_model(_llama(1, hidden, torch.bfloat16), CompressionConfig(tiled_mlp=tile)).layers[0].mlp  # type: ignore[union-attr, index]
+    x = _x(hidden, 2 * tile, torch.bfloat16).requires_grad_()
+    y = mlp(x)
+    dy, weight = torch.randn_like(y), mlp.up_proj.weight.numel()
+    inside = 10 * 2 * tile * 7 * hidden // 2 + 2 * x.numel()
+    assert trace(lambda: y.backward(dy)).peak_bytes <= (3 * 4 + 2) * weight + 4 * tiles.TILE + inside
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_estimate_sees_it(device: str) -> None:
     config = hf.LlamaConfig(

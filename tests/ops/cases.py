@@ -246,6 +246,7 @@ BUILDERS: dict[tuple[str, str], Callable[[], list[Case]]] = {
 # rows whose contract does not fit this form, and the file that has it
 ELSEWHERE = {
     ("tiled_mlp", "input"): "../models/test_tiled_mlps.py",
+    ("linear_attention", "segments"): "../models/test_linear_attention.py",
     ("linear_cross_entropy", "vocabulary_chunks"): "test_linear_cross_entropy.py",
     ("activation", "output"): "test_variants_contract.py",
     ("activation", "fewbit"): "test_variants_contract.py",

@@ -1,0 +1,80 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5), differentiated a segment of tokens at a time if torch's code computes them.
+
+The forward of such a module looks the rule up among the globals of its modeling file. A patched one that was told to
+compute in tiles runs a copy of that forward (see copies.py), which finds ours: the same function, with a backward for
+some tokens at a time. The kernels of the package fla keep little by themselves and are left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..config import CompressionConfig
+from ..modules.base import keeps_for_backward
+from ..private_apis import transforms_active
+from .copies import GlobalsCopy, global_names
+
+NAME = "torch_chunk_gated_delta_rule"
+# tokens: the rule goes by chunks of that many, and a segment of some chunks fills a device
+_CHUNK, _SEGMENT = 64, 512
+# what the rule reads beside its inputs and states
+_OPTIONS = ("chunk_size", "use_qk_l2norm_in_kernel")
+
+
+def segment_of(config: CompressionConfig) -> int:
+    """Tokens of a segment, whole chunks of the rule; 0: all at once."""
+    rows = config.tiled_mlp
+    return -(-rows // _CHUNK) * _CHUNK if isinstance(rows, int) else _SEGMENT
+
+
+@cache
+def copy_in_segments(stock_class: Any, segment: int) -> GlobalsCopy | None:
+    """A copy of the class's forward that finds our rule; None where it looks for none."""
+    inner = inspect.unwrap(stock_class.forward)
+    if not segment or not inspect.isfunction(inner) or NAME not in global_names(inner.__code__):
+        return None
+    rule = inner.__globals__.get(NAME)
+    if not isinstance(rule, FunctionType):
+        return None
+    try:
+        return GlobalsCopy(stock_class.forward, {NAME: _ours(rule, segment)})
+    except ValueError:
+        return None
+
+
+def _ours(stock: Callable[..., Any], segment: int) -> Callable[..., Any]:
+    def torch_chunk_gated_delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        inputs = query, key, value, g, beta
+        if query.size(1) <= segment or not keeps_for_backward(*inputs) or not _is_plain(segment, kwargs):
+            return stock(query, key, value, g=g, beta=beta, **kwargs)  # type: ignore[no-any-return]
+        options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
+        out, state = ops.linear_attention(partial(_of_tokens, stock, options), segment, *inputs)
+        return out, state if kwargs.get("output_final_state") else None
+
+    return torch_chunk_gated_delta_rule
+
+
+def _is_plain(segment: int, kwargs: dict[str, Any]) -> bool:
+    """Whether tokens see those before them from the first one on, and the rule is torch's."""
+    if torch.compiler.is_compiling() or transforms_active() or "fla" in sys.modules:
+        return False
+    apart = all(kwargs.get(name) is None for name in ("initial_state", "cu_seqlens", "seq_idx"))
+    return apart and segment % kwargs.get("chunk_size", _CHUNK) == 0
+
+
+def _of_tokens(
+    stock: Callable[..., tuple[Tensor, Tensor]], options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    beta: Tensor, state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return stock(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)

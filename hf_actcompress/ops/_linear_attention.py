@@ -1,0 +1,82 @@
+"""Linear attention with a recurrent state: its backward makes again what a segment of tokens makes, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autocast import SameAutocast
+from .first_order import once_differentiable
+from .own_weights import alias
+
+# the inputs [B, n, ...] of some tokens and the state before them (None: there are none) -> output, the next state
+_Rule = Callable[..., tuple[Tensor, Tensor]]
+
+
+class LinearAttentionFunction(torch.autograd.Function):
+    """Variant "segments": keeps its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: _Rule, step: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*inputs)
+        ctx.rule, ctx.step = SameAutocast(rule, inputs[0]), step
+        ctx.set_materialize_grads(False)
+        # all tokens at once: in segments the last bits of products may differ
+        return rule(*inputs, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, needed, strict=True)]
+        parts = _segments(inputs[0], ctx.step)
+        before: list[Tensor | None] = [None]
+        for part in parts[:-1]:
+            before.append(ctx.rule(*(x[:, part] for x in inputs), before[-1])[1])
+        for part in reversed(parts):
+            state = before.pop()
+            leaves = [alias(x[:, part], wanted) for x, wanted in zip(inputs, needed, strict=True)]
+            start = None if state is None else alias(state, True)
+            with torch.enable_grad():
+                found, after = ctx.rule(*leaves, start)
+            pairs = (found, None if dout is None else dout[:, part]), (after, dstate)
+            given = [(y, dy) for y, dy in pairs if dy is not None]
+            wanted = [x for x in (*leaves, start) if x is not None and x.requires_grad]
+            ys, dys = zip(*given, strict=True)
+            results = iter(torch.autograd.grad(ys, wanted, dys, allow_unused=True))
+            del found, after, pairs, given, ys
+            for dx in grads:
+                if dx is not None and (result := next(results)) is not None:
+                    dx[:, part] = result
+            dstate = None if start is None else next(results)
+        return None, None, *grads
+
+
+def _segments(x: Tensor, step: int) -> list[slice]:
+    """Of x [B, T, ...], all of them, also of a tensor without data: each adds a state to what backward holds."""
+    return [slice(start, start + step) for start in range(0, x.size(1), step)]
+
+
+def linear_attention(rule: _Rule, step: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """A linear attention over tokens, whose backward has `step` of them at a time.
+
+    Args:
+        rule: Stock's code. Gets some tokens of the inputs and the state before them, and returns their output and the
+            state behind them, so that it gives the same for all tokens at once and for one part after the other.
+        step: Tokens of a segment.
+        inputs: ``[B, T, ...]``: queries, keys, values, decays and what else belongs to a token.
+
+    Returns:
+        The output ``[B, T, ...]``, and the last state.
+
+    Saves:
+        The inputs (stock: all that the rule makes of all tokens).
+
+    Gradient:
+        Exact, of the first order: stock's own ops run again on each segment, twice: for the states, and for gradients.
+    """
+    out: tuple[Tensor, Tensor] = LinearAttentionFunction.apply(rule, step, *inputs)  # type: ignore[no-untyped-call]
+    return out
