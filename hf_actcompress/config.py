@@ -22,7 +22,8 @@ class CompressionConfig(ConfigFile):
         norm: Codec of the norms' inputs.
         mlp: Codec of activation inputs and of gate and up.
         attention: Codec of q, k, v and the output; with another codec than "identity" every attention call goes through
-            our op. Codecs along tokens, such as "int5_channels", need ``attention_variant="recomputed"``.
+            our op. Codecs along tokens, such as "int5_channels", need ``attention_variant="recomputed"``. Where scores
+            are not scaled (T5), "int10" stands in for "int8".
         other: Codec of large activations that code without a rule keeps (`net`). It never stores what is computed from
             weights alone, nor masks, statistics, indices or losses.
         derive_linear: Rebuild a linear's input in backward where that is possible, at no cost in bytes. False: each

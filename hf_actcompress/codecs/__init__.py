@@ -11,6 +11,7 @@ from .feature_maps import FeatureMaps, on_feature_maps
 from .float8 import Float8
 from .identity import Identity
 from .int_channels import IntChannels
+from .int_fine import IntFine
 from .int_group import IntGroup
 from .methods.block_sparse import BlockSparse
 from .methods.int_measured import IntMeasured
@@ -23,6 +24,7 @@ from .offload import Offload
 
 __all__ = [
     "CODECS",
+    "FOR_UNSCALED_SCORES",
     "IDENTITY",
     "BlockSparse",
     "Codec",
@@ -30,6 +32,7 @@ __all__ = [
     "Float8",
     "Identity",
     "IntChannels",
+    "IntFine",
     "IntGroup",
     "IntMeasured",
     "IntRanked",
@@ -60,6 +63,8 @@ CODECS: dict[str, Codec] = {
     "int4_128_outliers": IntGroup(4, group_size=128, outliers=4),
     "int3_outliers": IntGroup(3, group_size=32, outliers=4),
     "int2_outliers": IntGroup(2, group_size=32, outliers=4),
+    # for q, k and v where scores are not scaled
+    "int10": IntFine(),
     # these group tokens, and are for q, k and v
     "int4_channels": IntChannels(4),
     "int5_channels": IntChannels(5),
@@ -94,3 +99,6 @@ CODECS: dict[str, Codec] = {
     "crs30": RowSample(0.3, winner_take_all=False),
     "sampled30": RowSample(0.3, draws="stratified"),
 }
+
+# what stands in for a codec in attention whose scores are not scaled: errors of queries and keys count more there
+FOR_UNSCALED_SCORES = {"int8": "int10"}

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import compilation, ops
-from ..codecs import CODECS, IDENTITY, Codec
+from ..codecs import CODECS, FOR_UNSCALED_SCORES, IDENTITY, Codec
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
@@ -58,16 +58,26 @@ def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Decli
 
 def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     name = getattr(module.__dict__["config"], "_attn_implementation", None)
-    codec = CODECS[config.attention]
+    stored = FOR_UNSCALED_SCORES.get(config.attention, config.attention) if is_unscaled(module) else config.attention
+    codec = CODECS[stored]
     if name == "sdpa":
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
         model_config = module.__dict__["config"]
         named = renamed(model_config)
-        settings = AttentionSettings(Role.ATTENTION, "sdpa", codec, keeps, config=model_config, renamed=named)
+        note = "" if stored == config.attention else f"{stored} for {config.attention}: its scores are not scaled"
+        settings = AttentionSettings(Role.ATTENTION, "sdpa", codec, keeps, note, config=model_config, renamed=named)
         return Site(RegisteredAttentionMixin, settings)
     if name == "eager" and config.attention_variant == "tempo":
         return find_eager(module, codec)
     return Declined(Role.ATTENTION, _why_not(name, type(module)))
+
+
+def is_unscaled(module: nn.Module) -> bool:
+    """Whether scores are q k^T alone, with a bias for each distance, as in T5.
+
+    Where others hand on a scaling of 1, q was scaled (Whisper, ESM) or q and k were normalised (Gemma 4) before.
+    """
+    return getattr(module, "scaling", None) == 1.0 and hasattr(module, "has_relative_attention_bias")
 
 
 def _why_not(name: str | None, kind: type) -> str:

@@ -25,6 +25,7 @@ FORMATS = (
     "int2_ranked",
     "int8_running",
     "int5_channels",
+    "int10",
     "int4_measured",
     "fp8_e4m3",
     "topk10",
@@ -101,6 +102,7 @@ def test_lossless_and_equality(name: str) -> None:
     [
         "int4_stochastic",
         "int5_channels",
+        "int10",
         "int2_outliers",
         "int2_ranked",
         "int8_running",

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 
-from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, patch_model
+from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, patch_model, patch_report
 
 STEPS, TOKENS = 20, 64
 _SIZES = {"vocab_size": 500, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 128, "use_cache": False}
@@ -88,7 +88,7 @@ def test_int8_compiled() -> None:
 
 
 def test_t5_errs_in_its_relus_no_more_than_with_gelu() -> None:
-    """Of the feed-forward layers alone: most of T5's error is attention's, whose scores are not scaled."""
+    """Of the feed-forward layers alone."""
     batch = text_batch()
     config = CompressionConfig(mlp=PRESETS["int8"].mlp)
     found = {kind: error(trained(t5(kind), batch), batch, config) for kind in ("relu", "gelu_new")}
@@ -96,14 +96,26 @@ def test_t5_errs_in_its_relus_no_more_than_with_gelu() -> None:
     assert 0 < found["relu"] <= min(0.008, 1.1 * found["gelu_new"])
 
 
-def test_int8_on_t5() -> None:
-    """All but attention err as elsewhere; attention alone errs by 0.7% to 0.9%, with ReLU and with GELU."""
+@pytest.mark.parametrize("seed", range(5))
+def test_int8_on_t5(seed: int) -> None:
+    """0.9% to 1.1% if attention, whose scores are not scaled, has 8 bits; with 10 nearly what the rest errs by."""
+    torch.manual_seed(seed)
     batch = text_batch()
     model = trained(t5("relu"), batch)
-    found = {"whole": error(model, batch, "int8")}
-    found["without attention"] = error(model, batch, CompressionConfig.from_preset("int8", attention="identity"))
-    print(found)
-    assert 0 < found["without attention"] <= 0.008 and found["whole"] <= 0.013
+    found = error(model, batch, "int8")
+    print(f"T5, seed {seed}: {found:.3%}")
+    assert 0 < found <= 0.008
+
+
+def test_ten_bits_are_for_scores_that_are_not_scaled() -> None:
+    """Where q was scaled before, or the config asks for no scaling, codecs are those of the preset."""
+    unscaled = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=500, scale_attn_weights=False, **_GPT2))
+    models = {"t5": t5("relu"), "gpt2": unscaled, "opt": TEXT["opt"]()}
+    found = {}
+    for name, model in models.items():
+        rows = [row for row in patch_report(patch_model(model, "int8")).rows if row.role == "attention"]
+        found[name] = {row.codec for row in rows}
+    assert found == {"t5": {"int10"}, "gpt2": {"int8"}, "opt": {"int8"}}
 
 
 def test_relus_behind_batch_norms() -> None:
