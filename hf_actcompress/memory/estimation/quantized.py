@@ -1,7 +1,7 @@
-"""Linear layers with quantised weights, as an estimate has them: their bytes, and the copy that they make in use.
+"""Linear layers with quantised weights in an estimate: their bytes, and the temporary copy that a product needs.
 
-A quantised weight is frozen. Its product needs the weight in the activations' dtype, which is made for the product and
-dropped again, in the forward and in the backward. bitsandbytes' 8-bit product also holds its input for the backward.
+A quantised weight is frozen. Its product needs the weight in the activations' dtype. That copy is made for one product
+and dropped again, in the forward and in the backward. bitsandbytes' 8-bit product also keeps its input for backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from ...errors import ModelConfigError
 
-# of bitsandbytes: weights per scale, and scales per scale of the scales (double quantisation)
+# bitsandbytes: weights per scale, and scales per second-level scale (double quantisation)
 _BLOCK, _SCALES = 64, 256
 
 
@@ -25,11 +25,11 @@ class Format:
     """How the weights of a layer are stored.
 
     Args:
-        bits: Of a weight.
-        group: Weights that share a scale; 0: those of an output feature.
-        scale_bits: Of a scale and what stands beside it, a zero point.
+        bits: Bits of a weight.
+        group: How many weights share a scale; 0: all weights of an output feature do.
+        scale_bits: Bits of a scale together with its zero point.
         double: The scales are stored in 8 bits, with scales of their own.
-        holds_input: The product holds its input for the backward.
+        holds_input: The product keeps its input for backward.
     """
 
     bits: int
@@ -39,14 +39,14 @@ class Format:
     holds_input: bool = False
 
     def scales(self, outputs: int, inputs: int) -> list[int]:
-        """Bytes of each tensor beside the codes."""
+        """Bytes of each tensor that is stored beside the codes."""
         count = outputs if not self.group else -(-outputs * inputs // self.group)
         if not self.double:
             return [count * self.scale_bits // 8]
         return [count, 4 * -(-count // _SCALES)]
 
 
-# presets for what has no config of its own
+# formats that can be asked for by name, without a config
 FORMATS = {
     "nf4": Format(4, _BLOCK, 32, double=True),
     "fp4": Format(4, _BLOCK, 32),
@@ -89,7 +89,7 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer(f"scale{number}", torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product of x [..., in], with a weight that is made for it."""
+        """The product of x [..., in] with a temporary copy of the weight in x's dtype."""
         y: Tensor = _Product.apply(x, self.bias, self)  # type: ignore[no-untyped-call]
         return y
 
@@ -113,7 +113,7 @@ def _unpacked(layer: QuantizedLinear, like: Tensor) -> Tensor:
 
 
 def quantize(model: nn.Module, config: Any) -> None:
-    """Exchange the linear layers of a model on the meta device, in place, but for those that stay as they are."""
+    """Replace linear layers of a model on the meta device, in place, except those that the method leaves alone."""
     stored = format_of(config)
     options = {} if isinstance(config, str) else config if isinstance(config, dict) else config.to_dict()
     skipped = [options.get(name) for name in ("llm_int8_skip_modules", "modules_to_not_convert", "modules_in_block")]
@@ -134,7 +134,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
 
 
 def stand_ins(model: nn.Module) -> None:
-    """In a copy on the meta device, exchange the layers of bitsandbytes, which work on data alone."""
+    """In a copy on the meta device, replace bitsandbytes' layers, because these need real data to run."""
     for path, module in list(model.named_modules()):
         known = type(module).__module__.startswith("bitsandbytes.") and isinstance(module, nn.Linear)
         if known:

@@ -40,8 +40,10 @@ class LayerOption:
     """One way to keep a layer.
 
     Args:
-            name: A key of CHECKPOINTS, or the presets of the groups: "int8", or "int8/exact/int8" for norm, MLP, attention.
-            settings: What is set for that layer alone, as (field of a CompressionConfig, value); mostly codecs of roles.
+            name: A key of CHECKPOINTS, or the presets of the groups: "int8", or "int8/exact/int8" for norm, MLP,
+                attention.
+            settings: What is set for that layer alone, as (field of a CompressionConfig, value); mostly codecs of
+                roles.
             nbytes: Bytes that the layer keeps.
             time: Extra time, as a fraction of the layer's forward and backward.
             error: Relative error of the stored tensors, averaged over the groups.
@@ -54,7 +56,7 @@ class LayerOption:
     error: float
 
     def weighed(self, objective: str) -> Weighed:
-        """The option's cost. "speed": a percent of error costs as much as a percent of time; "fidelity": error comes first."""
+        """The cost: under "speed" a percent of error is worth a percent of time, under "fidelity" error comes first."""
         cost = self.time + (self.error if objective == "speed" else _AVOIDED * self.error)
         return Weighed(self.nbytes, cost)
 
