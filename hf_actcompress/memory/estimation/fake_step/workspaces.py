@@ -1,4 +1,4 @@
-"""What a CPU's kernels allocate for themselves while they run, by op."""
+"""The temporary memory that a CPU's kernels allocate while they run, by op."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
 
 
 def _index(args: Any, kwargs: Any) -> int:
-    # the kernel reads int64 indices alone
+    # the kernel reads int64 indices only, so others are converted
     narrow = (i for i in args[1] if i is not None and i.dtype not in (torch.int64, torch.bool))
     return sum(8 * i.numel() for i in narrow)
 
 
 def _sum(args: Any, kwargs: Any) -> int:
-    # a sum in another dtype casts its input first
+    # a sum with another result dtype casts its input first
     dtype = kwargs.get("dtype")
     return args[0].numel() * dtype.itemsize if dtype is not None and dtype != args[0].dtype else 0
 
 
 def _promotion(args: Any, kwargs: Any) -> int:
-    # an operand of another dtype than the result's is cast as a whole; numbers and 0-d tensors cost nothing
+    # an operand whose dtype is not the result's is cast as a whole; numbers and 0-d tensors cost nothing
     operands = [x for x in args if isinstance(x, Tensor) and x.dim() > 0 and x.dtype != torch.bool]
     if not operands:
         return 0
@@ -37,7 +37,7 @@ def _promotion(args: Any, kwargs: Any) -> int:
 
 _ELEMENTWISE = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
 
-# not here: the scratchpads of matrix products in half precision, some 100 KB whatever the size
+# not in this table: the scratchpads of matrix products in half precision, about 100 KB whatever the size
 CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.index.Tensor: _index,
     aten.sum.dim_IntList: _sum,
