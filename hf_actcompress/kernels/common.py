@@ -26,8 +26,7 @@ WIDEST_SUMS = 8192
 WIDE_TILE = (2, 2048, 8)
 
 # (largest width of a row, elements of a tile, warps): 16 elements of each tensor per thread. These are 32 bytes in
-# flight
-# per tensor in 16 bits, and leave registers for the other values of a backward
+# flight per tensor in 16 bits, and leave registers for the other values of a backward
 _TILES = ((2048, 2048, 4), (4096, 4096, 8), (8192, 8192, 16), (WIDEST_ROW, 0, 32))
 POINTWISE_TILE, POINTWISE_WARPS = 2048, 4
 
@@ -135,10 +134,8 @@ def widened(x):
 
 
 # FAST is for results of 16 bits. PTX's approximations are off by a few fp32 roundings, which the result's rounding
-# hides.
-# Otherwise functions are accurate to the last bit or two, as torch's are. The interpreter has no libdevice, and its
-# fp32
-# functions are less accurate than either, so it computes in fp64.
+# hides. Otherwise functions are accurate to the last bit or two, as torch's are. The interpreter has no libdevice, and
+# its fp32 functions are less accurate than either, so it computes in fp64.
 
 
 @triton.jit

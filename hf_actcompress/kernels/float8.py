@@ -43,8 +43,7 @@ def encode(x, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
     # the last bit of the added number is worth the smallest float8, so the sum rounds to a multiple of it. The number
-    # that
-    # is subtracted from the bits is the difference of the exponents' biases
+    # that is subtracted from the bits is the difference of the exponents' biases
     if E4M3:
         small = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
         normal = (size + 0x7FFFF + ((size >> 20) & 1) - 0x3C000000) >> 20

@@ -39,8 +39,7 @@ def _rope_kernel(
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     head = ((tl.program_id(0) % tiles) * R + tl.arange(0, R)).to(tl.int64)[:, None]
     # Angles have addresses [R, C], too, although all heads have the same ones. As [1, C] they have as many elements as
-    # a
-    # small tile has threads: each thread reads one, and the threads pass them to each other through shared memory.
+    # a small tile has threads: each thread reads one, and the threads pass them to each other through shared memory.
     col = tl.broadcast_to(tl.arange(0, C)[None, :], [R, C])
     mask = (head < heads) & (col < half)
     # added before the columns, so that both halves share the result
