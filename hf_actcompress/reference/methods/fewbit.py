@@ -2,8 +2,7 @@
 
 Two ways to make a code of k bits from x:
   steps   the index of x's cell; f' is replaced by the nearest step function (few-bit backward, arXiv 2202.00441)
-  values  f'(x) rounded to the nearest of 2**k levels, which include 0 (and 1); with 8 bits the levels are a uniform
-  grid
+  values  f'(x) rounded to the nearest of 2**k levels, 0 (and 1) among them; at 8 bits they are a uniform grid
 and, for comparison, "relus": two bits, the derivative of the sum of ReLUs nearest to f (ReGELU2, arXiv 2406.16282).
 """
 
