@@ -113,7 +113,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def uniform(size: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers in [0, 1) from the codecs' generator of that device."""
-    if torch.compiler.is_compiling():  # which knows no generator but the default one
+    if torch.compiler.is_compiling():  # compiled code can only use the default generator
         return torch.rand(size, dtype=dtype, device=device)
     return torch.rand(size, dtype=dtype, device=device, generator=_generator(device))
 
