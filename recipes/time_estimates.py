@@ -47,7 +47,7 @@ print(json.dumps([start, lines[1], lines[len(DEFAULT)], lines[-1]]), file=out)
 
 
 def timed(config: Path) -> list[float]:
-    """Seconds of the imports, of the first row, of all rows, and of all that is printed."""
+    """Seconds until the imports were done, until the first row, until the last row, and until all was printed."""
     done = subprocess.run([sys.executable, "-c", RUN, str(config)], capture_output=True, text=True)
     if not done.stdout:
         raise SystemExit(done.stderr)
