@@ -42,26 +42,26 @@ def patch_model(
     """Make a model keep fewer bytes between forward and backward. In place; call it before Trainer or `prepare`.
 
     Args:
-            model: A transformers model, bare or wrapped by PEFT (before or after `get_peft_model`), or any module that
-                contains one. It must not be on the meta device, nor wrapped by DDP or FSDP.
-            config: A preset's name, a CompressionConfig, or an object that carries one (a plan, a calibration). The
-                default keeps gradients exact.
-            strict: Raise an error if nothing could be patched.
-            seed: The seed of stochastic codecs; by default torch's initial seed. It does not affect dropout. Each model
-                has its own generators, which start again when a seed is given. A deep copy or an unpickled model
-                continues from the original's state, independently of it.
+        model: A transformers model, bare or wrapped by PEFT (before or after `get_peft_model`), or any module that
+            contains one. It must not be on the meta device, nor wrapped by DDP or FSDP.
+        config: A preset's name, a CompressionConfig, or an object that carries one (a plan, a calibration). The
+            default keeps gradients exact.
+        strict: Raise an error if nothing could be patched.
+        seed: The seed of stochastic codecs; by default torch's initial seed. It does not affect dropout. Each model
+            has its own generators, which start again when a seed is given. A deep copy or an unpickled model
+            continues from the original's state, independently of it.
 
-        Returns:
-            The same model. A second call with the same config patches what is new in the model; a call with another
-            config starts again from the stock classes.
+    Returns:
+        The same model. A second call with the same config patches what is new in the model; a call with another
+        config starts again from the stock classes.
 
     Saves:
         See `memory_report(model, batch)`; state_dict, save_pretrained, generate and eval are those of the stock model.
 
     Raises:
-            NothingPatchedError: `strict` is set and no module was patched.
-            UnknownOptionError: A preset or codec is unknown, or an override or a layer to checkpoint does not exist.
-            UnsupportedModelError: The model is wrapped by DDP or FSDP, is on the meta device, or is no module.
+        NothingPatchedError: `strict` is set and no module was patched.
+        UnknownOptionError: A preset or codec is unknown, or an override or a layer to checkpoint does not exist.
+        UnsupportedModelError: The model is wrapped by DDP or FSDP, is on the meta device, or is no module.
     """
     resolved = resolve(config)
     _check(model)

@@ -67,7 +67,7 @@ def config_of(model: str) -> dict[str, Any]:
     """The config.json of a folder, a file, or a model of the hub.
 
     Raises:
-            ModelConfigError: There is no such config, or it is not a JSON object.
+        ModelConfigError: There is no such config, or it is not a JSON object.
     """
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path

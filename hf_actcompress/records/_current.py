@@ -81,8 +81,8 @@ def stock_only(unread: object = None) -> Iterator[None]:
     """Let patched modules run their stock code: what they save is gone when the block ends.
 
     Args:
-            unread: A linear layer that need not compute its output. Only linear functions follow it, and only the
-                gradients of this forward are used, not its values.
+        unread: A linear layer that need not compute its output. Only linear functions follow it, and only the
+            gradients of this forward are used, not its values.
             this forward only the gradients are used, not the values.
     """
     before = current.stock_only, current.unread

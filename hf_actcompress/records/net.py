@@ -239,7 +239,7 @@ def netted(codec: Codec) -> Iterator[None]:
     """While the block runs, autograd in this thread keeps nothing that can be computed again. For one forward.
 
     Args:
-            codec: How activations are stored that stock code saves and that cannot be computed again.
+        codec: How activations are stored that stock code saves and that cannot be computed again.
     """
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield

@@ -34,11 +34,11 @@ def dense_attention_fwd(
     """out [B, H, S, D], logsumexp, and the seed and offset of dropout's draw (None on a CPU).
 
     Args:
-            kernel: A result of `fused_kernel`; "cpu, repeated": the CPU's kernel with k and v repeated to H heads.
+        kernel: A result of `fused_kernel`; "cpu, repeated": the CPU's kernel with k and v repeated to H heads.
         q: [B, H, S, D].
         k, v: [B, Hkv, K, D].
         mask: Bool (True: attend) or additive, broadcastable to [B, H, S, K]; None for "flash".
-            dropout: Probability of dropping a probability; 0 on a CPU.
+        dropout: Probability of dropping a probability; 0 on a CPU.
         causal: Whether the upper triangle is masked.
         scale: Factor on q k^T; None for D ** -0.5.
     """

@@ -43,9 +43,9 @@ def linear_rows_bwd(
         h: ``[M, D]``.
         weight: ``[V, D]`` in h's dtype.
         bias: ``[V]`` in h's dtype, or None.
-            pointwise: Elementwise functions that are applied to the product.
-            needs: Which of the three gradients are wanted.
-            whole: Whether the gradient exists as a whole already; then all rows are one chunk, as in stock.
+        pointwise: Elementwise functions that are applied to the product.
+        needs: Which of the three gradients are wanted.
+        whole: Whether the gradient exists as a whole already; then all rows are one chunk, as in stock.
     """
     rows, width = h.size(0), weight.size(0)
     # the weight's gradient is a sum over chunks, which each chunk reads and writes once

@@ -37,10 +37,10 @@ def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Seq
 
     Args:
         function: Takes tensors [n, ...] and returns tensors [n, ...].
-            tensors: [..., C], with equal dimensions except the last. Non-contiguous ones are passed as a whole, because
-                their results have their own layout.
+        tensors: [..., C], with equal dimensions except the last. Non-contiguous ones are passed as a whole, because
+            their results have their own layout.
 
-        The results own their memory: for a view, torch would not keep the tensor object that the registry knows.
+    The results own their memory: for a view, torch would not keep the tensor object that the registry knows.
     """
     x = tensors[0]
     if not goes_in_tiles(*tensors):

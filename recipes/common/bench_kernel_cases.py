@@ -35,15 +35,15 @@ class Case:
     """One line of the table.
 
     Args:
-            name: Name of the kernel.
-            label: What distinguishes the line from others of the same name.
-            mlp: Whether its rows are as wide as the MLP; otherwise they are as wide as the hidden state.
-            sample: Selects one of the samples of the kernel's module; by default the first one.
-            make: Makes the arguments instead, with functions of the reference.
-            run: What is timed, from a choice of implementations and the arguments; by default a call of `name`.
-            rival: What `auto` would run instead, from the kernels and the arguments; by default the reference's
-                function.
-            bandwidth: Whether memory limits its speed; this is not so if it has a matrix product.
+        name: Name of the kernel.
+        label: What distinguishes the line from others of the same name.
+        mlp: Whether its rows are as wide as the MLP; otherwise they are as wide as the hidden state.
+        sample: Selects one of the samples of the kernel's module; by default the first one.
+        make: Makes the arguments instead, with functions of the reference.
+        run: What is timed, from a choice of implementations and the arguments; by default a call of `name`.
+        rival: What `auto` would run instead, from the kernels and the arguments; by default the reference's
+            function.
+        bandwidth: Whether memory limits its speed; this is not so if it has a matrix product.
     """
 
     name: str

@@ -22,12 +22,12 @@ class Mode:
     """One column of the comparison.
 
     Args:
-            prepare: Takes a stock model, whose weights it may share with others, and returns what is called in its
-                place.
-            exact: Whether its gradients must equal stock's up to rounding.
-            same_masks: Whether its dropout draws the same masks as stock from the same seed.
-            needs: A package that must be installed, or "".
-            compiled: Whether its first step includes a compiler's time.
+        prepare: Takes a stock model, whose weights it may share with others, and returns what is called in its
+            place.
+        exact: Whether its gradients must equal stock's up to rounding.
+        same_masks: Whether its dropout draws the same masks as stock from the same seed.
+        needs: A package that must be installed, or "".
+        compiled: Whether its first step includes a compiler's time.
     """
 
     prepare: Callable[[Any], Forward]

@@ -25,9 +25,9 @@ class Job:
     """A command for this Python below the repository's root, without the options that all jobs share.
 
     Attributes:
-            seconds: The time limit, after which it is stopped.
-            shared: Whether it takes the options that all jobs share (device, sizes, folder).
-            rehearsed: The command to run instead where there is no GPU, if it differs.
+        seconds: The time limit, after which it is stopped.
+        shared: Whether it takes the options that all jobs share (device, sizes, folder).
+        rehearsed: The command to run instead where there is no GPU, if it differs.
     """
 
     name: str

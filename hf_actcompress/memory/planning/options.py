@@ -40,13 +40,13 @@ class LayerOption:
     """One way to keep a layer.
 
     Args:
-            name: A key of CHECKPOINTS, or the presets of the groups: "int8", or "int8/exact/int8" for norm, MLP,
-                attention.
-            settings: What is set for that layer alone, as (field of a CompressionConfig, value); mostly codecs of
-                roles.
-            nbytes: Bytes that the layer keeps.
-            time: Extra time, as a fraction of the layer's forward and backward.
-            error: Relative error of the stored tensors, averaged over the groups.
+        name: A key of CHECKPOINTS, or the presets of the groups: "int8", or "int8/exact/int8" for norm, MLP,
+            attention.
+        settings: What is set for that layer alone, as (field of a CompressionConfig, value); mostly codecs of
+            roles.
+        nbytes: Bytes that the layer keeps.
+        time: Extra time, as a fraction of the layer's forward and backward.
+        error: Relative error of the stored tensors, averaged over the groups.
     """
 
     name: str

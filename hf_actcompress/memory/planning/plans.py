@@ -116,28 +116,28 @@ def plan(
     errors reach the fewest other layers.
 
     Args:
-            model: As for `estimate`.
-            batch_size, seq_len: Size of the batch: sequences, and tokens per sequence.
-            budget: Bytes of the device, or a text such as "22GiB". CUDA's context takes its part of them. None: the
-                whole memory of the first CUDA device.
-            headroom: The share of the budget that is left free, because an allocator cannot use every gap.
-            objective: "fidelity": an exact plan if one fits, and among those the one that takes the least time.
-                "speed": a percent of error in what is stored counts as much as a percent of time.
-            allow: The options: exact, int8, fp8, int4, offload, checkpoint, checkpoint_with_attention (attention's
-                output is kept as well, so its kernel does not run again), compressed_checkpoint (the layer's input is
-                kept in 8 bits), offloaded_checkpoint (it is kept in host memory). "exact" is always allowed.
-            dtype, optimizer, lora, device, autocast, quantization, trust_remote_code: As for `estimate`.
-            device_model: The speeds that times are computed with; by default those of planning/costs.py.
+        model: As for `estimate`.
+        batch_size, seq_len: Size of the batch: sequences, and tokens per sequence.
+        budget: Bytes of the device, or a text such as "22GiB". CUDA's context takes its part of them. None: the
+            whole memory of the first CUDA device.
+        headroom: The share of the budget that is left free, because an allocator cannot use every gap.
+        objective: "fidelity": an exact plan if one fits, and among those the one that takes the least time.
+            "speed": a percent of error in what is stored counts as much as a percent of time.
+        allow: The options: exact, int8, fp8, int4, offload, checkpoint, checkpoint_with_attention (attention's
+            output is kept as well, so its kernel does not run again), compressed_checkpoint (the layer's input is
+            kept in 8 bits), offloaded_checkpoint (it is kept in host memory). "exact" is always allowed.
+        dtype, optimizer, lora, device, autocast, quantization, trust_remote_code: As for `estimate`.
+        device_model: The speeds that times are computed with; by default those of planning/costs.py.
 
     Returns:
         The plan; pass it to `patch_model`.
 
     Raises:
-            DoesNotFitError: Even the smallest plan is too large. The message says by how much, and which batch or
-                sequence would fit.
-            UnknownOptionError: An objective or option that does not exist, or a headroom outside of [0, 1).
-            UnsupportedModelError: No two layers of the model are alike.
-            The errors of `estimate`.
+        DoesNotFitError: Even the smallest plan is too large. The message says by how much, and which batch or
+            sequence would fit.
+        UnknownOptionError: An objective or option that does not exist, or a headroom outside of [0, 1).
+        UnsupportedModelError: No two layers of the model are alike.
+        The errors of `estimate`.
     """
     if objective not in OBJECTIVES:
         raise UnknownOptionError("objective", objective, OBJECTIVES)

@@ -14,9 +14,9 @@ def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> 
 
     Args:
         x: bf16, fp16, fp32 or fp64.
-            block: Rows and features of a tile. Tiles at the end are filled up with zeros.
-            k: How many tiles are kept per row of tiles ("row"), per column of tiles ("column") or in all ("global").
-            quota: "row", "column" or "global".
+        block: Rows and features of a tile. Tiles at the end are filled up with zeros.
+        k: How many tiles are kept per row of tiles ("row"), per column of tiles ("column") or in all ("global").
+        quota: "row", "column" or "global".
 
     Returns:
         values [N, br, bc], all NaN if x has a NaN or inf; index int32 [N], row-major among all tiles, ascending
