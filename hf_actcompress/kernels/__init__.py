@@ -126,9 +126,6 @@ POINTWISE = frozenset(
     }
 )
 
-# no operators in a traced graph, because a compiler fuses stock's ops there
-EAGER = frozenset({"activation_fwd", "gated_product_fwd"})
-
 # name -> what `auto` compares its time with
 _PRODUCT = "a pass over the codes and torch's product"
 TIMED: dict[str, str] = {

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from ...reference.bits import packed_bytes
 from ...reference.methods.fewbit import (
-    FEWBIT_METHODS,
     TWO_VALUED,
     UNBOUNDED,
     fewbit_levels,
     fewbit_stored_bits,
 )
-from ...reference.methods.tables.fewbit import PRIMITIVE_STEPS
-from ..activation import OPTIONS, STOCKS, constants, derivative, is_fast
+from ..activation import OPTIONS, constants, derivative, is_fast
 from ..common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, traced
 from ..groups import as_code, join_bits, nearest_integer, split_bits
 from .fewbit_encoding import cells, encoding, known_slopes
@@ -221,14 +219,6 @@ def fewbit_bwd(
     """dx = dy * q in dy's dtype, rounded once, where q is the level of each code."""
     dx: Tensor = _fewbit_bwd(dy, codes, scale, kind, list(options), bits, method)
     return dx
-
-
-def configurations() -> Iterator[tuple[str, tuple[float, ...], int, str]]:
-    """Every (kind, options, bits, method) for which a table exists."""
-    for kind in STOCKS:
-        for method, choices in FEWBIT_METHODS.items():
-            if method != "relus" or kind in PRIMITIVE_STEPS:
-                yield from ((kind, OPTIONS.get(kind, ()), bits, method) for bits in choices)
 
 
 def _sample_codes(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
