@@ -1,6 +1,6 @@
 """Fine-tune HuggingFace Transformers with a fraction of the activation memory and exact gradients.
 
-The public names, nothing else. They are imported on first use, so that the console script starts without torch.
+This file only lists the public names. They are imported on first use, so that the console script starts without torch.
 """
 
 from __future__ import annotations

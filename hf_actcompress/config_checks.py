@@ -19,7 +19,7 @@ _SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
 # how the tokens that get gradients are chosen
 TOKEN_CHOICES = ("random", "last", "loss")
 
-# for ops that can keep different tensors: the variants of each
+# op -> its variants, for ops that can keep different tensors
 VARIANTS: dict[str, tuple[str, ...]] = {
     "activation_variant": (
         "input", "output", "derivative",

@@ -18,14 +18,14 @@ class UnknownOptionError(ActCompressError, ValueError):
 
 
 class RegistrationError(ActCompressError, ValueError):
-    """Something was registered under a name that is taken, or a second time."""
+    """A name is registered that is taken, or that was registered before."""
 
     def __init__(self, what: str, name: str, reason: str) -> None:
         super().__init__(f"the {what} {name!r} was not registered: {reason}; choose another, or remove() the first")
 
 
 class NothingPatchedError(ActCompressError, ValueError):
-    """`strict=True` and no module of the model could be patched."""
+    """No module of the model could be patched, and `strict` was set."""
 
 
 class UnsupportedModelError(ActCompressError, ValueError):
@@ -33,27 +33,27 @@ class UnsupportedModelError(ActCompressError, ValueError):
 
 
 class NotPatchedError(ActCompressError, ValueError):
-    """A report or an unpatch was asked for a model that `patch_model` has not seen."""
+    """A report or an unpatch was asked for a model that was not patched."""
 
 
 class PaddingError(ActCompressError, RuntimeError):
-    """`drop_padding=True`, and the padding that was dropped was needed: the gradients of that backward are wrong."""
+    """Under `drop_padding=True` a dropped padding row was needed, so the gradients of that backward are wrong."""
 
 
 class SharedRowsError(ActCompressError, RuntimeError):
-    """`share_prompts=True`, and rows that were kept once differed: the gradients of that backward are wrong."""
+    """Under `share_prompts=True` rows that were kept once differed, so the gradients of that backward are wrong."""
 
 
 class CaptureError(ActCompressError, RuntimeError):
-    """A CUDA graph is captured of what draws random numbers again in backward."""
+    """A CUDA graph captures code that draws the same random numbers again in backward, which is not possible there."""
 
 
 class CodecError(ActCompressError, ValueError):
-    """A codec was handed a tensor that it cannot hold."""
+    """A codec got a tensor that it cannot store."""
 
 
 class KernelUnavailableError(ActCompressError, RuntimeError):
-    """An implementation was named explicitly and is not usable here."""
+    """An implementation was chosen by name and cannot be used on this device."""
 
 
 class MeasurementError(ActCompressError, RuntimeError):
@@ -61,11 +61,11 @@ class MeasurementError(ActCompressError, RuntimeError):
 
 
 class MissingExtraError(ActCompressError, ImportError):
-    """Something was asked that needs an optional dependency which is not installed."""
+    """A feature needs an optional dependency which is not installed."""
 
 
 class ModelConfigError(ActCompressError, ValueError):
-    """A model was named for which no config can be had, or which cannot be built from it."""
+    """No config can be found for the name of a model, or no model can be built from it."""
 
 
 class DoesNotFitError(ActCompressError, ValueError):

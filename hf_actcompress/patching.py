@@ -43,25 +43,25 @@ def patch_model(
 
     Args:
         model: A transformers model, bare or wrapped by PEFT (before or after `get_peft_model`), or any module that
-            holds one. Not on the meta device, not wrapped by DDP or FSDP.
-        config: A preset's name, a CompressionConfig, or what carries one (a plan, a calibration). The default keeps
-            gradients exact.
-        strict: Raise if nothing could be patched.
-        seed: The seed of stochastic codecs; by default torch's initial seed. It does not affect dropout. Each model has
-            generators of its own, which start again when a seed is given. A deep copy or an unpickled model continues
-            from the original's state, independently of it.
+            contains one. It must not be on the meta device, nor wrapped by DDP or FSDP.
+        config: A preset's name, a CompressionConfig, or an object that carries one (a plan, a calibration). The
+            default keeps gradients exact.
+        strict: Raise an error if nothing could be patched.
+        seed: The seed of stochastic codecs; by default torch's initial seed. It does not affect dropout. Each model
+            has its own generators, which start again when a seed is given. A deep copy or an unpickled model
+            continues from the original's state, independently of it.
 
     Returns:
-        The same model. A second call with the same config patches what is new in the model; with another config it
-        starts again from the stock classes.
+        The same model. A second call with the same config patches what is new in the model; a call with another
+        config starts again from the stock classes.
 
     Saves:
         See `memory_report(model, batch)`; state_dict, save_pretrained, generate and eval are those of the stock model.
 
     Raises:
-        NothingPatchedError: strict, and no module was patched.
-        UnknownOptionError: Unknown preset or codec, an override or a layer to checkpoint that is not there.
-        UnsupportedModelError: Wrapped by DDP or FSDP, on the meta device, or not a module.
+        NothingPatchedError: `strict` is set and no module was patched.
+        UnknownOptionError: A preset or codec is unknown, or an override or a layer to checkpoint does not exist.
+        UnsupportedModelError: The model is wrapped by DDP or FSDP, is on the meta device, or is no module.
     """
     resolved = resolve(config)
     _check(model)
@@ -85,10 +85,12 @@ def patch_model(
 
 
 def apply_config(model: nn.Module, config: CompressionConfig, generators: Generators | None = None) -> None:
-    """Patch what is not patched yet: everything, or nothing if an error occurs. No warning, no seed.
+    """Patch what is not patched yet. If an error occurs, nothing is changed. It gives no warning and sets no seed.
 
     Args:
-        generators: Those of the stochastic codecs; None: the model's own, or new ones.
+        model: The model to patch in place.
+        config: What to patch it with.
+        generators: The generators of the stochastic codecs; None: the model's own, or new ones.
     """
     refuse_choice(model, config)
     root = root_of(model)
@@ -109,8 +111,10 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
     """Patch the modules that are not patched yet.
 
     Args:
-        prefix: The model's name in the model that the config names.
-        generators: From which the stochastic codecs draw.
+        model: The model, or an inner model.
+        config: What to patch it with.
+        prefix: The name of `model` in the model for which the config gives names.
+        generators: The generators of the stochastic codecs.
     """
     _patch_leaves(model, config, prefix, generators)
     _install_programs(model, config)
@@ -124,7 +128,7 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
         if settings_of(module) is not None or is_parametrization(name):
             continue
         if isinstance(module, PatchedModule):
-            # a patched class without settings: another library made this module by calling the class of a patched layer
+            # it is patched and has no settings: another library made the module by calling the class of a patched layer
             unpatch_instance(module)  # type: ignore[arg-type]
         found = find_site(module, config.at(name), places)
         if isinstance(found, Site):
@@ -133,11 +137,11 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
 
 
 def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
-    """Let the layers that are proved run as programs. Their leaves stay patched for calls that run leaf by leaf."""
+    """Let layers with a proved program run as programs. Their leaves stay patched for calls that run leaf by leaf."""
     for layer in list(model.modules()):
         settings = settings_of(layer)
         if isinstance(settings, LayerSettings) and is_outdated(layer):
-            # adapters were added to the layer or removed from it
+            # adapters have been added to the layer or removed from it
             settings = settings.kept
             unpatch_instance(layer)
             if settings is not None:
@@ -153,7 +157,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
 
 
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
-    """Let modules whose own code keeps much run again in backward. Of nested ones only the outermost does."""
+    """Let modules whose own code keeps much run again in backward. Of nested modules only the outermost one does."""
     inside: set[int] = set()
     for name, module in list(_named(model, prefix)):
         found = find_selective(module, config.at(name)) if id(module) not in inside else None
@@ -164,7 +168,7 @@ def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, genera
 
 
 def _named(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every module by its name in the model that the config names."""
+    """Every module, with its name in the model for which the config gives names."""
     for name, module in model.named_modules():
         yield f"{prefix}.{name}" if prefix and name else name or prefix, module
 
@@ -214,7 +218,7 @@ def _check(model: nn.Module) -> None:
 
 
 def unpatch_model(model: _Model) -> _Model:
-    """Restore every class and forward that `patch_model` changed, in place. Harmless on a stock model."""
+    """Restore every class and forward that `patch_model` changed, in place. A stock model stays as it is."""
     for module in model.modules():
         if isinstance(module, PatchedModule):
             unpatch_instance(module)
@@ -228,7 +232,7 @@ def unpatch_model(model: _Model) -> _Model:
 def patched(
     model: _Model, config: CompressionConfig | Configured | str = "exact", *, strict: bool = True
 ) -> Iterator[_Model]:
-    """`with patched(model): ...`: patched inside, and afterwards as it was before (stock, or under its old config)."""
+    """`with patched(model): ...` patches the model; afterwards it is as before (stock, or under its old config)."""
     before = root_of(model)
     try:
         yield patch_model(model, config, strict=strict)

@@ -1,4 +1,4 @@
-"""What `patch_model` did to a model and what it left alone, as the model is now."""
+"""What `patch_model` did to a model and what it left alone, for the model's present state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NEW = "came after patch_model; the next forward in training patches it"
 class PatchRow:
     """One module: what it became and keeps, or why it was left alone (`reason`).
 
-    `note` says why a patched module keeps something else than the config asks for.
+    `note` says why a patched module keeps something other than what the config asks for.
     """
 
     name: str
@@ -77,7 +77,7 @@ class PatchReport(Report):
         return "\n".join(lines)
 
     def tables(self) -> tuple[Table, ...]:
-        """A row per module."""
+        """The table, with a row per module."""
         columns = ("module", "type", "role", "kind", "codec", "keeps", "left alone or otherwise because")
         rows = [
             (row.name, row.module, row.role, row.kind, row.codec, row.keeps, row.reason or row.note)
@@ -89,8 +89,8 @@ class PatchReport(Report):
 def patch_report(model: nn.Module) -> PatchReport:
     """What is patched in a model, and what is left alone and why.
 
-    The report describes the model as it is now, also where adapters, heads and weights were exchanged after
-    `patch_model`. Modules that no rule knows and that keep activations of their own are named, too.
+    The report describes the model as it is now, even if adapters, heads and weights were replaced after `patch_model`.
+    Modules that no rule knows and that keep activations of their own are listed, too.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -102,7 +102,7 @@ def patch_report(model: nn.Module) -> PatchReport:
 
 
 def is_parametrization(name: str) -> bool:
-    """Whether a module computes a parameter: it sees no activation."""
+    """Whether a module computes a parameter, so that no activation passes through it."""
     return ".parametrizations." in f".{name}."
 
 
@@ -141,7 +141,7 @@ def _on_cuda(model: nn.Module) -> bool:
 
 
 def _draws_again(model: nn.Module) -> bool:
-    """Whether masks are drawn again in backward outside of dropout modules, which keep bits in a CUDA graph."""
+    """Whether any masks are drawn again in backward. Dropout modules do not count: in a CUDA graph they keep bits."""
     configs = [part.config for part in pretrained_models(model).values()]
     if any(getattr(config, name, 0.0) for config in configs for name in _ATTENTION_DROPOUT):
         return True

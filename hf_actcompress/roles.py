@@ -28,14 +28,14 @@ class Role(StrEnum):
     TILED_MLP = "tiled_mlp", "mlp"
     EXPERTS = "experts", "mlp"
     ATTENTION = "attention", "attention", "attention"
-    # the input of attention's output projection is stored as a linear's input where attention has no record of it
+    # the input of attention's output projection, if attention has no record of it, is stored with the codec for linear
     LINEAR = "linear", "linear", "attention"
     CONV2D = "conv2d", "linear"
     # a linear layer's input that passed through a dropout
     DROPOUT = "dropout", "linear"
     CHECKPOINT_INPUT = "checkpoint_input", "checkpoint_input"
     SELECTIVE = "selective", "other"
-    # norms and activations of a model's own making: the codec is that of norms if they have parameters, else of MLPs
+    # a model's own norms and activations: the codec is that of norms if they have parameters, else that of MLPs
     RECOMPUTED = "recomputed"
     ADAPTER = "adapter"
     BATCH_NORM = "batch_norm"
@@ -43,14 +43,14 @@ class Role(StrEnum):
     LAYER = "layer"
     LOSS_HEAD = "loss_head"
     TOKENS = "tokens"
-    # of modules that no rule knows
+    # modules that no rule knows
     CONV = "conv"
     FUNCTIONS = "functions"
-    # of options that hold for a whole model
+    # options that apply to a whole model
     CUDA_GRAPH = "cuda_graph"
     PADDING = "padding"
     SHARED_PROMPTS = "shared_prompts"
-    # of memory reports: what no patched module keeps
+    # rows of memory reports about what no patched module keeps
     CHECKPOINT = "checkpoint"
     EMBEDDING = "embedding"
     LOSS = "loss"

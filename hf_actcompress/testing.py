@@ -15,7 +15,7 @@ def check_codec(codec: Codec) -> None:
     """Try a codec on the shapes, dtypes and layouts that activations have, and compare with what it promises.
 
     Args:
-        codec: Of a lossy one only shapes, dtypes and bytes are checked, not how much it loses.
+        codec: The codec. If it is lossy, only shapes, dtypes and bytes are checked, and not how much it loses.
 
     Raises:
         AssertionError: Says which promise was broken, for which tensor.

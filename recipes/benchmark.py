@@ -5,15 +5,14 @@
     python recipes/benchmark.py --suite bytes --modes compile exact+compile int8+compile --dtype bfloat16 --resume
     python recipes/benchmark.py --device cuda --suite largest --models gpt2-small llama-1b --caps 8GiB 16GiB 24GiB
 
-Suite "equal": each mode from the same weights, at one batch size. Every round runs each of them once, in turn, so that
-what else the machine does falls on all alike; the figures are medians over the rounds, after one warm-up step each.
-Gradient errors and kept bytes per layer are those of the same model with few layers. A mode that is to be exact and
-whose gradients are off gets no speed figure, and the command fails. Suite "largest": the largest batch that trains with
-AdamW on a card of each size, and tokens/s there; on a CPU the bytes are counted instead. Suite "bytes": of compiled
-modes kept bytes, peak, error against fp64 (without dropout) and the CPU seconds of the first step, with caches that are
-empty; --resume goes on behind the results that are in --out. Writes benchmark.jsonl (one
-record per result) and benchmark.md after each mode and each round, and benchmark.png at the end. The kernels alone are
-measured by recipes/benchmark_kernels.py.
+Suite "equal": each mode starts from the same weights, at one batch size. Every round runs each mode once, in turn, so
+that other work on the machine affects all modes alike. The figures are medians over the rounds, after a warm-up step of
+each mode. Gradient errors and kept bytes per layer are those of the same model with few layers. A mode that should be
+exact and whose gradients differ gets no speed figure, and the command fails. Suite "largest": the largest batch that
+trains with AdamW on a card of each size, and its tokens/s; on a CPU the bytes are counted instead. Suite "bytes", for
+compiled modes: kept bytes, peak, error against fp64 (without dropout) and the CPU seconds of the first step with empty
+caches; --resume continues after the results in --out. Writes benchmark.jsonl (one record per result) and benchmark.md
+after each mode and each round, and benchmark.png at the end. recipes/benchmark_kernels.py measures single kernels.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> Iterator[list[Result]]:
-    """All results so far, each time that something has been measured."""
+    """Yields all results so far, each time that something has been measured."""
     done: list[Result] = earlier(args.out) if args.resume else []
     for name in tqdm(args.models, desc="models"):
         if "equal" in args.suite:
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     about = environment(args.device, command, vars(args))
     results: list[Result] = []
     for results in run(args):
-        # a run that is cut off leaves what it has measured
+        # so that a run which is interrupted leaves what it has measured
         write(results, about, args.out)
     print(markdown(results, about))
     plot(results, args.out / "benchmark.png")

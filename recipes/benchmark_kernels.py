@@ -6,10 +6,11 @@
     python recipes/benchmark_kernels.py --quick                          # a CPU: Triton's interpreter, no speeds
 
 Sizes are those of Llama-3.2-1B in training: 16384 tokens, hidden 2048, MLP 8192. "of copy" is the achieved bandwidth
-(bytes of arguments and results over the median time) over that of a plain copy in the same run. A kernel that
-disagrees with the reference gets no figure, and the command fails. In the reference's place, weight gradients out of
-codes have what `auto` runs: the kernel that unpacks, and torch's product. Below the table: where a kernel that `auto`
-runs is slower, and where one that it times is faster. Writes kernels.jsonl and kernels.md, after every line.
+(bytes of arguments and results divided by the median time) relative to that of a plain copy in the same run. A kernel
+that disagrees with the reference gets no figure, and the command fails. Weight gradients from codes are not compared
+with the reference, but with what `auto` would run: the kernel that unpacks, and torch's product. Below the table: where
+a kernel that `auto` uses is slower, and where one that it times is faster. Writes kernels.jsonl and kernels.md after
+every line.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ COLUMNS = (
 
 @dataclass
 class Result:
-    """A case measured. Times in ms; None where nothing was measured."""
+    """A measured case. Times are in ms; None where nothing was measured."""
 
     kernel: str
     label: str
@@ -111,8 +112,8 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def measure(case: Case, device: torch.device, args: argparse.Namespace, copy: float | None) -> Result:
-    """Correctness, and on a GPU (`copy` is its bandwidth) the times of what is correct."""
-    # triton, which reads its environment when it is imported
+    """Check correctness, and on a GPU (`copy` is its bandwidth) measure the times if the kernel is correct."""
+    # triton reads its environment when it is imported
     from triton.errors import TritonError
 
     from hf_actcompress.kernels.probe import agree
@@ -142,7 +143,7 @@ def measure(case: Case, device: torch.device, args: argparse.Namespace, copy: fl
         peer = liger(case, given)
         result.liger_ms = milliseconds(peer) if peer else None
     except (TritonError, ImportError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        # another version of it, or a GPU that it does not know: no reason to lose our own figures
+        # a version of Liger or a GPU that do not fit together must not stop our own measurements
         result.note = f"Liger: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
     return result
 
@@ -176,7 +177,7 @@ def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
 
 
 def _misplaced(results: Sequence[Result]) -> Iterator[str]:
-    """What the measurement says about which implementation `auto` should choose."""
+    """Lines about kernels for which, by the measurement, `auto` should choose another implementation."""
     measured = [r for r in results if r.ms and r.reference_ms]
     faster = [r for r in measured if r.kernel in TIMED and r.ms < r.reference_ms]
     slower = [r for r in measured if r.kernel not in TIMED and r.ms > r.reference_ms]
@@ -232,14 +233,14 @@ def main(argv: list[str] | None = None) -> int:
         about = environment(device, args, copy, command)
         for case in tqdm(cases, unit="case", disable=None):
             results.append(measure(case, device, args, copy))
-            # a run that is cut off leaves what it has measured
+            # so that a run which is interrupted leaves what it has measured
             text = write(results, about, args.out)
     print(text)
     return 0 if all(result.correct for result in results) else 1
 
 
 def write_roofline(args: argparse.Namespace) -> str:
-    """roofline.md, of the linears of a layer of the model. Returns it."""
+    """Write roofline.md for the linears of a layer of the model, and return it."""
     sizes = Shape(torch.device("cpu"), torch.bfloat16, args.tokens, args.hidden, args.mlp)
     shapes = {name: roofline.Shape(args.tokens, *reversed(linear(sizes))) for name, linear in LINEARS.items()}
     text = roofline.markdown(shapes)
@@ -249,7 +250,7 @@ def write_roofline(args: argparse.Namespace) -> str:
 
 
 def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> str:
-    """kernels.jsonl (one record per result) and kernels.md. Returns the markdown."""
+    """Write kernels.jsonl (one record per result) and kernels.md. Returns the markdown."""
     folder.mkdir(parents=True, exist_ok=True)
     records = (json.dumps({**asdict(result), **about}) for result in results)
     (folder / "kernels.jsonl").write_text("\n".join(records) + "\n")

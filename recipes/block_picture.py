@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actcompress import memory_report
 
-# in the order in which the block runs them, with what they keep in words
+# part -> what it keeps, in words, in the order in which the block runs the parts
 PARTS = {
     "input_layernorm": "norm: its input, in fp32 in stock",
     "self_attn.q_proj": "q, k, v: the norm's output",

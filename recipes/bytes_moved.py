@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# before triton is imported
+# set before triton is imported
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
@@ -39,7 +39,7 @@ DEPTHS, BATCHES = (1, 2), (1, 2)
 SEQUENCE, VOCABULARY = 16, 64
 COLUMNS = ("model", "mode", "forward", "backward", "total", "x stock", "launches")
 
-# mode -> how the model becomes that, which implementations run
+# mode -> (what changes a stock model into that mode, which implementations run)
 MODES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stock": (lambda model: model, "reference"),
     "exact": (patch_model, "reference"),
@@ -63,7 +63,7 @@ class Row:
 
 
 def build(name: str, layers: int, hidden: int) -> Any:
-    """A layer's shape is that of Llama-3's, BERT's and GPT-2's: 3.5 or 4 times as wide MLPs, a quarter of the keys."""
+    """A model with layers in the shape of Llama-3, BERT or GPT-2: MLPs 3.5 or 4 times as wide, 1/4 of the keys."""
     ffn = hidden * 7 // 2 if name == "llama" else 4 * hidden
     torch.manual_seed(0)
     model = FAMILIES[name](Shape(hidden, layers, 4, 1, ffn, VOCABULARY), SEQUENCE)
@@ -74,7 +74,7 @@ def build(name: str, layers: int, hidden: int) -> Any:
 
 
 def step(model: Any, batch: int) -> tuple[Traffic, Traffic]:
-    """What the forward and the backward of one step do, without the loss: its bytes are not the layers'."""
+    """The traffic of the forward and of the backward of one step, without the loss, whose bytes are not the layers'."""
     ids = torch.randint(5, VOCABULARY, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
     model.zero_grad()
     forward, backward = Traffic(), Traffic()
@@ -91,7 +91,7 @@ def measure(name: str, mode: str, hidden: int) -> Row:
     for sign, layers in zip((-1, 1), DEPTHS, strict=True):
         model = prepare(build(name, layers, hidden))
         with use(choice):
-            # what happens once, in the first step, is no part of it
+            # a first step, because what happens only once must not be counted
             step(model, BATCHES[0])
             for turn, batch in zip((-1, 1), BATCHES, strict=True):
                 for found, made in zip((forward, backward), step(model, batch), strict=True):
@@ -124,7 +124,7 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
 
 
 def by_op(rows: Sequence[Row]) -> str:
-    """What moves most, of each row."""
+    """For each row, the ops that move the most bytes."""
     return "\n".join(
         f"{row.model}, {row.mode}, {way}: " + ", ".join(f"{op} {moved:.1f}" for op, moved in list(found.items())[:14])
         for row in rows

@@ -35,10 +35,10 @@ from tqdm.auto import tqdm
 from hf_actcompress import CompressionConfig, memory_report, patch_model
 
 JOBS = ("minilm", "llama", "completion")
-# the share of each sequence that has labels there
+# the share of each sequence that has labels in the job "completion"
 COMPLETION = 0.3
 FULL, LORA = "full tuning", "LoRA, rank 8"
-# a rank of 8 wants larger steps than full tuning
+# adapters of rank 8 need a higher learning rate than full tuning, by this factor
 LORA_RATE = 10.0
 
 
@@ -61,14 +61,14 @@ def job_named(name: str, steps: int) -> Job:
 
 
 def completion(batch: Example) -> Example:
-    """The same tokens, labels for the last ones."""
+    """The same tokens, with labels for the last ones only."""
     labels = batch["labels"].clone()
     labels[..., : -int(COMPLETION * labels.size(-1))] = IGNORE
     return {**batch, "labels": labels}
 
 
 def job_of(job: Job, row: str) -> Job:
-    """A copy of the job with a model of its own, with adapters if the row says so."""
+    """A copy of the job with its own model, which has adapters if the row says so."""
     found = copy.copy(job)
     found.model = copy.deepcopy(job.model)
     if row == LORA:
@@ -86,7 +86,7 @@ def kept_h(job: Job, config: CompressionConfig) -> float:
 
 
 def step_times(job: Job, configs: dict[str, CompressionConfig], rounds: int) -> dict[str, float]:
-    """Median time of a forward and backward of each row over full tuning's, all in turn."""
+    """For each row, the median time of a forward and backward divided by full tuning's; all rows take turns."""
     batch = next(job.batches(0, 1))
     models = {row: patch_model(job_of(job, row).model.train(), config) for row, config in configs.items()}
     times: dict[str, list[float]] = {row: [] for row in models}

@@ -1,4 +1,4 @@
-"""What `estimate` says beside the peaks that recipes/benchmark.py has measured. Needs no GPU.
+"""Compares `estimate` with the peaks that recipes/benchmark.py has measured. It needs no GPU.
 
     python recipes/compare_estimates.py --results results/gpu --out results/gpu/estimates
 
@@ -49,7 +49,7 @@ def measurements(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def estimated_mode(mode: str) -> tuple[str, bool] | None:
-    """The config and whether the layers are checkpointed; None for what `estimate` does not know (peers, compilers)."""
+    """(config, whether layers are checkpointed); None for modes that `estimate` does not cover (peers, compilers)."""
     config, _, checkpointing = mode.partition("+")
     if mode == "checkpointing":
         return "stock", True

@@ -101,7 +101,7 @@ def compare(family: Family, width: int, mode: str, args: argparse.Namespace) -> 
     wide = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     truth = step(model.double(), wide, "fp64")[1]
     error, own = relative_error(ours, truth), relative_error(stock, truth)
-    # NaN is not below anything
+    # a comparison with NaN is false
     return Row(family.name, width, mode, same_loss and error <= LAW * own, error=error, stock_error=own, **found)
 
 
@@ -109,13 +109,13 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     chosen = [family for family in FAMILIES if family.name in args.families]
     cases = [(family, width, mode) for family in chosen for width in family.widths for mode in args.modes]
     if args.quick:
-        # the same path; a CPU would take hours for the widths
+        # the same code; the real widths would take hours on a CPU
         cases = [(family, width, mode) for family in chosen for width in family.quick for mode in args.modes]
     for family, width, mode in tqdm(cases, disable=None):
         try:
             yield compare(family, width, mode, args)
         except Exception as error:
-            # one that fails is a row, and the others still run
+            # a model that fails becomes a row, and the others still run
             yield Row(family.name, width, mode, False, note=f"{type(error).__name__}: {str(error)[:160]}")
         if args.device == "cuda":
             torch.cuda.empty_cache()

@@ -50,14 +50,14 @@ def config_of(row: str, job: Job) -> CompressionConfig | str:
 
 
 def kept_h(model: Any, batch: dict[str, torch.Tensor], config: CompressionConfig | str, stock: bool) -> float:
-    """Bytes per token and layer over the hidden size, of the model in bf16."""
+    """Bytes per token and layer divided by the hidden size, for the model in bf16."""
     report = memory_report(model, batch, config)
     kept = report.layer_stock_bytes if stock else report.layer_patched_bytes
     return kept / (report.layer_tokens * report.hidden_size)
 
 
 def step_ratio(job: Job, config: CompressionConfig | str, rounds: int) -> float:
-    """Median time of a forward and backward over stock's, the two in turn."""
+    """Median time of a forward and backward divided by stock's; the two alternate."""
     batch = next(job.batches(0, 1))
     stock, ours = copy.deepcopy(job.model).train(), patch_model(copy.deepcopy(job.model).train(), config)
     times: dict[int, list[float]] = {id(stock): [], id(ours): []}
@@ -70,7 +70,7 @@ def step_ratio(job: Job, config: CompressionConfig | str, rounds: int) -> float:
 
 
 def gradient(model: Any, batch: dict[str, torch.Tensor], bf16: bool) -> torch.Tensor:
-    """Of all parameters, in one vector; with bf16 under autocast."""
+    """The gradient of all parameters as one vector; with `bf16` under autocast."""
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         loss = model(**batch).loss
@@ -86,7 +86,7 @@ def bf16_error(job: Job) -> float:
 
 
 def final_loss(job: Job, config: CompressionConfig | str | None, seed: int, args: argparse.Namespace) -> float:
-    """Held-out loss after training a copy of the job's model, untrained where there is such a one; None is stock."""
+    """Held-out loss after training a copy of the job's model (its untrained form if it has one); None is stock."""
     run = copy.copy(job)
     trained_on = shuffled_order(len(job.train), 0, args.steps * job.batch_size // args.passes)
     run.train = [job.train[i] for i in trained_on]
@@ -119,7 +119,7 @@ def measure(job: Job, row: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_results(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run with the same settings has measured."""
+    """The results of an earlier run with the same settings."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     if path.is_file():
         found: dict[str, Any] = json.loads(path.read_text())
@@ -129,7 +129,7 @@ def load_results(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_job(name: str, args: argparse.Namespace) -> None:
-    """Measure what is missing of one job."""
+    """Measure the missing rows of one job."""
     path = args.output_dir / f"evaluation-{name}.json"
     start = "pretrained" if name == "minilm" else "random weights"
     chosen = {option: getattr(args, option) for option in ("seeds", "steps", "passes", "rounds")}

@@ -29,11 +29,11 @@ from torch.nn import functional
 
 Function = Callable[[Tensor], Tensor]
 
-# where f' tends to constants, so wide that the outer levels are those; narrower for f' ~ 1 / sqrt(x)
+# a range so wide that f' is constant beyond it, so the outer levels are these constants; less for f' ~ 1 / sqrt(x)
 REACH = 100.0
 REACHES = {"sqrt_softplus": 10.0}
 CENTRES = {"sigmoid": 0.0, "tanh": 0.0, "laplace": 0.707107, "softsign": 0.0}
-# f' of active units where it is not 1
+# slope of active units, if it is not 1
 SLOPES = {"selu": 1.0507009873554804934193349852946}
 TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "reference" / "methods" / "tables" / "fewbit.py"
 # 5-point Gauss-Legendre on [-1, 1]
@@ -55,7 +55,7 @@ def _laplace(x: Tensor) -> Tensor:
 
 
 def _sqrt_softplus(x: Tensor) -> Tensor:
-    # softplus(x) is exp(x) far to the left, where torch's own rounds to 0
+    # far to the left softplus(x) is exp(x), while torch's rounds to 0
     return torch.where(x < -30, torch.exp(x / 2), functional.softplus(x.clamp(min=-30), threshold=200).sqrt())
 
 
@@ -103,7 +103,7 @@ def squared_integral(function: Function, points: Tensor) -> Tensor:
 
 
 def best_partition(error: Tensor, cells: int) -> list[int]:
-    """Edges, both ends among them, of the cheapest chain of that many cells. error [i, j]: of a cell from i to j."""
+    """Edges, with both ends, of the cheapest chain of `cells` cells. error [i, j]: the error of a cell from i to j."""
     best, came_from = error[0], []
     for _ in range(cells - 1):
         best, origin = (best[:, None] + error).min(dim=0)
@@ -133,10 +133,10 @@ def optimal_steps(function: Function, bits: int, low: float, high: float) -> tup
     spacing = 0.02
     for _ in range(4):
         offsets = torch.linspace(-spacing, spacing, 21, dtype=torch.float64)
-        # wider in the tails, where the first grid was coarser
+        # wider intervals in the tails, where the first grid was coarser
         scale = torch.where(borders.abs() > 12, borders.abs() / 6, 1.0)
         near = (borders[:, None] + offsets * scale[:, None]).flatten()
-        # what was found stays, to the bit
+        # the borders found so far are among the candidates, bit by bit
         fine = torch.cat([near[(near > ends[0]) & (near < ends[1])], ends, borders]).unique()
         merged = torch.cat([points, fine]).unique()
         borders = best_cells(function, merged, torch.searchsorted(merged, fine), 2**bits)

@@ -93,7 +93,7 @@ def minimax(basis: Tensor, target: Tensor) -> Tensor:
 
 
 def piece(coordinate: Tensor, factor: Tensor, target: Tensor) -> tuple[float, float, list[float]]:
-    """Centre and half width of the coordinate's range, and the polynomial that times `factor` gives `target`."""
+    """Centre and half width of the coordinate's range, and the polynomial that times `factor` approximates `target`."""
     low, high = coordinate.min().item(), coordinate.max().item()
     centre, half = (low + high) / 2, (high - low) / 2
     z = (coordinate - centre) / half
@@ -104,7 +104,7 @@ def piece(coordinate: Tensor, factor: Tensor, target: Tensor) -> tuple[float, fl
 def fit(row: Branches) -> dict[str, object]:
     """The fields of one row of the table."""
     x_min, y_min = minimum(row)
-    # denser near the minimum, and not on it, where both sides of the equation vanish
+    # denser near the minimum, but not at it, because there both sides of the equation are zero
     t = torch.linspace(0, 1, POINTS + 1, dtype=torch.float64)[1:] ** 1.5
 
     x = x_min + (row.low - x_min) * t

@@ -86,7 +86,7 @@ def per_layer(values: Sequence[float]) -> float:
 
 
 def host_microseconds(name: str, args: argparse.Namespace) -> list[float]:
-    """Per mode, of one run."""
+    """The time per layer in each mode, in one run."""
     inputs, at = batch(), []
     for layers in DEPTHS:
         models = [build(name, mode, layers, args) for mode in args.modes]
@@ -113,7 +113,7 @@ def counts(name: str, mode: str, args: argparse.Namespace) -> tuple[float, float
 
 
 def nodes(loss: torch.Tensor) -> int:
-    """Of the graph below a loss, without those that add to a parameter's gradient."""
+    """Number of nodes in the graph below a loss, without those that add to a parameter's gradient."""
     pending: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     while pending:

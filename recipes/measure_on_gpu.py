@@ -1,12 +1,13 @@
-"""Everything that needs a GPU, in one command: correctness first, then speed, in the order of what it is worth.
+"""Runs everything that needs a GPU, in one command: correctness first, then speed, the most valuable jobs first.
 
     python recipes/measure_on_gpu.py --out results/gpu --wheels wheels/
     python recipes/measure_on_gpu.py --rehearse --out /tmp/rehearsal        # the same jobs on a CPU, at tiny sizes
 
-The package need not be installed: the checkout that this file is in is measured. Each job has a time limit and writes
-as it goes: after each mode, round, kernel or model type. One archive (OUT.tar.gz, or --archive) has all of it, and is
-made again while the jobs run, so that a session that is killed leaves what it has measured. A job that fails or is cut
-off is named in session.json and on the console, and the rest still runs. --jobs runs some alone, --minutes ends it all.
+The package need not be installed: the checkout that has this file is measured. Each job has a time limit and writes its
+results as it goes: after each mode, round, kernel or model type. One archive (OUT.tar.gz, or --archive) has all
+results. It is made again while the jobs run, so that a session that is killed leaves what it has measured. session.json
+and the console name each job that fails or is stopped, and the others still run. --jobs runs only some jobs, --minutes
+limits the whole session.
 """
 
 import argparse
@@ -25,9 +26,9 @@ from common.versions import PEERS, about_this_run
 _MODES = ("stock", "checkpointing", "liger", "liger+checkpointing", "exact", "exact+checkpointing", "int8", "int4")
 _COMPILED = ("stock", "compile", "exact+compile")
 _ROUNDS = ("--rounds", "7")
-# seconds; with fewer left, a job is not started
+# in seconds: a job is not started with less time left
 MINIMUM = 5.0
-# what has to be one shape for all modes: Llama-3.2-1B, its LoRA, BERT and GPT-2 as they are trained
+# models and sizes that are the same for all modes: Llama-3.2-1B, its LoRA, BERT and GPT-2 as they are trained
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "llama-1b": ("--models", "llama-1b", "--batch", "2", "--seq-len", "2048"),
     "lora": ("--models", "llama-1b", "--lora", "--batch", "2", "--seq-len", "2048"),
@@ -38,7 +39,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def _processes(count: int) -> tuple[str, ...]:
-    """Tests side by side, where pytest can."""
+    """The options with which tests run in parallel, if pytest can."""
     return ("-n", str(count)) if importlib.util.find_spec("xdist") else ()
 
 
@@ -51,11 +52,11 @@ def _kernel_tests() -> Job:
 
 
 def _device_tests() -> Job:
-    """The tests that are skipped without a GPU: collecting the others would take longer than these run."""
+    """The tests that are skipped without a GPU. Only their files are collected, because collecting all takes longer."""
     tests = ROOT / "tests"
     files = sorted(str(p.relative_to(ROOT)) for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text())
     options = ("-v", "-m", "gpu", "-p", "no:cacheprovider", *_processes(6))
-    # pytest's status 5 is that all are deselected; skipped ones are not
+    # pytest ends with status 5 if all tests are deselected, but not if all are skipped
     return Job("device-tests", ("-m", "pytest", *options, *files), 60, shared=False)
 
 
@@ -85,17 +86,17 @@ JOBS = (
         Job(f"profile-{name}", ("recipes/profile_step.py", *_SETTINGS[name], "--modes", "stock", "exact", "int8"), 45)
         for name in ("bert-base", "llama-1b")
     ),
-    # what `auto` times per shape: weight gradients out of what is stored, by a kernel or by a pass and torch's product
+    # what `auto` times per shape: weight gradients from stored data, by a kernel or by unpacking and torch's product
     Job("weight-gradients", ("recipes/benchmark_kernels.py", "--timed"), 60),
     *(_speed(name, _COMPILED, 90) for name in ("bert-base", "gpt2", "lora", "bert-large")),
-    # the estimates beside what was measured: needs no GPU, and can be run again later
+    # compares estimates with the measurements; it needs no GPU and can be run again later
     Job("estimates", ("recipes/compare_estimates.py",), 60),
 )
 NAMES = [job.name for job in JOBS]
 
 
 def command(job: Job, args: argparse.Namespace) -> list[str]:
-    """What is run: the job's command and the options that all share."""
+    """The job's command with the options that all jobs share."""
     if job.name == "estimates":
         return [*job.command, "--results", str(args.out), "--out", str(args.out / job.name)]
     if not job.shared:

@@ -34,7 +34,7 @@ ROWS = 30
 
 @dataclass(frozen=True)
 class Profile:
-    """One step of one mode. Times in ms; None where there is no device beside the host."""
+    """One step of one mode. Times are in ms; None where there is no device beside the host."""
 
     model: str
     mode: str
@@ -46,7 +46,7 @@ class Profile:
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of the spans lasts: kernels on two streams at once count once."""
+    """How long at least one of the spans lasts; kernels that run at the same time on two streams count once."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
@@ -72,7 +72,7 @@ def measure(name: str, mode: str, args: argparse.Namespace) -> Profile:
         return Profile(name, mode, step_ms)
     spans = [(e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == DeviceType.CUDA]
     device_ms = busy(spans) / 1000
-    # of a step that runs without the profiler, which slows the host alone
+    # the time of a step without the profiler, which slows down only the host
     return Profile(name, mode, step_ms, device_ms, len(spans), max(0.0, 1 - device_ms / step_ms))
 
 

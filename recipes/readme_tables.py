@@ -43,7 +43,7 @@ def table(text: str, heading: str | None, columns: Sequence[str] = ()) -> str:
 
 
 def filled(readme: str) -> str:
-    """The text of a README with every table and text as its results file has it."""
+    """The text of a README, in which every table and text is replaced by that of its results file."""
     readme = TABLE.sub(
         lambda m: f"{m[1]}{table((ROOT / m[2]).read_text(), m[3], m[4].split('; ')[1:])}\n{m[5]}", readme
     )

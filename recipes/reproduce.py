@@ -48,7 +48,7 @@ def measure(name: str, scale: Scale, command: str) -> list[Row]:
 
 
 def earlier_rows(path: Path, scale: Scale) -> list[Row]:
-    """What a run at the same scale has written there."""
+    """The rows that an earlier run at the same scale has written."""
     found = json.loads(path.read_text()) if path.is_file() else {}
     if found.get("scale") != asdict(scale):
         return []

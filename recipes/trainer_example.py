@@ -1,4 +1,4 @@
-"""The job of finetune_clm.py with transformers' Trainer: one callback is all that changes.
+"""The job of finetune_clm.py with transformers' Trainer; the only change is one callback.
 
 python recipes/trainer_example.py --compare
 python recipes/trainer_example.py --model gpt2 --dataset wikitext --dataset-config wikitext-2-raw-v1
@@ -59,7 +59,7 @@ class StepRecorder(TrainerCallback):
 
 
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
-    """The recipe's options in the Trainer's words."""
+    """The recipe's options as arguments of the Trainer."""
     return TrainingArguments(
         output_dir=str(args.output_dir),
         max_steps=args.max_steps,

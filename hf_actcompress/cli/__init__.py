@@ -11,12 +11,12 @@ from typer.core import TyperGroup
 from . import bench, env, estimate, page, plan, report
 from .common import EXIT_CODES, Exit, fail
 
-# whichever library typer takes it from
+# the class that typer uses, whichever library it comes from
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class _Commands(TyperGroup):
-    """What was called wrongly is one line, as all other errors are."""
+    """Shows a usage error in one line, like all other errors."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -31,11 +31,11 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, rich_markup_mode=None, pr
 @app.callback(epilog=EXIT_CODES)
 def main() -> None:
     """Fine-tune transformers with less activation memory: know what a training needs before it runs."""
-    # which transformers reads when it is imported: its remarks on configs are not what was asked
+    # transformers reads this when it is imported; its remarks on configs are not part of an answer
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-# a command's arguments for another program start where it knows no more of them
+# options that a command does not know, and all that follow, are passed to another program
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app.command(epilog=EXIT_CODES)(estimate.estimate)

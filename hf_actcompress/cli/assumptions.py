@@ -1,4 +1,4 @@
-"""All that figures depend on beside the model, in one line: what each command prints of it."""
+"""What figures depend on beside the model, in one line, which each command prints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def assumed(options: Mapping[str, Any], batch_size: int, seq_len: int, dtypes: Iterable[str]) -> str:
-    """The line.
+    """The line of assumptions.
 
     Args:
-        options: Of `Estimates`; what is left out has its default.
-        batch_size, seq_len: Of the batch.
-        dtypes: Of the weights; none: those that the config has.
+        options: Options of `Estimates`; those left out have their defaults.
+        batch_size, seq_len: Sequences, and tokens per sequence.
+        dtypes: Dtypes of the weights; empty: those in the config.
     """
     said = {"target_len": None, "zero": None, "processes": 1, "fsdp": 1, "trl": False, "engine": "eager", **options}
     return ", ".join(_parts(said, f"{batch_size} x {seq_len}", "/".join(dtypes)))

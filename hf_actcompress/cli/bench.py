@@ -38,7 +38,7 @@ def bench(context: typer.Context, recipe: Recipe = None, as_json: Json = False) 
         out = Path(_value(context.args, "--out") or folder)
         if out == Path(folder):
             command += ["--out", folder]
-        # stdout is for the records
+        # only the records go to stdout
         code = subprocess.run(command, stdout=sys.stderr.fileno()).returncode
         records = out / "benchmark.jsonl"
         echo_json([json.loads(line) for line in records.read_text().splitlines()] if records.exists() else [])
@@ -46,13 +46,13 @@ def bench(context: typer.Context, recipe: Recipe = None, as_json: Json = False) 
 
 
 def find_recipe() -> Path | None:
-    """recipes/benchmark.py of the working directory, or of the checkout that this package is in."""
+    """recipes/benchmark.py of the working directory, or of the checkout that has this package; None without one."""
     places = (Path.cwd(), Path(__file__).resolve().parents[2])
     return next((path for place in places if (path := place / "recipes" / "benchmark.py").is_file()), None)
 
 
 def _value(arguments: list[str], option: str) -> str | None:
-    """Of an option that is passed on."""
+    """The value of an option among arguments that are passed on; None if it is missing."""
     for index, argument in enumerate(arguments):
         if argument == option and index + 1 < len(arguments):
             return arguments[index + 1]

@@ -1,7 +1,7 @@
-"""Answers of `estimate` on disk: what was asked before is printed again without torch.
+"""Answers of `estimate` on disk: a question that was asked before is answered again without torch.
 
-A file is named by the hash of all that its answer depends on: the content of the model's config, the options, this
-package's source, and the versions of the libraries whose code an estimate runs. So nothing in it grows old.
+A file is named by the hash of everything that its answer depends on: the content of the model's config, the options,
+this package's source, and the versions of the libraries whose code an estimate runs. So no answer is ever outdated.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from ..errors import ModelConfigError
 from .quick import config_of
 
-# the folder of the answers
+# environment variable with the folder of the answers
 FOLDER = "ACTCOMPRESS_CACHE"
-# of them, the ones that were written first are deleted beyond
+# the most answers to keep; the oldest ones are deleted
 _MOST = 256
 _LIBRARIES = ("torch", "transformers", "peft", "triton")
 _VARIABLES = ("TRITON_INTERPRET",)
@@ -32,10 +32,10 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Answer:
-    """All that the command says.
+    """The command's whole answer.
 
     Args:
-        text: On stdout.
+        text: What is printed on stdout.
         fits: Whether what was asked for fits on the card.
         page: The HTML of `--html`, if it was asked for.
     """
@@ -46,22 +46,22 @@ class Answer:
 
 
 def place_of(model: str, asked: Mapping[str, Any]) -> Path | None:
-    """The file of an answer, whether it is there or not; None: this answer cannot be kept.
+    """The file of an answer, whether it exists or not; None if this answer cannot be stored.
 
     Args:
-        model: As the command has it.
+        model: The model as the command got it.
         asked: Every option.
     """
     if asked["trust_remote_code"]:
-        # their code may read anything, so the answer cannot be kept
+        # the model's own code may read anything, so the answer may depend on more
         return None
     try:
         config = config_of(model)
     except ModelConfigError:
-        # which `estimate` says in its own words
+        # `estimate` reports this error in its own words
         return None
     if "configuration_files" in config:
-        # the config is in another file, by the version of transformers
+        # which of several config files is read depends on the version of transformers
         return None
     about = {
         "model": model,
@@ -76,7 +76,7 @@ def place_of(model: str, asked: Mapping[str, Any]) -> Path | None:
 
 
 def read(place: Path) -> Answer | None:
-    """The answer that is there; None if none is, or the file is broken."""
+    """The stored answer; None if there is none, or if its file is broken."""
     try:
         found = json.loads(place.read_text(encoding="utf-8"))
         answer = Answer(**found["answer"])
@@ -86,7 +86,7 @@ def read(place: Path) -> Answer | None:
 
 
 def write(place: Path, answer: Answer) -> None:
-    """Keep an answer. Where that is impossible (no room, no rights) nothing happens."""
+    """Store an answer. If that is impossible (no space, no permission), nothing happens."""
     text = json.dumps({"answer": asdict(answer), "hash": _hash_of(answer)})
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def write(place: Path, answer: Answer) -> None:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
-            # a process that reads meanwhile gets the whole old file or the whole new one
+            # a process that reads at this moment gets the whole old file or the whole new one
             os.replace(name, place)
         except OSError:
             os.unlink(name)
@@ -106,7 +106,7 @@ def write(place: Path, answer: Answer) -> None:
 def _written(path: Path) -> float:
     with suppress(OSError):
         return path.stat().st_mtime
-    # another process has deleted it
+    # another process has deleted the file
     return 0.0
 
 
@@ -118,7 +118,7 @@ def _folder() -> Path:
 
 
 def _source() -> str:
-    """The hash of this package's files."""
+    """The hash of this package's source files."""
     files = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".json"))
     return _hash(b"\0".join(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() for path in files))
 

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, options, and how they print."""
+"""What all commands share: exit codes, options, and functions that print."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ Html = Annotated[Path | None, typer.Option(help="Also write one self-contained p
 
 
 def lora_of(lora: bool, rank: int | None) -> bool | int | None:
-    """What `estimate` takes."""
+    """The value of `estimate`'s argument `lora`."""
     return rank if rank is not None else lora or None
 
 
 def quantization_of(name: str | None, qlora: bool) -> str | None:
-    """What `estimate` takes."""
+    """The value of `estimate`'s argument `quantization`."""
     return name or ("nf4" if qlora else None)
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Errors that are known become a message and an exit code. For everything that imports the package."""
+    """Turn known errors into a message and an exit code. Use it around everything that imports the package."""
     from ..errors import (
         ActCompressError,
         DoesNotFitError,
@@ -112,7 +112,7 @@ def exit_codes() -> Iterator[None]:
     of_model = (ModelConfigError, MeasurementError, NothingPatchedError, UnsupportedModelError)
     try:
         with warnings.catch_warnings(), _only_errors_logged():
-            # of libraries about themselves
+            # libraries' warnings about themselves
             warnings.simplefilter("ignore", FutureWarning)
             yield
     except ActCompressError as error:
@@ -128,7 +128,7 @@ def exit_codes() -> Iterator[None]:
 
 @contextmanager
 def _only_errors_logged() -> Iterator[None]:
-    """No warnings while a command runs: the tables say which rows are lossy."""
+    """Suppress warnings while a command runs, because the tables say which rows are lossy."""
     logger = logging.getLogger("hf_actcompress")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -139,13 +139,13 @@ def _only_errors_logged() -> Iterator[None]:
 
 
 def fail(message: str, code: Exit) -> None:
-    """A message on stderr, and the end of the program."""
+    """Print a message on stderr and end the program."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code)
 
 
 def card_option(text: str | None) -> int | None:
-    """Bytes of --gpu."""
+    """The value of --gpu in bytes."""
     if text is None:
         return None
     from ..quick.cards import card_bytes
@@ -157,7 +157,7 @@ def card_option(text: str | None) -> int | None:
 
 
 def precision(dtype: str | None, bf16: bool, fp16: bool) -> tuple[str | None, str | None]:
-    """The dtype of the weights, and that of autocast."""
+    """(dtype of the weights, dtype of autocast)."""
     if bf16 and fp16:
         raise typer.BadParameter("--bf16 and --fp16 exclude each other")
     autocast = "bfloat16" if bf16 else "float16" if fp16 else None
@@ -165,16 +165,16 @@ def precision(dtype: str | None, bf16: bool, fp16: bool) -> tuple[str | None, st
 
 
 def writable(name: str, path: Path | None) -> None:
-    """Say before the work that a file cannot be written."""
+    """Report that a file cannot be written before the work starts."""
     if path is not None and not path.expanduser().absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.expanduser().absolute().parent}", param_hint=name)
 
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Imported objects are left out of garbage collections, of which each measurement and estimate makes several."""
+    """Keep imported objects out of garbage collections, of which each measurement and estimate runs several."""
     if gc.get_freeze_count():
-        # the caller has frozen objects itself, and ends that itself
+        # the caller has frozen objects, and unfreezes them itself
         yield
         return
     gc.collect()
@@ -187,7 +187,7 @@ def frozen_imports() -> Iterator[None]:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Says what takes time, where someone is watching."""
+    """Show what takes time, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -198,29 +198,29 @@ def busy(what: str) -> Iterator[None]:
 
 
 def progress(what: str) -> None:
-    """Say what is done where `busy` shows nothing, which is in the log of a pipe."""
+    """Print what is being done where `busy` shows nothing: in the log of a pipe."""
     if not sys.stderr.isatty():
         typer.echo(what, err=True)
 
 
 def echo_json(data: Any) -> None:
-    """On stdout, and nothing else there."""
+    """Print JSON on stdout, which gets nothing else."""
     typer.echo(json.dumps(data, indent=2))
 
 
 class Rows:
-    """A table as aligned plain text, each row printed when it is there.
+    """A table as aligned plain text, in which each row can be printed as soon as it is known.
 
     Args:
-        widths: Columns by name, and how wide they are at least.
-        right: Names of the columns that stand to the right.
+        widths: Column name -> the least width.
+        right: Names of the columns that are aligned to the right.
     """
 
     def __init__(self, widths: Mapping[str, int], right: Sequence[str] = ()) -> None:
         self._widths, self._right = widths, right
 
     def line(self, row: Sequence[str]) -> str:
-        """A row as text; the column names are one, too."""
+        """A row as text. The column names are formatted by it, too."""
         cells = (
             text.rjust(max(width, len(column))) if column in self._right else text.ljust(max(width, len(column)))
             for (column, width), text in zip(self._widths.items(), row, strict=True)

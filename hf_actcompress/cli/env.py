@@ -1,4 +1,4 @@
-"""`hf-actcompress env`: what a bug report needs: versions, machine, settings, what will run, and known conflicts."""
+"""`hf-actcompress env`: what a bug report needs: versions, machine, settings, the kernels in use, known conflicts."""
 
 from __future__ import annotations
 
@@ -106,6 +106,6 @@ def _known() -> Iterator[str]:
 
 
 def _folded(kernels: dict[str, str]) -> dict[str, str]:
-    """One line where all kernels have the same status."""
+    """The kernels' status; a single line if it is the same for all."""
     statuses = set(kernels.values())
     return {"(all)": statuses.pop()} if len(statuses) == 1 else kernels

@@ -105,7 +105,7 @@ def estimate(
 
 
 def _check_together(no_card: bool, fsdp: int, zero: int | None, processes: int, html: Html) -> None:
-    """Of options that need or exclude each other, and a file that is to be written."""
+    """Check options that need or exclude each other, and that the file to write can be written."""
     if no_card:
         raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
     if (zero is not None and processes == 1) or (fsdp > 1 and processes > 1):
@@ -122,7 +122,7 @@ def _answered(
     place: Path | None,
     html: Path | None,
 ) -> None:
-    """Print the answer that is kept in that place, or compute it; write the page; end the program if nothing fits."""
+    """Print the answer stored at `place`, or compute it; write the page; end the program if nothing fits."""
     answer = None if place is None else read(place)
     if answer is not None:
         typer.echo(answer.text)
@@ -146,7 +146,7 @@ def _computed(
     as_json: bool,
     html: bool,
 ) -> Answer:
-    """The answer, printed while it is found."""
+    """Compute the answer, and print it row by row."""
     with exit_codes(), frozen_imports():
         _fill(table, not as_json, batch_size, seq_len, max_context, presets, options)
         text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)
@@ -164,7 +164,7 @@ def _fill(
     presets: list[str],
     options: dict[str, Any],
 ) -> None:
-    """Find the rows and all else, and print each row when it is found."""
+    """Compute the rows and everything below them, and print each row as soon as it is known."""
     strategies, room = chosen(presets), table.room
     names = [strategy.name for strategy in strategies]
     with busy(f"estimating {table.model}: {names[0]}"):

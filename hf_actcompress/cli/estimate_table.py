@@ -12,7 +12,7 @@ from .remedies import STRATEGY, Remedy
 from .strategies import DEFAULT, MOST, TIME_CLASSES, Row
 
 _COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
-# of what is not known before the first row is printed
+# widths of columns whose content is not known when the first row is printed
 _WIDTHS = {
     "strategy": max(len(strategy.name) for strategy in DEFAULT), "peak": 10, "kept": 10, "fits": 5,
     "extra time": max(map(len, TIME_CLASSES)),
@@ -21,7 +21,7 @@ _RIGHT = ("peak", "kept", "largest batch", "longest")
 
 
 def columns_of(room: int | None, max_context: bool) -> tuple[str, ...]:
-    """Names of the columns: what fits is known for a card alone."""
+    """Names of the columns. Whether a row fits is only known if there is a card."""
     left_out: tuple[str, ...] = () if max_context else ("longest",)
     left_out += ("fits", "largest batch") if room is None else ()
     return tuple(column for column in _COLUMNS if column not in left_out)
@@ -32,14 +32,14 @@ class EstimateTable:
     """The rows, and what they are about.
 
     Args:
-        model: Its name.
-        columns: Their names.
-        room, gpu: The card in bytes, and as it was given.
-        rows: As far as they are known.
-        evaluation_bytes: What evaluating such a batch needs.
-        assumed: All that the figures depend on.
+        model: The model's name.
+        columns: Names of the columns.
+        room, gpu: The card's bytes, and the card as it was given.
+        rows: The rows that are known so far.
+        evaluation_bytes: Bytes that the evaluation of such a batch needs.
+        assumed: What the figures depend on.
         fits: Whether one of the rows that were asked for fits.
-        instead: What would fit, where none does.
+        instead: Changes with which the training would fit, if no row does.
     """
 
     model: str
@@ -54,7 +54,7 @@ class EstimateTable:
 
 
 def cells_of(row: Row, table: EstimateTable) -> tuple[str, ...]:
-    """A row as texts."""
+    """A row as texts, by column."""
     from ..quick.sizes import readable_size
 
     strategy, columns = row.strategy, table.columns
@@ -84,12 +84,12 @@ def _at_least(largest: int | None) -> str:
 
 
 def layout(columns: tuple[str, ...]) -> Rows:
-    """How wide the columns are, before the rows are known."""
+    """The columns with their widths, before the rows are known."""
     return Rows({name: _WIDTHS.get(name, 0) for name in columns}, _RIGHT)
 
 
 def text_of(table: EstimateTable) -> str:
-    """All of it, as it is printed without --json."""
+    """The whole answer, as it is printed without --json."""
     rows = layout(table.columns)
     lines = [rows.line(cells) for cells in (table.columns, *(cells_of(row, table) for row in table.rows))]
     return "\n".join([*lines, *explanation(table)])
@@ -121,7 +121,7 @@ def explanation(table: EstimateTable) -> Iterator[str]:
 
 
 def as_data(table: EstimateTable) -> dict[str, Any]:
-    """What --json prints."""
+    """The data that --json prints."""
     room = table.room
 
     def data(row: Row) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def as_data(table: EstimateTable) -> dict[str, Any]:
 
 
 def page_of(table: EstimateTable) -> str:
-    """What --html writes."""
+    """The page that --html writes."""
     from ..display.tables import Table
     from .html_pages import estimates_page
 

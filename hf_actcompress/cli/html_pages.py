@@ -20,9 +20,9 @@ def estimates_page(model: str, found: Sequence[Row], table: Table, room: int | N
     """The page of a table of strategies.
 
     Args:
-        model: Its name.
-        found, table: The rows, and the same as texts.
-        room, gpu: The card in bytes, and as it was given: a line across the bars of the peaks.
+        model: The model's name.
+        found, table: The rows, and the same rows as texts.
+        room, gpu: The card's bytes, which are a line across the bars of the peaks, and the card as it was given.
     """
     known = [(row.strategy.name, row, row.estimate) for row in found if row.estimate is not None]
     first = known[0][2]
@@ -50,7 +50,7 @@ def estimates_page(model: str, found: Sequence[Row], table: Table, room: int | N
 
 
 def write_plan(path: Path, title: str, found: Plan) -> None:
-    """The page of a plan, whose budget is the line across the bar of the peak."""
+    """Write the page of a plan. The budget is a line across the bar of the peak."""
     cells = [(row.layer, row.option, readable_size(row.kept_bytes)) for row in found.rows]
     peak = dict(found.estimate.rows())
     parts = [(name, readable_size(size)) for name, size in sorted(peak.items(), key=lambda item: -item[1])]
@@ -74,5 +74,5 @@ def write_plan(path: Path, title: str, found: Plan) -> None:
 
 
 def _several(layers: Sequence[str]) -> str:
-    """Neighbours that are alike, as one name."""
+    """One name for neighbouring layers that are kept alike."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1].rpartition('.')[2]}"

@@ -115,7 +115,7 @@ def _planned(model: str, **options: Any) -> Plan:
 
 
 def _said(**options: Any) -> dict[str, Any]:
-    """Without what was not said: that is the function's own default."""
+    """The options that the user gave; for the others the function's own defaults hold."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -26,7 +26,7 @@ _RIGHT = ("peak", "kept", "largest batch", "longest")
 def quick_rows(
     asked: Question, batch_size: int, seq_len: int, optimizer: str, room: int | None, max_context: bool
 ) -> list[dict[str, Any]]:
-    """One row for each strategy, with the names of `estimate --json`."""
+    """One row for each strategy, with the keys of `estimate --json`."""
     return [
         _row(partial(asked.answer, strategy, optimizer=optimizer), asked, batch_size, seq_len, room, max_context)
         | {"strategy": strategy}
@@ -67,7 +67,7 @@ def config_of(model: str) -> dict[str, Any]:
     """The config.json of a folder, a file, or a model of the hub.
 
     Raises:
-        ModelConfigError: It cannot be had, or is no JSON object.
+        ModelConfigError: There is no such config, or it is not a JSON object.
     """
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
@@ -88,7 +88,7 @@ def _of_hub(model: str) -> Path:
     try:
         return Path(hf_hub_download(model, "config.json"))
     except Exception as error:
-        # what is raised without a connection depends on the HTTP library that the hub's client uses
+        # without a connection the exception's type depends on the HTTP library that the hub's client uses
         said = " ".join(str(error).split())[:200]
         raise ModelConfigError(f"the config of {model!r} cannot be had: {said} Pass a config.json") from error
 
@@ -106,10 +106,10 @@ def by_formula(
     """Print the table.
 
     Args:
-        model, batch_size, seq_len, max_context, as_json: As the command has them.
+        model, batch_size, seq_len, max_context, as_json: As the command got them.
         room: Bytes of the card.
-        options: Of `Estimates`.
-        more: Whether something was asked that only the whole estimate gives.
+        options: Options of `Estimates`.
+        more: Whether the user asked for something that only the whole estimate gives.
 
     Raises:
         typer.Exit: No row fits.

@@ -1,4 +1,4 @@
-"""What would fit where no strategy does."""
+"""Changes with which a training would fit, if no strategy does."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 # remedies are compared by this strategy, the smallest exact one
 STRATEGY = "exact + checkpointing"
-# done by others, and composed with
+# other libraries do this, and this package works together with them
 _ON_HOST = "frozen weights on the host by FSDP, DeepSpeed or accelerate"
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the training and what it then needs.
+    """A change of the training, and what it then needs.
 
     Args:
-        name: What is changed, and how that is said to this command.
-        nbytes: Bytes that the card has to have, under `STRATEGY`.
-        fits: Whether it has them.
+        name: What is changed, and the option of this command for it.
+        nbytes: Bytes that the card must have, under `STRATEGY`.
+        fits: Whether the card has them.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Remedy:
 def remedies(
     several: Estimates, room: int, batch_size: int, seq_len: int, options: Mapping[str, Any]
 ) -> Iterator[Remedy]:
-    """Changes that help, from the least to the most, each by itself; those that are made already are left out.
+    """Changes that help, from the least to the most, each by itself. Changes that were made already are left out.
 
     Args:
-        several: Estimates of the model as it was asked for.
+        several: Estimates of the model as the user asked for it.
         room: Bytes of the card.
-        batch_size, seq_len: Of the batch.
-        options: With which these were made.
+        batch_size, seq_len: Sequences, and tokens per sequence.
+        options: The options of these estimates.
     """
     from ..errors import MissingExtraError
 
@@ -50,7 +50,7 @@ def remedies(
             changed = several.changed(**changes) if changes else several
             nbytes = changed.device_bytes(size, seq_len, "exact", True)
         except MissingExtraError:
-            # without peft there is no LoRA
+            # LoRA cannot be estimated without peft
             continue
         yield Remedy(name, nbytes, nbytes <= room)
     elsewhere = several.frozen_elsewhere()
@@ -67,7 +67,7 @@ def _changes(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[str,
         yield "an optimizer with states of 8 bits (--optim adamw_8bit)", batch_size, {"optimizer": "adamw_8bit"}
     if not lora:
         yield "LoRA (--lora)", batch_size, {"lora": True}
-    # several processes are not estimated with quantised weights
+    # several processes cannot be estimated with quantised weights
     if options.get("quantization") is None and _is_whole(options):
         yield "QLoRA (--qlora)", batch_size, {"lora": lora or True, "quantization": "nf4"}
         if batch_size > 1:

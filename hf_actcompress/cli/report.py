@@ -85,7 +85,7 @@ def _measure(model: Any, batch: dict[str, Any], preset: str) -> MemoryReport:
 
 
 def _host_bytes() -> int | None:
-    """Of the machine, where it says so."""
+    """Bytes of the machine's memory; None if it does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -100,7 +100,7 @@ def _timelines(model: Any, batch: dict[str, Any], preset: str) -> dict[str, Memo
         model(**batch).loss.backward()
 
     model.train()
-    # so that the gradients exist
+    # one step first, so that the gradients exist
     step()
     stock = memory_timeline(step, "cpu")
     with patched(model, preset, strict=False):

@@ -1,4 +1,4 @@
-"""What a training can be run with: the rows of the table of `hf-actcompress estimate`."""
+"""The strategies that a training can use: the rows of the table of `hf-actcompress estimate`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TIME_CLASSES = {
     "forward": "one more forward: a third more arithmetic",
 }
 
-# no search for the largest batch size goes beyond it: what fits so often fits
+# a search for the largest batch size ends here: a batch that fits at this size need not be known exactly
 MOST = 1024
-# that a search for the largest batch size may take
+# the most estimates that a search for the largest batch size may take
 _ESTIMATES = 8
 
 
@@ -30,10 +30,10 @@ class Strategy:
     """One way to train.
 
     Args:
-        name: As shown.
+        name: The name in the table.
         config: A preset, or None for the stock model.
-        checkpointing: With gradient checkpointing.
-        checkpoint_input: Codec of the layers' inputs there, if it is not the preset's.
+        checkpointing: Whether gradient checkpointing is on.
+        checkpoint_input: Codec of checkpointed layers' inputs, if it is not the preset's.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Strategy:
 
     @property
     def patched_with(self) -> CompressionConfig | str | None:
-        """The same by its name, where a preset says all of it."""
+        """The same config by its preset's name, if the preset is all of it."""
         return self.config if self.checkpoint_input is None else self.resolved
 
     @property
     def time(self) -> str:
-        """One of TIME_CLASSES."""
+        """A key of TIME_CLASSES."""
         if self.checkpointing:
             return "forward"
         config = self.resolved
@@ -98,7 +98,7 @@ DEFAULT = (
 
 
 def chosen(presets: list[str]) -> tuple[Strategy, ...]:
-    """All that are of general use, or stock and the presets that were asked for. Raises UnknownOptionError."""
+    """All strategies of general use, or stock and the presets that were asked for. Raises UnknownOptionError."""
     if not presets:
         return DEFAULT
     from ..config import resolve
@@ -110,15 +110,15 @@ def chosen(presets: list[str]) -> tuple[Strategy, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy's estimate.
+    """The estimate of a strategy.
 
     Args:
-        strategy: What was estimated.
-        estimate: None if it cannot be used with this model.
-        peaks: Batch size -> bytes that the card has to have, of all that were estimated.
-        largest: The largest batch size for the card, 0 if none fits; None if it was not looked for.
-        longest: The longest sequences for the card at that batch size, likewise.
-        why_not: Why it cannot be used.
+        strategy: The strategy.
+        estimate: Its estimate; None if the strategy cannot be used with this model.
+        peaks: Batch size -> bytes that the card must have, for all sizes that were estimated.
+        largest: The largest batch size for the card, 0 if none fits; None if it was not searched for.
+        longest: The longest sequences for the card at that batch size; 0 and None likewise.
+        why_not: Why the strategy cannot be used.
     """
 
     strategy: Strategy
@@ -129,11 +129,11 @@ class Row:
     why_not: str = ""
 
     def fits(self, room: int) -> bool:
-        """On a card of so many bytes."""
+        """Whether it fits on a card of `room` bytes."""
         return self.estimate is not None and self.estimate.device_bytes <= room
 
     def tight(self, room: int) -> bool:
-        """Whether it fits, but leaves less than the share that fragmentation is expected to take."""
+        """Whether it fits, but leaves less free memory than fragmentation is expected to take."""
         from ..quick.headroom import HEADROOM, usable
 
         return self.fits(room) and not self.fits(usable(room, HEADROOM))
@@ -147,14 +147,14 @@ def rows(
     seq_len: int,
     max_context: bool = False,
 ) -> Iterator[Row]:
-    """The estimates, one after the other: each takes seconds.
+    """The estimates, one after the other, because each takes seconds.
 
     Args:
         several: Estimates of the model.
-        strategies: The first one has to be possible; another that is not gets a row that says why.
-        room: Bytes of the card, for which the largest batch sizes are looked for; None if there is none.
-        batch_size, seq_len: Of the batch.
-        max_context: Whether the longest sequences are looked for as well.
+        strategies: The strategies. An error of the first one is raised; another that fails gets a row that says why.
+        room: Bytes of the card, for which the largest batch sizes are searched; None if there is no card.
+        batch_size, seq_len: Sequences, and tokens per sequence.
+        max_context: Whether to search for the longest sequences as well.
     """
     from ..errors import ActCompressError
 
@@ -196,14 +196,15 @@ def _longest(several: Estimates, row: Row, room: int) -> int:
 
 
 def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int], guess: int | None = None) -> int:
-    """The largest batch size within `room`, by the same search as on a card; adds what it looks at to `peaks`.
+    """The largest batch size within `room`, by the search that is used on a card. It adds the sizes it tries to
+    `peaks`.
 
     Args:
-        peaks: Of what was looked at.
+        peaks: Batch size -> bytes, for the sizes that were tried.
         room: Bytes of the card.
-        state: Those that are there without activations.
-        peak: Of a batch size.
-        guess: Where to look first.
+        state: Bytes that are in use without activations.
+        peak: Gives the bytes for a batch size.
+        guess: The first size to try.
     """
     from ..memory.batch_size.report import BatchSizeTrial
     from ..memory.batch_size.search import Search
@@ -215,7 +216,8 @@ def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int],
         if len(search.tried) == 1 and guess is not None and (guess > start) == (peaks[start] <= room):
             batch_size = min(guess, most)
         elif len(search.tried) == 2 and peaks[start] <= room < peaks[second := search.tried[1].batch_size]:
-            # by the line between the two, which a search on a card does not follow so far
+            # the point where the line through both peaks meets `room`; a search on a card would not go so far in one
+            # step
             batch_size = start + max(1, (room - peaks[start]) * (second - start) // (peaks[second] - peaks[start]))
         if batch_size not in peaks:
             peaks[batch_size] = peak(batch_size)

@@ -43,7 +43,7 @@ class IntGroup(Codec):
         outliers: How many channels, those with the largest magnitude, are kept apart as they are.
         keep_sign: Move a code by one where rounding has crossed zero, so that what is decoded is above zero where x is.
             The format is the same.
-        generators: From which stochastic rounding draws; no part of the format. None: those of the process.
+        generators: The generators that stochastic rounding draws from; not part of the format. None: the process's.
 
     Raises:
         UnknownOptionError: Another number of bits, another rounding.

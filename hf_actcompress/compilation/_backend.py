@@ -1,7 +1,7 @@
-"""The backend "hf_actcompress": the graphs of a patched model run op by op, with nothing generated.
+"""The backend "hf_actcompress": it runs the graphs of a patched model op by op, and generates no code.
 
-It gives the values of eager mode and keeps what the compiled model keeps. For debugging, and for devices that Inductor
-does not know.
+Its values are those of eager mode, and it keeps what a compiled model keeps. It is for debugging, and for devices that
+Inductor does not support.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "hf_actcompress"
 
 
 def register() -> None:
-    """Make the backend known by its name where the package is not installed: an installed one has an entry point."""
+    """Register the backend if the package is not installed; an installed package has an entry point for it."""
     from torch._dynamo.backends import registry
 
     if NAME not in registry._COMPILER_FNS:
@@ -34,7 +34,7 @@ def backend(graph: GraphModule, inputs: list[Any], **options: Any) -> Callable[.
 
 
 def _as_it_is(graph: GraphModule, inputs: list[Any]) -> Callable[[list[Any]], Any]:
-    # a function of one list, which it empties: each saved tensor is freed behind its last reader
+    # boxed: the graph takes a list and empties it, so that each saved tensor is freed after its last reader
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
 

@@ -1,4 +1,4 @@
-"""A warning, once per reason, where the graph of a patched model is broken."""
+"""Warns, once per reason, if the graph of a patched model is broken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Trace(local):
-    """The frame that is traced in this thread, and how many breaks there were before its first mark."""
+    """The frame that this thread traces, and how many graph breaks there were before the frame's first mark."""
 
     frame: Any = None
     before = 0
@@ -23,14 +23,14 @@ _trace = _Trace()
 
 
 def note_trace() -> None:
-    """A mark is being traced. Breaks of other models, and in front of the first patched module, are not counted."""
+    """Called when a mark is traced. Breaks of other models, and before the first patched module, do not count."""
     frame = traced_frame()
     if frame != _trace.frame:
         _trace.frame, _trace.before = frame, len(graph_breaks())
 
 
 def warn_of_break() -> None:
-    """The graph that was traced last is being divided: say so if it ends where it was broken."""
+    """Called when a traced graph is divided. It warns if the graph ends because of a break."""
     reasons = graph_breaks()
     if _trace.frame == traced_frame() and len(reasons) > _trace.before:
         _say_broken(reasons[-1].splitlines()[0])

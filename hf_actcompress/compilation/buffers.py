@@ -1,4 +1,4 @@
-"""Which results of a graph take memory when a compiler fuses it, and until when: a model of what Inductor does."""
+"""Which results of a graph take memory when a compiler fuses it, and how long they live: a model of Inductor."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from .policy import is_fused, is_pointwise, is_view, made_by, nbytes, overwrites
 class Buffers:
     """The buffers of one graph, whose nodes run in order.
 
-    A pointwise result that only pointwise ops and reductions read stays in registers, and what it is made of lives
-    until the kernel has run that it is part of. A kernel writes over an input of the same size that nobody reads later.
+    A pointwise result that only pointwise ops and reductions read stays in registers. The tensors that it is computed
+    from live until the kernel that it is fused into has run. A kernel may write its result over an input of the same
+    size that is not read later.
 
     Args:
-        graph: Of a forward or a backward.
+        graph: The graph of a forward or a backward.
 
     Attributes:
         no_memory: Nodes whose results take no memory of their own.
-        dead: By node, those that can be freed behind it.
-        whole: By node, the concatenation that it is the first to write a part of: all of it is made by then.
+        dead: Node -> the nodes whose results can be freed after it.
+        whole: Node -> the concatenation of which it writes the first part; the whole of it is allocated then.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -41,7 +42,7 @@ class Buffers:
                 self.no_memory.update(parts)
 
     def _last_readers(self, nodes: list[Node], order: dict[Node, int]) -> dict[Node, int]:
-        """By node, the position of the node whose kernel reads it last."""
+        """Node -> the position of the node whose kernel reads it last."""
         last: dict[Node, int] = {}
         for node in reversed(nodes):
             through = (user in self.no_memory or is_view(user) for user in node.users)
@@ -50,7 +51,7 @@ class Buffers:
         return last
 
     def _overwrite(self, nodes: list[Node], order: dict[Node, int], last: dict[Node, int]) -> None:
-        """Let results take over the buffers of inputs that end with them."""
+        """Let a result take the buffer of an input that nobody reads later."""
         ending: dict[int, list[Node]] = {}
         for node in nodes:
             if node.op == "call_function" and node not in self.no_memory and made_by(node) is node:
@@ -68,5 +69,5 @@ class Buffers:
 
 
 def _is_written_in_place(part: Node) -> bool:
-    """Whether a compiler lets the op write into the concatenation of its result and others."""
+    """Whether a compiler lets the op write directly into the concatenation that its result is part of."""
     return part.op == "call_function" and not is_view(part) and not is_pointwise(part)

@@ -1,7 +1,7 @@
-"""Our partition of joint graphs in Inductor's options: there before the first graph of a patched model is partitioned.
+"""Puts our partition of joint graphs into Inductor's options before the first graph of a patched model is divided.
 
-Inductor asks `torch._inductor.config.custom_partitioner_fn` to divide the graph of a forward and its backward. Ours
-hands graphs without marks, those of stock models, to whatever was there before, and divides the others.
+Inductor calls `torch._inductor.config.custom_partitioner_fn` to divide the joint graph of a forward and its backward.
+Ours divides the graphs of patched models, which have marks, and hands all others to the function that was set before.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 
 
 def install() -> None:
-    """Put our partition around the one in Inductor's options, if it is not there.
+    """Put our partition around the function in Inductor's options, unless it is there already.
 
-    Every trace of a mark calls this. The options that hold then are those of the `torch.compile` that traces, also if
-    its caller passed them, and also if somebody has put another partition there since the last trace.
+    Every trace of a mark calls this, because the options can differ from trace to trace: the caller of `torch.compile`
+    may pass some, and somebody may have set another function since the last trace.
     """
     before = inductor.custom_partitioner_fn
     if not isinstance(before, Partitioner):
@@ -28,7 +28,7 @@ def install() -> None:
 
 
 class Partitioner(CustomPartitionerFn):
-    """Divides graphs with marks by them; any other graph as `inner`, or as torch does without one."""
+    """Divides graphs with marks by the marks, and any other graph as `inner` does, or as torch does without one."""
 
     def __init__(self, inner: CustomPartitionerFn | None) -> None:
         self.inner = inner
@@ -41,7 +41,7 @@ class Partitioner(CustomPartitionerFn):
         return partition(gm, joint_inputs, inner=self.inner, **kwargs)
 
     def uuid(self) -> Any:
-        """Of the code that divides and packs; None, which switches torch's caches off, if the inner one has none."""
+        """A key for our code and that of `inner`; None if `inner` has no key, which switches torch's caches off."""
         if self.inner is None:
             return _hash("")
         inner = self.inner.uuid()

@@ -1,8 +1,8 @@
-"""Logits that backward makes again, a few columns of the vocabulary at a time: a graph that never holds them whole.
+"""Computes logits again in backward, a few columns of the vocabulary at a time: the graph never holds them whole.
 
-A loss is computed from logits row by row, and once its sums over a row are known, pointwise. So the columns of the
-vocabulary can go one after the other through the product that makes the logits, the pointwise gradient of the loss,
-and the products that make the gradients of weight and hidden states of it.
+A loss computes sums over each row of logits; once these are known, its gradient is pointwise. So the columns of the
+vocabulary can be handled one group after the other: the product that makes the logits, the pointwise gradient of the
+loss, and the products that make the gradients of the weight and of the hidden states.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from .ordering import after, call
 from .policy import LOGITS, hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
-# so many pieces at most, of whole tiles of a product. Each has a kernel of its own, which takes seconds to compile, so
-# none is smaller than LARGE elements. Logits smaller than that, and those of small vocabularies, stay whole
+# at most PIECES pieces, each of whole tiles of a product. Every piece has its own kernel, which takes seconds to
+# compile, so none has fewer than LARGE elements. Smaller logits, and those of small vocabularies, stay whole
 PIECES, _TILE, LARGE, _TIMES_HIDDEN = 8, 128, 1 << 20, 4
-# what works on each column for itself, beside what torch calls pointwise
+# ops that treat each column by itself, beside those that torch tags as pointwise
 _SHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
 _COPIES = {aten.clone.default, prims.convert_element_type.default}
 
-# (product of columns of the logits' gradient with hidden states, with the weight, and sums over rows)
+# (kind, node, the logits' gradient that it reads). "weight" and "hidden": products of the gradient with hidden states
+# and with the weight; "bias": sums of the gradient over rows
 _Sinks = list[tuple[str, Node, Node]]
 
 
 def divide_logits(graph: Graph) -> None:
-    """Let a backward graph work on the logits in pieces, if they are large and all that is done with them is known.
+    """Let a backward graph compute the logits in pieces, if they are large and all ops on them are known.
 
-    Gradients of the weight are the same sums as before; those of the hidden states are sums of a product per piece.
+    The weight's gradient is made of the same sums as before. The hidden states' gradient is a sum of one product per
+    piece.
     """
     for node in list(graph.nodes):
         if LOGITS in node.meta and node.op == "call_function" and _is_large(node):
@@ -52,7 +54,7 @@ def _is_large(logits: Node) -> bool:
 
 
 def _count(logits: Node) -> int:
-    """Elements, for the lengths at which the graph is traced."""
+    """The number of elements, for the sizes at which the graph was traced."""
     rows, columns = (hint(size) for size in logits.meta["val"].shape)
     return rows * columns
 
@@ -62,7 +64,7 @@ def _factors(product: Node) -> tuple[Node, Node]:
 
 
 def _sinks(logits: Node) -> _Sinks | None:
-    """The nodes that the logits' gradient ends in; None if something is done with the logits that is not known here."""
+    """The nodes that read the logits' gradient; None if an op on the logits is not known here."""
     columns = logits.meta["val"].shape[1]
     along, sinks = [logits], []
     for node in along:
@@ -80,7 +82,7 @@ def _sinks(logits: Node) -> _Sinks | None:
                 sinks.append(("bias", user, node))
             else:
                 return None
-    # sums over rows first ("bias"): a compiler makes them in the kernel that makes the gradient
+    # "bias" comes first: a compiler fuses sums over rows into the kernel that makes the gradient
     return sorted(sinks, key=lambda sink: sink[0])
 
 
@@ -94,7 +96,7 @@ def _sums_rows(node: Node, x: Node) -> bool:
 
 
 def _is_wide(node: Any, columns: int) -> bool:
-    """Whether its last axis is the vocabulary."""
+    """Whether the result's last axis is the vocabulary."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return isinstance(value, Tensor) and value.dim() > 0 and type(value.shape[-1]) is int and value.shape[-1] == columns
 
@@ -104,25 +106,25 @@ def _is_by_column(node: Node, columns: int) -> bool:
         return False
     if node.target in _SHAPES:
         last = tuple(node.all_input_nodes[0].meta["val"].shape[-1:])
-        # columns stay columns, or one number becomes all of them
+        # the last axis stays the vocabulary, or one number is expanded to it
         return last == (columns,) or (node.target is aten.expand.default and last in ((), (1,)))
     return node.target in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 class _Pieces:
-    """One product of logits and what follows from it."""
+    """One product that makes logits, with all that is computed from it, divided into pieces."""
 
     def __init__(self, graph: Graph, logits: Node, sinks: _Sinks) -> None:
         self._graph, self._logits, self._sinks = graph, logits, sinks
         self._columns: int = logits.meta["val"].shape[1]
-        # all that the pieces read has been made there
+        # the pieces are inserted at the last sink, where everything that they read exists
         order = {node: i for i, node in enumerate(graph.nodes)}
         self._place = max((sink for _, sink, _ in sinks), key=order.__getitem__)
         self._early = any(order[user] < order[self._place] for _, sink, _ in sinks for user in sink.users)
 
     def insert(self) -> None:
         if self._early:
-            # what reads one of the results stands before the place where all of them are there
+            # a node that reads one of the results comes before that place, so the logits stay whole
             return
         pieces = max(2, min(PIECES, _count(self._logits) // LARGE))
         step = -(-self._columns // (pieces * _TILE)) * _TILE
@@ -158,7 +160,7 @@ class _Pieces:
 
 
 class _Piece:
-    """Columns `start` to `end`, computed once `before` has been."""
+    """Columns `start` to `end`, computed after the node `before`."""
 
     def __init__(self, whole: _Pieces, start: int, end: int, before: Node | None) -> None:
         self._whole, self._start, self._end, self._before = whole, start, end, before

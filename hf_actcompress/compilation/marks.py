@@ -1,8 +1,8 @@
-"""Marks: how a patched module that is being traced says which of its tensors backward reads, and how each is stored.
+"""Marks: while it is traced, a patched module says which tensors backward reads, and how each of them is stored.
 
-A mark is a node in the traced graph. It computes nothing, and `partition.py` takes it out again. Because it is a node,
-it is part of the keys of torch's compile caches: the graphs of a stock and a patched model, or of two presets, are
-never taken for each other.
+A mark is a node in the traced graph. It computes nothing, and `partition.py` removes it. Because it is a node, it is
+part of the keys of torch's compile caches, so the graph of a stock model is never used for a patched one, nor that of
+one preset for another.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..private_apis import exporting, traced_for_any_size
 
 _log = logging.getLogger(__name__)
 
-# what a mark asks for
+# the wishes that a mark can have
 KEEP = "keep"  # if backward needs this tensor or what is made from it, keep it; do not compute it again
-OFFER = "offer"  # as the partitioner likes it; if it is kept, then through the codec
-RECOMPUTE = "recompute"  # never keep it: compute it again, also if it is a product
-# the codec of what is kept as it is
+OFFER = "offer"  # let the partitioner decide; if it keeps the tensor, use the codec
+RECOMPUTE = "recompute"  # never keep the tensor: compute it again, even if it is the result of a matrix product
+# the codec's name for tensors that are kept as they are
 PLAIN = "identity"
 
-# what runs whenever a mark is traced, inside of the options of the torch.compile that traces: the package fills it
+# functions to call when a mark is traced, when the options of the tracing torch.compile hold; the package fills it
 ON_TRACE: list[Callable[[], None]] = []
 
 _LIBRARY = torch.library.Library("hf_actcompress", "DEF")  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ _LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")  # type: ignore
 def keep(x: Tensor, codec: str = PLAIN) -> Tensor:
     """x [any shape], marked as a tensor that the eager op keeps through the codec of that name in `CODECS`.
 
-    As the functions below it is called while a graph is traced, and never else.
+    Like the functions below, it may only be called while a graph is traced.
     """
     return _mark(x, KEEP, codec)
 
@@ -53,16 +53,16 @@ def recompute(x: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def any_length() -> bool:
-    """Whether the graph that is traced is one for any length, where torch takes constants of an op for inputs, too."""
+    """Whether the graph is traced for any length. torch then makes inputs of an op's constants, too."""
     return traced_for_any_size()
 
 
 def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
     if exporting():
-        # an exported program is for processes that do not know us
+        # an exported program may be loaded where this package is not installed
         return x
     if isinstance(x, nn.Parameter):
-        # a model that reads a parameter as it would an activation; parameters are kept as they are
+        # the model reads a parameter as if it were an activation; parameters are kept as they are
         codec = PLAIN
     y: Tensor = torch.ops.hf_actcompress.mark(x, wish, codec)
     return y
@@ -70,7 +70,7 @@ def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
 
 @torch.library.register_fake("hf_actcompress::mark", lib=_LIBRARY)
 def _traced(x: Tensor, wish: str, codec: str) -> Tensor:
-    # every trace of a patched model comes by here
+    # every trace of a patched model calls this function
     for note in ON_TRACE:
         note()
     return x.new_empty_strided(x.size(), x.stride())
@@ -86,7 +86,7 @@ torch.library.register_autograd("hf_actcompress::mark", _backward, lib=_LIBRARY)
 @torch.library.impl(_LIBRARY, "mark", "CompositeExplicitAutograd")
 def _run(x: Tensor, wish: str, codec: str) -> Tensor:
     _say_unread()
-    # an op never returns its input: compilers reuse the memory
+    # an op must not return its input, because compilers reuse the memory
     return x.clone()
 
 

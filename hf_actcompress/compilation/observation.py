@@ -1,8 +1,8 @@
-"""A compiled step that is watched: Inductor's own graphs, run op by op, with nothing generated.
+"""Runs a compiled step under observation: Inductor's own graphs, op by op, with no code generated.
 
-What a compiled model keeps is decided before code is generated, so these graphs keep what the generated code keeps, and
-a watcher sees which tensor that is and which module reads it. It is also told which results the generated code never
-writes to memory, because they are computed inside of the kernel that reads them.
+What a compiled model keeps is decided before code is generated, so these graphs keep what the generated code keeps. A
+watcher is told each kept tensor and the module that reads it. It is also told which results the generated code never
+writes to memory, because the kernel that reads them computes them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _Boxed = Callable[[list[Any]], Any]
 
 
 class Watcher(Protocol):
-    """Who watches."""
+    """What `observed` calls."""
 
     def fused(self) -> AbstractContextManager[object]:
-        """A context for ops whose results the generated code has in registers."""
+        """A context for ops whose results the generated code holds in registers."""
 
     def returned(self, x: Tensor, module: str) -> None:
-        """x left a forward graph; in that graph `module` reads it first, "" if that is not known."""
+        """A forward graph returned x, which `module` reads first in that graph; "" if that is not known."""
 
 
 def observed(model: nn.Module, watcher: Watcher) -> Callable[..., Any]:
     """A backend of `torch.compile` for `model` or modules below it.
 
     Args:
-        model: Whose module names the watcher is told.
-        watcher: Is told what happens whenever a compiled graph runs.
+        model: The model by whose module names the watcher is told.
+        watcher: It is called whenever a compiled graph runs.
     """
     names = {str(id(module)): name for name, module in model.named_modules()}
 
@@ -58,7 +58,7 @@ def _boxed(graph: _Watched) -> _Boxed:
 
 
 class _Watched:
-    """A graph as a function of one list, which it empties: each tensor is freed behind its last reader."""
+    """A boxed graph: it takes a list and empties it, so that each tensor is freed after its last reader."""
 
     def __init__(self, graph: GraphModule, names: dict[str, str], watcher: Watcher) -> None:
         self._module, self._watcher = graph, watcher
@@ -79,7 +79,7 @@ class _Watched:
                     whole = self._plan.whole[node]
                     like = whole.meta["val"]
                     values[whole] = torch.empty([hint(x) for x in like.shape], dtype=like.dtype, device=like.device)
-                # what stood for it until now
+                # drop the value that stood for this node until now
                 values.pop(node, None)
                 values[node] = self._run(node, values)
             for dead in self._plan.dead.get(node, ()):

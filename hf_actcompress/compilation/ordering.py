@@ -1,8 +1,9 @@
-"""The order of a backward graph: what is computed again for the gradient of a weight goes before what follows.
+"""Orders a backward graph: a weight's gradient, and the input that is computed again for it, come first.
 
-A compiler fuses kernels that read the same tensors. The input of a linear layer is computed again of what the gradient
-of a norm or an activation reads, too: in one kernel with that, it lives beside gradients that need not be there yet.
-And the product of the weight's gradient, which runs as soon as its input is there, would cut that kernel in two.
+A compiler fuses kernels that read the same tensors. The input of a linear layer is often computed again from tensors
+that the gradient of a norm or an activation reads, too. In one kernel with that gradient, the input would be alive
+beside gradients that are not needed yet. And the product for the weight's gradient, which runs as soon as its input
+exists, would split that kernel in two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 
 def order_weights(graph: Graph) -> None:
-    """Let gradients of weights whose inputs are computed again be there before what reads the inputs' gradients."""
+    """Put a weight's gradient, if its input is computed again, before the nodes that read the input's gradient."""
     for product in list(graph.nodes):
         for x, dy in _factors(product):
             if made_by(x).op == "placeholder" or not is_pointwise(made_by(x)):
@@ -32,7 +33,7 @@ def order_weights(graph: Graph) -> None:
 
 
 def _factors(product: Node) -> list[tuple[Node, Node]]:
-    """(input, gradient of the output) of a linear layer, either way round, if this may be its weight's gradient."""
+    """(input, gradient of the output) of a linear layer, in both orders, if `product` may be its weight's gradient."""
     if product.target is not aten.mm.default:
         return []
     left, right = product.args
@@ -48,7 +49,7 @@ def _is_of_input(product: Node, dy: Node) -> bool:
 
 
 def _pointwise_readers(x: Node) -> list[Node]:
-    """What reads it, or a view of it."""
+    """The nodes that read x or a view of it."""
     readers: list[Node] = []
     for user in x.users:
         readers += _pointwise_readers(user) if is_view(user) else [user]
@@ -64,10 +65,10 @@ def _put_behind(graph: Graph, x: Node, before: Node) -> None:
 
 
 def after(graph: Graph, x: Node, before: Node) -> Node:
-    """x, bit by bit, where what reads it cannot run before the tensor `before` is there.
+    """x with the same bits, for readers that must not run before the tensor `before` exists.
 
-    It reads one number of that tensor, and takes x whether or not the number is NaN. A kernel that it is fused into
-    takes no longer for it.
+    The new node reads one number of `before` and returns x whether or not the number is NaN. A kernel that it is fused
+    into takes no longer than without it.
     """
     mode = x.meta["val"].fake_mode
     for axis in range(before.meta["val"].dim()):
@@ -76,7 +77,7 @@ def after(graph: Graph, x: Node, before: Node) -> Node:
 
 
 def call(graph: Graph, mode: FakeTensorMode, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call at the place where the graph is being written, with the value that compilers look at."""
+    """Insert a call at the graph's current insertion point, with the fake value that compilers read."""
     node = graph.call_function(target, args, kwargs)
     given, options = map_arg((args, kwargs), lambda x: x.meta["val"])
     with mode, torch.no_grad():

@@ -1,5 +1,5 @@
-"""Codecs in compiled graphs: what crosses from forward to backward is packed where it is made, and unpacked where
-backward first reads it. Both are traced into the graphs as plain torch ops, which the compiler fuses."""
+"""Codecs in compiled graphs. A saved value is packed where the forward makes it, and unpacked where backward first
+reads it. Both are traced into the graphs as plain torch ops, which the compiler fuses."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from ..reference.bits import pack_mask, unpack_mask
 from .policy import CODEC, attributed, hint, made_by, numel
 
 aten = torch.ops.aten
-# what reads its mask off the sign of its input, or of its result
+# ops whose backward reads the sign of their input or result
 _RELUS = {aten.relu.default, aten.leaky_relu.default, aten.hardtanh.default}
-# elements of a mask that is worth the trouble
+# the fewest elements for which a mask is packed
 _MASK = 1024
 
 
 def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> None:
-    """Change both graphs so that every saved value with a codec crosses packed.
+    """Change both graphs so that every saved value with a codec is passed to backward in packed form.
 
     Args:
-        outputs: How many of the first outputs of `forward` are the caller's; what follows is saved for backward.
+        forward, backward: The graphs, which are changed in place.
+        outputs: How many of the first outputs of `forward` belong to the caller; all further ones are for backward.
     """
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     returned = list(output.args[0])  # type: ignore[arg-type]
@@ -61,7 +62,7 @@ def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> Non
 
 
 class _Bits:
-    """Masks: 8 elements per byte instead of one."""
+    """Packs a mask: 8 elements per byte."""
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         return (pack_mask(x),), x.shape
@@ -74,12 +75,12 @@ _BITS = _Bits()
 
 
 def _codec_of(x: Any) -> Codec | _Bits | None:
-    """The codec of a saved value; None: it is kept as it is."""
+    """The codec of a saved value; None if it is kept as it is."""
     value = x.meta.get("val") if isinstance(x, Node) else None
     if not isinstance(value, Tensor):
         return None
     if value.dtype == torch.bool:
-        # the caller holds on to its own masks
+        # a mask that is an input is held by the caller anyway, so packing it would only add bytes
         return _BITS if made_by(x).op != "placeholder" and numel(value) >= _MASK else None
     name = x.meta.get(CODEC) or made_by(x).meta.get(CODEC)
     if not name or not value.is_floating_point():
@@ -88,7 +89,7 @@ def _codec_of(x: Any) -> Codec | _Bits | None:
 
 
 def _is_of_a_relu(x: Node) -> bool:
-    """Whether x is what a ReLU returned, or a ReLU reads it or a view of it."""
+    """Whether a ReLU returned x, or reads x or a view of it."""
     readers = [x, *x.users]
     for node in readers:
         if node.target in _RELUS:
@@ -99,7 +100,7 @@ def _is_of_a_relu(x: Node) -> bool:
 
 
 def _bases(saved: Sequence[Node]) -> dict[Node, Node]:
-    """Those of the saved values that are views of one tensor -> that tensor, whose memory is kept and packed once."""
+    """Saved view -> the tensor that several saved values are views of; its memory is kept and packed once."""
     of: dict[Node, list[Node]] = {}
     for x in saved:
         of.setdefault(made_by(x), []).append(x)
@@ -112,7 +113,7 @@ def _bases(saved: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _views(x: Node, base: Node) -> list[Node]:
-    """The nodes that make x of base, in order."""
+    """The nodes that compute x from base, in order."""
     chain: list[Node] = []
     while x is not base:
         chain.insert(0, x)
@@ -121,13 +122,13 @@ def _views(x: Node, base: Node) -> list[Node]:
 
 
 class _Traces:
-    """Codecs as graphs, each traced once for all tensors of one layout: layers are alike."""
+    """The graphs of codecs. Equal layers share them: there is one per codec and layout of tensor."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[GraphModule, object]] = {}
 
     def pack(self, codec: Codec | _Bits, value: Tensor) -> tuple[GraphModule, object]:
-        """What packs such a tensor, and the codec's static data."""
+        """The graph that packs such a tensor, and the codec's static data."""
         static: list[object] = []
 
         def pack(value: Tensor) -> tuple[Tensor, ...]:
@@ -140,9 +141,9 @@ class _Traces:
     def unpack(
         self, codec: Codec | _Bits, meta: object, count: int, inputs: Sequence[Any], like: Tensor
     ) -> GraphModule:
-        """What makes a tensor like that, with its axes in memory in that order, of so many packed ones.
+        """The graph that makes a tensor like `like`, in the same memory order, from the first `count` inputs.
 
-        Its sizes, where they may be any, are the rest of the inputs: what is traced knows a size by where it is from.
+        Those are the packed tensors. The other inputs are the tensor's symbolic sizes, so that the trace finds them.
         """
         order = _order(like)
 
@@ -157,7 +158,7 @@ class _Traces:
     ) -> tuple[GraphModule, object]:
         sizes = (*value.shape, *value.stride())
         if not all(type(size) is int for size in sizes):
-            # in a graph for any length each tensor has symbols of its own
+            # in a graph for any length each tensor has its own symbols, so a trace cannot be shared
             try:
                 return trace()
             except Exception as error:
@@ -172,7 +173,7 @@ class _Traces:
 
 
 def _pack(graph: Graph, x: Node, codec: Codec | _Bits, traces: _Traces) -> tuple[list[Node], object]:
-    """Nodes behind x that make what is kept of it, and the codec's static data."""
+    """Insert after x the nodes that pack it. Returns the packed tensors' nodes and the codec's static data."""
     traced, meta = traces.pack(codec, x.meta["val"])
     made = _insert(graph, traced, [x], _behind(x))
     attributed(made, x)
@@ -180,7 +181,7 @@ def _pack(graph: Graph, x: Node, codec: Codec | _Bits, traces: _Traces) -> tuple
 
 
 def _behind(x: Node) -> Node:
-    """The first node behind x that may be a call."""
+    """The first node after x at which calls may be inserted."""
     node = x.next
     while node.op == "placeholder":
         node = node.next
@@ -198,7 +199,7 @@ def _unpack(
     traces: _Traces,
     sizes: _Sizes,
 ) -> Node:
-    """Placeholders of the packed `tensors` before the placeholder x; `base`, made where one of `users` is read."""
+    """Put placeholders of the packed `tensors` before placeholder x, and unpack `base` where `users` are first read."""
     places = []
     for i, tensor in enumerate(tensors):
         with graph.inserting_before(x):
@@ -215,7 +216,7 @@ def _unpack(
 
 
 def _order(x: Tensor) -> list[int] | None:
-    """The axes of x as they lie in memory; None for a contiguous tensor."""
+    """The order of x's axes in memory; None for a contiguous tensor."""
     strides, sizes = ([hint(size) for size in y] for y in (x.stride(), x.shape))
     contiguous = [math.prod(sizes[i + 1 :]) for i in range(x.dim())]
     if all(size == 1 or a == b for size, a, b in zip(sizes, strides, contiguous, strict=True)):
@@ -224,12 +225,12 @@ def _order(x: Tensor) -> list[int] | None:
 
 
 def _laid_out(x: Tensor, order: list[int]) -> Tensor:
-    """x with its axes in memory in that order: what reads it was traced for such strides."""
+    """x with its axes in that order in memory, because the code that reads it was traced for such strides."""
     return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
 
 
 def _replace(graph: Graph, x: Node, value: Node, views: Sequence[Node]) -> None:
-    """The value, seen through `views`, instead of the placeholder x."""
+    """Replace the placeholder x by the value, seen through `views`."""
     for view in views:
         source = value
         with graph.inserting_after(source):
@@ -240,7 +241,7 @@ def _replace(graph: Graph, x: Node, value: Node, views: Sequence[Node]) -> None:
 
 
 def _insert(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: Node) -> list[Node]:
-    """Copy what was traced of a function of tensors into the graph, in front of a node; the nodes of its results."""
+    """Copy the traced graph of a function of tensors in front of the node `before`. Returns its results' nodes."""
     places = (node for node in traced.graph.nodes if node.op == "placeholder")
     known: dict[Node, Any] = dict(zip(places, inputs, strict=True))
     with graph.inserting_before(before):
@@ -254,10 +255,10 @@ def _insert(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: N
 
 
 class _Sizes:
-    """Sizes that may be any, which backward needs to unpack: as they cross already, or saved besides.
+    """Symbolic sizes that backward needs to unpack. Some are passed to backward already; others are saved in addition.
 
     Attributes:
-        saved: Nodes of the forward that cross for this alone.
+        saved: Nodes of the forward that are saved only because of this.
     """
 
     def __init__(self, forward: Graph, backward: Graph) -> None:
@@ -281,7 +282,7 @@ class _Sizes:
             made = self._forward.call_function(torch.ops.aten.sym_size.int, (x, axis))
         made.meta["val"] = size
         self.saved.append(made)
-        # in AOTAutograd's order: sizes first
+        # AOTAutograd wants the sizes before the tensors
         with self._backward.inserting_before(self._first_tensor):
             place = self._backward.placeholder(f"{x.name}_size_{axis}")
         place.meta["val"] = size
@@ -290,5 +291,5 @@ class _Sizes:
 
 def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Any]) -> GraphModule:
     with tracing_for_compiler(), values[0].fake_mode, torch.no_grad():
-        # codecs write in place, graphs must not
+        # codecs write in place, and a graph must not
         return make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values)

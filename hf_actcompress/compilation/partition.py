@@ -1,4 +1,4 @@
-"""A joint graph into the graph of its forward and that of its backward, by the marks of patched modules."""
+"""Divides a joint graph into the graphs of forward and backward, by the marks of patched modules."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from .policy import apply_policy, has_marks
 def partition(
     joint: GraphModule, inputs: Sequence[object], *, inner: Any = None, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """The graphs of forward and backward.
+    """Divide a joint graph.
 
     Args:
-        joint: What AOTAutograd traced: outputs of the forward, then gradients of its inputs.
-        inputs: What it was traced with.
-        inner: Who partitions once every node has been told what to do; None: torch's search for the smallest cut.
+        joint: The graph that AOTAutograd traced: its outputs are the forward's, then the gradients of its inputs.
+        inputs: The values with which it was traced.
+        inner: The function that divides once every node has been tagged; None: torch's search for the smallest cut.
         num_fwd_outputs: How many outputs are the forward's.
+
+    Returns:
+        The graph of the forward and the graph of the backward.
     """
     divide = inner or min_cut_partition
     marked = has_marks(joint.graph)
@@ -39,6 +42,6 @@ def partition(
             backward.recompile()
         pack_saved(forward, backward, num_fwd_outputs)
         if kwargs.get("compiler") == "inductor":
-            # what a codec draws, as Inductor wants it
+            # Inductor wants the random numbers that a codec draws in its own form
             replace_random(forward)
     return forward, backward

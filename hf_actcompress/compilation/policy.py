@@ -1,8 +1,9 @@
 """What a compiled graph keeps between forward and backward: the same tensors as the eager ops.
 
-Torch's partitioner looks for the cheapest set of tensors to keep, but it does not compute again what a product reads:
-outputs of norms, of activations and of dropout. Here every node that is pointwise, a view or a large reduction is told
-to be computed again, and the inputs of norms and activations, which the modules have marked, are told to stay.
+torch's partitioner looks for the cheapest set of tensors to keep, but it never computes the input of a product again:
+the output of a norm, an activation or a dropout. Here every node that is pointwise, a view or a large reduction gets
+the tag to be computed again. The inputs of norms and activations, which the modules have marked, get the tag to be
+kept.
 """
 
 from __future__ import annotations
@@ -19,29 +20,30 @@ from ..private_apis import partitioner_ops
 from .marks import KEEP, PLAIN, RECOMPUTE
 
 _MARK = torch.ops.hf_actcompress.mark.default
-# in `node.meta`: the name of the codec through which the value is kept
+# key in `node.meta`: the name of the codec through which the value is kept
 CODEC = "actcompress_codec"
-# likewise: on the product that is computed again because of its size, not of what it is
+# key in `node.meta` of a product that is computed again because its result is large (the logits)
 LOGITS = "actcompress_logits"
-# likewise: the id of the module that what has been packed belongs to
+# key in `node.meta`: the id of the module that a packed value belongs to
 _MODULE = "actcompress_module"
-# larger than those of checkpointed regions: what leaves such a region for one of our nodes stays, as in eager mode
+# the id of our region of recomputation. It is larger than those of checkpointed regions, so that torch keeps what
+# leaves such a region for one of our nodes, as in eager mode
 _REGION = 2**30
-# what a reduction must leave of its input to be computed again; the statistics of a norm or a softmax are kept
+# a reduction is computed again if it shrinks its input by less than this factor; statistics of norms are smaller
 _LARGE = 16
-# pointwise, reductions or compositions of them, under names that torch's own list lacks
+# ops that are pointwise, reductions or compositions of these, and are missing in torch's own list
 _CHEAP = {
     "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_unsafe_view", "cat", "constant_pad_nd", "flip",
     "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm",
     "native_layer_norm", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
 }  # fmt: skip
-# of them, and besides, those that compilers fuse without a tag
+# ops that compilers fuse as pointwise ones, although they have no tag
 _FUSED = {"cat", "constant_pad_nd", "convert_element_type", "inductor_random", "embedding", "expand", "iota", "full"}
 _REDUCTIONS = {
     "all", "amax", "amin", "any", "argmax", "argmin", "gather", "index", "logsumexp", "max", "mean", "min", "prod",
     "sum", "var", "var_mean",
 }  # fmt: skip
-# written into their first argument
+# ops that write into their first argument
 _UPDATES = {
     "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add", "index_copy", "index_put", "scatter",
     "scatter_add", "select_scatter", "slice_scatter",
@@ -53,16 +55,17 @@ _VIEWS = {
 
 
 def has_marks(graph: Graph) -> bool:
-    """Whether this is the graph of a patched model."""
+    """Whether this is the graph of a patched model: whether it has marks."""
     return any(node.target is _MARK for node in graph.nodes)
 
 
 def apply_policy(graph: Graph, outputs: int) -> None:
-    """Take the marks out, and tell torch's partitioner which nodes to compute again and which to keep.
+    """Remove the marks, and tag each node of the forward for torch's partitioner: compute it again, or keep it.
 
     Args:
-        outputs: How many of the first outputs are the forward's. What only backward needs, such as codes that an op
-            has made to keep, is not told anything: torch keeps whichever of it is smallest.
+        graph: The joint graph; it is changed in place.
+        outputs: How many of the first outputs are the forward's. Nodes that only backward needs, such as codes that an
+            op makes to keep, get no tag: torch keeps the smallest set of them.
     """
     held = _held_by_caller(graph, outputs)
     for node in list(graph.nodes):
@@ -77,12 +80,12 @@ def apply_policy(graph: Graph, outputs: int) -> None:
 
 
 def _held_by_caller(graph: Graph, outputs: int) -> set[Node]:
-    """The inputs that need no gradient, such as pixels. Others come from a graph before this one, which lets go of them
-    unless this one keeps them."""
+    """The inputs that need no gradient, such as pixels: the caller holds them in any case. An input with a gradient
+    comes from a graph before this one, and is freed unless this graph keeps it."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     gradients = output.args[0][outputs:]  # type: ignore[index]
     inputs = (node for node in graph.nodes if node.op == "placeholder")
-    # behind the inputs that have a place for a gradient come the gradients of the outputs
+    # the placeholders after these inputs are the gradients of the outputs; `zip` ends before them
     return {node for node, gradient in zip(inputs, gradients, strict=False) if gradient is None}
 
 
@@ -90,7 +93,7 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
     x, wish, codec = mark.args
     assert isinstance(x, Node)
     made = made_by(x)
-    # what checkpointing has decided stays decided
+    # a tag that checkpointing has set stays
     if wish == RECOMPUTE:
         made = made.all_input_nodes[0] if made.target is operator.getitem else made
         if "recompute" not in made.meta:
@@ -102,7 +105,7 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
         if codec != PLAIN and made not in held and not (wish != KEEP and CODEC in made.meta):
             made.meta[CODEC] = codec
     if any(user.op == "output" for user in mark.users) and not (wish == RECOMPUTE and _is_fresh(x)):
-        # a graph does not return one tensor twice, or its own input, or what it also keeps for backward
+        # a graph must not return a tensor twice, nor its own input, nor a tensor that it also keeps for backward
         with graph.inserting_before(mark):
             copy = graph.call_function(torch.ops.aten.clone.default, (x,))
         copy.meta = dict(mark.meta)
@@ -112,7 +115,7 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
 
 
 def _is_fresh(x: Node) -> bool:
-    """Whether the graph makes x, and hands it out under no other name."""
+    """Whether the graph computes x and returns no view of it."""
     pending = [made_by(x)]
     if pending[0].op == "placeholder":
         return False
@@ -126,7 +129,7 @@ def _is_fresh(x: Node) -> bool:
 
 
 def _scale_by_mask(graph: Graph, dropout: Node) -> None:
-    """Let what dropout returns be made of its input and its mask, the same values: then the mask alone is kept."""
+    """Compute dropout's result from its input and its mask, with the same values, so that only the mask is kept."""
     x, p, train = dropout.args
     results = [node for node in dropout.users if node.args[1] == 0]
     masks = [node for node in dropout.users if node.args[1] == 1]
@@ -136,7 +139,7 @@ def _scale_by_mask(graph: Graph, dropout: Node) -> None:
     scale = 1 / (1 - p)
     with graph.inserting_before(max(results + masks).next):
         if value.device.type == "cpu":
-            # torch's CPU op rounds the scale to x's dtype
+            # torch's op for a CPU rounds the scale to x's dtype
             noise = graph.call_function(torch.ops.aten._to_copy.default, (masks[0],), {"dtype": value.dtype})
             scaled = graph.call_function(mul, (noise, scale))
             new = [noise, scaled, graph.call_function(mul, (x, scaled))]
@@ -158,7 +161,7 @@ def _tag(node: Node) -> None:
 
 
 def made_by(x: Node) -> Node:
-    """The node that computes what x is a view of."""
+    """The node that computes the tensor that x is a view of."""
     while x.op == "call_function" and (is_view(x) or _name(x) == "_unsafe_view"):
         x = x.all_input_nodes[0]
     return x
@@ -172,7 +175,7 @@ def is_view(node: Node) -> bool:
 
 
 def _of_forward(graph: Graph, outputs: int) -> set[Node]:
-    """The calls without which the forward's outputs cannot be made."""
+    """The calls that the forward's outputs depend on."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     found: set[Node] = set()
     new = [node for node in output.args[0][:outputs] if isinstance(node, Node)]  # type: ignore[index]
@@ -185,7 +188,7 @@ def _of_forward(graph: Graph, outputs: int) -> set[Node]:
 
 
 def is_fused(node: Node) -> bool:
-    """Whether a compiler has its result in registers: a pointwise op that pointwise ops and reductions alone read."""
+    """Whether a compiler keeps the result in registers: a pointwise op that only pointwise ops and reductions read."""
     return is_pointwise(node) and all(_reads_in_registers(user) for user in node.users)
 
 
@@ -196,7 +199,7 @@ def _reads_in_registers(node: Node) -> bool:
 
 
 def overwrites(node: Node) -> bool:
-    """Whether a compiler may put its result in the place of an argument of that size."""
+    """Whether a compiler may write the result over an argument of the same size."""
     return is_pointwise(node) or _name(node) in _UPDATES
 
 
@@ -218,14 +221,14 @@ def _is_cheap(node: Node) -> bool:
 
 
 def _draws_or_writes(node: Node) -> bool:
-    """Whether a second run would draw other numbers, or write once more."""
+    """Whether a second run would draw other random numbers, or write a second time."""
     schema = getattr(node.target, "_schema", None)
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
 
 
 def _is_statistic(node: Node) -> bool:
-    """Whether it makes little of much: that is cheap to keep, and dear to make again."""
+    """Whether the result is much smaller than the inputs: cheap to keep, and expensive to compute again."""
     sizes = [size for source in node.all_input_nodes for size in _sizes(source)]
     return bool(sizes) and sum(_sizes(node)) * _LARGE <= max(sizes)
 
@@ -238,7 +241,7 @@ def _sizes(node: Node) -> Iterator[int]:
 
 
 def module_reading(x: Node) -> str:
-    """The id of the module in whose forward x, or a view of it, is first read; else of the one that makes it."""
+    """The id of the module whose forward first reads x or a view of it; if none does, of the one that computes x."""
     pending = [x]
     for node in pending:
         for user in node.users:
@@ -250,20 +253,20 @@ def module_reading(x: Node) -> str:
 
 
 def _running(node: Node) -> str:
-    """From what Dynamo notes, the modules that were running, outer ones first: the last one's id."""
+    """The id of the innermost module that was running, from Dynamo's notes."""
     modules = node.meta.get("nn_module_stack")
     return str(node.meta.get(_MODULE) or (next(reversed(modules)) if modules else ""))
 
 
 def attributed(nodes: Sequence[Node], like: Node) -> None:
-    """Note that these belong to the module that reads `like`."""
+    """Note that these nodes belong to the module that reads `like`."""
     key = module_reading(like)
     for node in nodes:
         node.meta[_MODULE] = key
 
 
 def nbytes(node: Node) -> int:
-    """Of a node's result."""
+    """Bytes of a node's result."""
     value: Any = node.meta.get("val")
     tensors = [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, torch.Tensor)]
     return sum(numel(x) * x.dtype.itemsize for x in tensors)
@@ -274,7 +277,7 @@ def numel(x: torch.Tensor) -> int:
 
 
 def hint(size: Any) -> int:
-    """A size as it was when the graph was traced; to ask for its value would make it a constant of the graph."""
+    """A size's value when the graph was traced. Reading the symbol itself would make it a constant of the graph."""
     node = getattr(size, "node", None)
     return int(size if node is None else node.hint or 0)
 

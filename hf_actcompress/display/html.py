@@ -70,7 +70,7 @@ for (const head of document.querySelectorAll("th")) {
 """
 # nothing is read from anywhere
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-# of parts, told apart by most eyes on light and on dark ground (Okabe and Ito)
+# colours of the parts, which most eyes can tell apart on light and dark backgrounds (Okabe and Ito)
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 
 
@@ -108,8 +108,8 @@ def html_page(title: str, sections: Sequence[HtmlSection]) -> str:
     """The page. Nothing in it is fetched from elsewhere.
 
     Args:
-        title: Of the page.
-        sections: In order.
+        title: The page's title.
+        sections: The sections in order.
 
     Raises:
         MissingExtraError: There are pictures and matplotlib is not installed.

@@ -35,7 +35,7 @@ def new_figure(what: str, **options: Any) -> Any:
 
     Args:
         what: Named in the error.
-        options: Of the figure.
+        options: Options of the figure.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

@@ -1,32 +1,34 @@
-"""Triton kernels and their launchers: tensors in, tensors out; imported lazily and never without need.
+"""Triton kernels and their launchers: functions of tensors, which are imported only when they are used.
 
-`KERNELS` maps the name of a function in `reference/` to the module here that offers the same name and signature.
+`KERNELS` maps the name of a function in `reference/` to the module here that has a function of the same name and
+signature.
 
-What may be a kernel. The forward value of a patched module equals stock's bit by bit, so a kernel stands in a forward
-only where every step has one correctly rounded result (products, sums of two, casts); where the order of a sum or the
-last bit of exp matters, the forward keeps torch's own op. Activations of 16-bit numbers are an exception, because they
-have 65,536 inputs: a kernel is in their forward where it was shown, on the user's device, to have stock's bits for all
-of them. What only backward sees, a gradient or a rebuilt tensor, may differ from stock's in the last bit: it is held to
-stock's own error against fp64, times 1.1. So is the loss head that never has whole logits: its sums go by chunks, in an
-order that is not stock's with or without a kernel. Codes are the reference's bits under rounding to nearest, and of the
+What may be a kernel. The forward value of a patched module equals stock's bit by bit. So a forward may only use a
+kernel if every step of it has one correctly rounded result (products, sums of two numbers, casts). Where the order of a
+sum or the last bit of exp matters, the forward keeps torch's own op. There are two exceptions, and both are tried on
+the user's device first. Activations of 16-bit numbers have only 65,536 inputs: the kernel is used if it has stock's
+bits for all of them. RMSNorm's mean of squares is summed in the order of torch's own kernel: it is used for a width if
+it has the same bits there.
+
+What only backward sees, a gradient or a rebuilt tensor, may differ from stock's in the last bit. Its error against fp64
+is at most 1.1 times stock's. The same holds for the loss head that never has whole logits: it sums by chunks, in
+another order than stock, with or without a kernel. Codes have the reference's bits under rounding to nearest, and the
 same distribution under stochastic rounding.
 
-A sum may stand in a forward, too, if it repeats the order of torch's on the device and the device shows the same bits:
-RMSNorm's mean of squares, tried at each width when it is met first.
+Rotary embeddings keep nothing in stock either. Their kernels save passes over memory: one for q and one for k instead
+of five to seven. They have the reference's bits in both directions.
 
-Rotary embeddings keep nothing in stock either: their kernels are there for the passes over memory, one for q and one
-for k in place of five to seven, with the reference's bits both ways.
+What has no kernel. LayerNorm's forward, which also rebuilds its output, is one kernel in torch already. Dropout is
+replayed by torch's own kernel under the generator's old state, because the layout of stock's mask over threads belongs
+to torch and changes with its version. Residual sums and dropout are not fused into a norm's forward, because the sum is
+kept for backward anyway. A norm's backward kernel does add dx to the other gradient of x if a program passes it that
+gradient. Packing the largest entries, tiles or rows is a sort.
 
-What is none. LayerNorm's forward, which also rebuilds its output: torch has it as one kernel. Dropout's replay: torch's
-own kernel under the generator's old state draws the stock mask, whose layout over threads is torch's and changes with
-its version. Residual sums and dropout fused into a norm's forward: the sum is kept for backward anyway. In a backward
-a norm's kernel does add dx to the gradient that x has beside the norm, where a program hands it that. Packing by size
-(entries, tiles, rows): a sort.
-
-What runs where it is faster. Weight gradients out of what a codec kept: a product that decodes, gathers or pools inside
-of its tiles has to be faster than a pass that does so and torch's product, and which of the two is depends on the shape
-and the device. `auto` runs both on the user's device when a shape is met first (`timing.py`), and the faster one from
-then on. `recipes/benchmark_kernels.py --roofline` says where the kernels can win at all, `--timed` where they do.
+What runs only where it is faster. The weight gradient from what a codec kept is a product that decodes, gathers or
+pools within its tiles. It has to be faster than a separate decoding pass and torch's product, which depends on shape
+and device. `auto` runs both on the user's device when it first meets a shape (`timing.py`), and uses the faster one
+from then on. `recipes/benchmark_kernels.py --roofline` shows where the kernels can be faster at all, `--timed` where
+they are.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ KERNELS: dict[str, str] = {
     "topk_unpack": "methods.topk",
 }
 
-# the kinds for which torch has one kernel of its own: as fast, and bit-equal to stock
+# kinds for which torch has one kernel of its own, which is as fast and bit-equal to stock
 _TORCH_ACTIVATIONS = frozenset(
     {
         "gelu",
@@ -90,20 +92,20 @@ _TORCH_ACTIVATIONS = frozenset(
         "tanh",
     }  # fmt: skip
 )
-# the compositions of which no kernel has stock's bits, because nobody wrote one
+# kinds that stock composes of several ops and for which no bit-equal kernel has been written
 _COMPOSED = frozenset({"gelu_clipped", "gelu_erf", "laplace", "relu_squared", "softsign", "sqrt_softplus"})
 TORCH_HAS: dict[str, frozenset[str]] = {
     "activation_bwd": _TORCH_ACTIVATIONS,
     "activation_fwd": _TORCH_ACTIVATIONS | _COMPOSED,
     "activation_value": _TORCH_ACTIVATIONS,
-    # here torch has two, of which the product's reads again what the activation's wrote
+    # torch takes two kernels here, and the product's reads what the activation's has written
     "gated_product_fwd": (_TORCH_ACTIVATIONS | _COMPOSED) - {"gelu", "gelu_tanh", "silu"},
 }
 
-# those that stand in a forward, and a backward that has the same steps
+# kernels that are used in a forward, and a backward with the same steps
 BITWISE = frozenset({"activation_fwd", "gated_product_fwd", "rms_norm_fwd", "rms_norm_rebuild", "rope_bwd", "rope_fwd"})
 
-# each result is made of its own element, row of q and k, or group: these may run on what nobody has tuned a kernel for
+# each result depends on its own element, row of q and k, or group only: these may run on devices they are not tuned for
 POINTWISE = frozenset(
     {
         "activation_bwd",
@@ -124,10 +126,7 @@ POINTWISE = frozenset(
     }
 )
 
-# those that are no operators in a traced graph, where a compiler fuses stock's ops
-EAGER = frozenset({"activation_fwd", "gated_product_fwd"})
-
-# name -> what `auto` times it against
+# name -> what `auto` compares its time with
 _PRODUCT = "a pass over the codes and torch's product"
 TIMED: dict[str, str] = {
     "block_sparse_grad_weight": "torch's products of gathered tiles",
@@ -140,6 +139,6 @@ TIMED: dict[str, str] = {
 
 @cache
 def lacks_bf16(device: torch.device) -> bool:
-    """Whether it is an NVIDIA GPU without instructions for bf16: there kernels take fp16 and fp32."""
+    """Whether it is an NVIDIA GPU without instructions for bf16; kernels take fp16 and fp32 there."""
     nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return nvidia and torch.cuda.get_device_capability(device) < (8, 0)

@@ -1,4 +1,4 @@
-"""Pointwise activations: f(x) as it is rebuilt for backward, f'(x), and dy * f'(x); in fp32, rounded once."""
+"""Pointwise activations: f(x) rebuilt for backward, f'(x), and dy * f'(x). They compute in fp32 and round once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LAPLACE = (0.707107, 0.282095)
 
 @triton.jit
 def _cdf(x):
-    """Of the normal distribution."""
+    """The normal distribution's cumulative function."""
     return 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
 
 
 @triton.jit
 def _tanh_inner(x, FAST: tl.constexpr):
-    """Of gelu's tanh form."""
+    """The argument of the tanh in gelu's tanh form."""
     return tanh(0.7978845608028654 * (x + 0.044715 * x * x * x), FAST)
 
 
@@ -41,20 +41,20 @@ def _tanh_softplus(x, FAST: tl.constexpr):
 
 @triton.jit
 def _softplus(x, FAST: tl.constexpr):
-    """torch's: x itself from 20 up."""
+    """log(1 + e^x) as torch computes it: x itself from 20 up."""
     return tl.where(x > 20.0, x, tl.maximum(x, 0.0) + log1p(exp(-tl.abs(x), FAST)))
 
 
 @triton.jit
 def value(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr):
-    """f(x) of fp32 x."""
+    """f(x) for x in fp32."""
     if KIND == "gelu" or KIND == "gelu_erf":
         return x * _cdf(x)
     elif KIND == "gelu_tanh" or KIND == "gelu_new":
         return 0.5 * x * (1.0 + _tanh_inner(x, FAST))
     elif KIND == "gelu_clipped":
         y = x * _cdf(x)
-        # on a GPU the maximum of NaN and a number is the number
+        # on a GPU the maximum of NaN and a number is the number, so NaN is put back
         return tl.where(y == y, tl.minimum(tl.maximum(y, A), B), y)
     elif KIND == "silu":
         return x * sigmoid(x, FAST)
@@ -98,13 +98,13 @@ def value(x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.cons
 def derivative(
     x, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr, DTYPE: tl.constexpr = tl.float32
 ):
-    """f'(x) of fp32 x; at a kink the value that torch takes. DTYPE: in which a value is that is clipped."""
+    """f'(x) for x in fp32; at a kink, torch's value. DTYPE: the dtype in which a clipped value is compared."""
     if KIND == "gelu" or KIND == "gelu_erf" or KIND == "gelu_clipped":
         cdf = _cdf(x)
         slope = cdf + x * exp(-0.5 * x * x, FAST) * 0.3989422804014327
         if KIND == "gelu_clipped":
             y = cast(x * cdf, DTYPE).to(tl.float32)
-            # a product, as in torch: of inf it is NaN
+            # a product and no selection, as in torch: for inf it is NaN
             slope *= tl.where((y >= A) & (y <= B), 1.0, 0.0)
         return slope
     elif KIND == "gelu_tanh" or KIND == "gelu_new":
@@ -115,11 +115,11 @@ def derivative(
         return s * (1.0 + x * (1.0 - s))
     elif KIND == "mish":
         t = _tanh_softplus(x, FAST)
-        # 1 - t * t without the difference of two numbers near one: 1 - t is 2 / (n + 2)
+        # 1 - t * t without subtracting two numbers near one: 1 - t is 2 / (n + 2)
         e = exp(tl.minimum(x, 20.0), FAST)
         rest = divide(2.0, e * (e + 2.0) + 2.0, FAST)
         slope = t + x * sigmoid(x, FAST) * (rest * (2.0 - rest))
-        # inf * 0 in torch
+        # torch computes inf * 0
         return tl.where(x == float("inf"), float("nan"), slope)
     elif KIND == "relu":
         return tl.where(x <= 0.0, 0.0, 1.0)
@@ -181,13 +181,13 @@ def _activation_kernel(
 
 
 def constants(kind: str, options: tuple[float, ...] | list[float]) -> tuple[float, float]:
-    """The two that the kernels take."""
+    """The two constants A and B that the kernels take."""
     low, high, *_ = (*{"laplace": _LAPLACE, "selu": SELU}.get(kind, options), 0.0, 0.0)
     return low, high
 
 
 def is_fast(*tensors: Tensor) -> bool:
-    """Whether approximations disappear in the results' rounding."""
+    """Whether the results are of 16 bits, so that their rounding hides the errors of approximations."""
     return all(x.dtype.itemsize < 4 for x in tensors)
 
 
@@ -213,7 +213,7 @@ def _activation(x: Tensor, dy: Tensor | None, want: str, kind: str, options: lis
 def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
-    """f(x) in `dtype`, from the formula of that kind; stock rounds between its ops, this once."""
+    """f(x) in `dtype`, from the formula of that kind. It rounds once, where stock rounds after each of its ops."""
     y: Tensor = _activation(x, None, "value", kind, list(options), dtype)
     return y
 
@@ -230,9 +230,9 @@ def activation_derivative(x: Tensor, kind: str, options: tuple[float, ...] = ())
     return slope
 
 
-# of the kinds that have options; bounds that every dtype holds, because torch compares in the tensor's
+# kind -> options. The bounds are numbers that every dtype has, because torch compares in the tensor's dtype
 OPTIONS = {"gelu_clipped": (-0.125, 2.0), "leaky_relu": (0.01,), "elu": (1.0,), "softplus": (1.0, 20.0)}
-# a stock forward of every kind: of torch where it has one, else as transformers composes it
+# kind -> a stock forward: torch's own function if there is one, or transformers' composition
 STOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_erf": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
@@ -260,7 +260,7 @@ STOCKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def inputs(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Tensor:
-    """[rows, width] for an activation: the kinks too, which every dtype holds."""
+    """Inputs [rows, width] for an activation; they include the kinks, which are numbers that every dtype has."""
     x = 3.0 * torch.randn(rows, width, device=device)
     count = min(x.numel(), 5)
     x.view(-1)[:count] = torch.tensor([-3.0, 0.0, 3.0, 6.0, 20.0], device=device)[:count]

@@ -1,11 +1,11 @@
-"""act(x), and act(gate) * up, in a forward: stock's bits in one pass over memory, for tensors of 16 bits.
+"""act(x), and act(gate) * up, in a forward: stock's bits in one pass over memory, for 16-bit tensors.
 
-torch computes each pointwise op of 16 bits in fp32 and rounds its result; so does a form here, in registers, after each
-of stock's ops. Whether it then has stock's bits depends on exp, erf and tanh (libdevice's both), on which products and
-sums the compiler of either made one, and on what exactly the stock function composes. None of that is believed: before
-a form is used for a stock function on a device, both run there on all 65,536 inputs. The product with up behind it has
-one result that fp32 holds exactly (or rounds once, of an fp32 activation), rounded once more; pairs of all values with
-others are tried on top. Where no form has all bits, stock's ops run.
+torch computes each pointwise op on 16-bit numbers in fp32 and rounds the result. A form in this file does the same in
+registers, after each of stock's ops. Whether it has stock's bits depends on exp, erf and tanh (both sides use
+libdevice's), on which products and sums each compiler fuses into one instruction, and on the ops of the stock function.
+So nothing is assumed: before a form replaces a stock function on a device, both run there on all 65,536 inputs. The
+product with up adds one step, whose result fp32 holds exactly (for an fp32 activation it rounds once), and one more
+rounding. For it, pairs of all values with other values are tried as well. If no form has all bits, stock's ops run.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from .probe import BROKEN, NARROW, differing, every, identity, paired
 
 _log = logging.getLogger(__name__)
 
-# of a kind: the forms that a stock function may have, and whether products and sums become fused multiply-adds. In one
-# op of torch they do; between two ops they cannot
+# kind -> the forms that a stock function may have, and whether products and sums become fused multiply-adds: within one
+# op of torch they do, between two ops they cannot
 FORMS: dict[str, tuple[tuple[str, bool], ...]] = {
     **{kind: ((kind, True), (kind, False)) for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
     "gelu_new": (("gelu_new", False), ("gelu_fast", False), ("gelu_new_once", False)),
 }
-# how often each value is tried with another one as up; and tiles: the interpreter takes as long for each, of any size
+# how many other values each value is paired with as up, and the tile; the interpreter takes as long for a tile of any
+# size
 _PAIRINGS, _TILE = (1, 1 << 16) if INTERPRETED.value else (4, POINTWISE_TILE)
 
 
 @triton.jit
 def _rounded(y, DTYPE: tl.constexpr):
-    """fp32 y as a tensor of that dtype holds it."""
+    """fp32 y rounded to DTYPE, and back in fp32."""
     return widened(cast(y, DTYPE))
 
 
@@ -61,9 +62,10 @@ def _logistic(x):
 
 @triton.jit
 def stock_value(x, FORM: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr):
-    """f(x) of fp32 x, before the last rounding.
+    """f(x) for x in fp32, before the last rounding.
 
-    DTYPE: x's in memory. OUT: the result's; wider under autocast, which runs torch.pow in fp32, and what follows.
+    DTYPE: x's dtype in memory. OUT: the result's dtype. It is wider under autocast, which runs torch.pow and the ops
+    after it in fp32.
     """
     if FORM == "silu":
         return divide(x, 1.0 + exp(-x, False), False)
@@ -79,7 +81,7 @@ def stock_value(x, FORM: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr):
         t = _rounded(_tanh(_rounded(scaled * series, DTYPE)), DTYPE)
         return _rounded(0.5 * x, DTYPE) * _rounded(1.0 + t, DTYPE)
     else:
-        # torch's cube is two products, each rounded on a GPU; a CPU rounds that of fp16 once
+        # torch's cube on a GPU is two products, each of which rounds; a CPU rounds fp16's only once
         tl.static_assert(FORM == "gelu_new" or FORM == "gelu_new_once")
         square = x * x
         if FORM == "gelu_new":
@@ -94,7 +96,7 @@ def _fwd_kernel(
     gate_ptr, up_ptr, h_ptr, gate_stride, up_stride, width, tiles,
     FORM: tl.constexpr, GATED: tl.constexpr, ACTIVATED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """h [rows, width] dense; rows of gate and up are `*_stride` apart. ACTIVATED: the dtype of act(gate) in stock."""
+    """Writes h [rows, width], dense; rows of gate and up are `*_stride` apart. ACTIVATED: act(gate)'s stock dtype."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     at = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = at < width
@@ -108,13 +110,13 @@ def _fwd_kernel(
 
 @dataclass(frozen=True)
 class Form:
-    """How a kernel computes what a stock function computes.
+    """The way in which a kernel computes a stock function.
 
     Attributes:
-        name: Of the form.
+        name: Name of the form.
         fused: Whether products and sums become fused multiply-adds.
-        activated: The dtype of act(gate).
-        out: The dtype of the result.
+        activated: Dtype of act(gate).
+        out: Dtype of the result.
     """
 
     name: str
@@ -124,7 +126,7 @@ class Form:
 
 
 def launch(matrices: list[Tensor], form: Form, h: Tensor, tile: int = POINTWISE_TILE) -> Tensor:
-    """Write h: act(gate) of [gate], act(gate) * up of [gate, up]; each as [rows, width] where it is."""
+    """Write h: act(gate) for [gate], act(gate) * up for [gate, up]. Each is [rows, width] with any row stride."""
     gate, up = matrices[0], matrices[-1]
     rows, width = gate.shape
     tiles = triton.cdiv(width, tile)
@@ -138,7 +140,7 @@ def launch(matrices: list[Tensor], form: Form, h: Tensor, tile: int = POINTWISE_
 
 
 def activation_fwd(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...] = ()) -> Tensor:
-    """stock(x), of which `kind` is the formula; x is read once and the result written once."""
+    """stock(x), where `kind` is stock's formula. x is read once and the result is written once."""
     y = _one_pass([x], stock, kind)
     return stock(x) if y is None else y
 
@@ -146,16 +148,16 @@ def activation_fwd(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, opti
 def gated_product_fwd(
     gate: Tensor, up: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...] = ()
 ) -> Tensor:
-    """stock(gate) * up; both are read once and the product written once."""
+    """stock(gate) * up, where `kind` is stock's formula. Both are read once and the product is written once."""
     h = _one_pass([gate, up], stock, kind)
     return stock(gate) * up if h is None else h
 
 
 def _one_pass(tensors: list[Tensor], stock: Callable[[Tensor], Tensor], kind: str) -> Tensor | None:
-    """The result; None where stock's ops have to run."""
+    """The kernel's result, or None where stock's ops have to run."""
     gate, up = tensors[0], tensors[-1]
     fit = kind in FORMS and gate.dtype in NARROW and up.dtype == gate.dtype and up.shape == gate.shape
-    # a compiler fuses stock's ops
+    # when a graph is traced, a compiler fuses stock's ops
     if not fit or gate.numel() == 0 or type(up) is not Tensor or torch.compiler.is_compiling():
         return None
     matrices = _rows_where_they_are(tensors)
@@ -166,7 +168,7 @@ def _one_pass(tensors: list[Tensor], stock: Callable[[Tensor], Tensor], kind: st
 
 
 def _rows_where_they_are(tensors: list[Tensor]) -> list[Tensor] | None:
-    """The tensors as [rows, width]: one row if all are dense; None for layouts of which stock's result is another."""
+    """Views [rows, width] of the tensors, one row if all are dense; None if stock's result has another layout."""
     if all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors]
     if any(x.dim() < 2 or x.stride(-1) != 1 for x in tensors):
@@ -182,14 +184,14 @@ _showing = threading.RLock()
 
 
 def forget() -> None:
-    """What has been shown: it holds for one target."""
+    """Forget all forms that were shown, because they hold for one target only."""
     _forms.clear()
 
 
 def shown_form(
     stock: Callable[[Tensor], Tensor], kind: str, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> Form | None:
-    """The form that was shown to have stock's bits on that device, under the autocast that is on."""
+    """The form that was shown to have stock's bits on that device under the current autocast; None without one."""
     which = identity(stock)
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     key = which, kind, dtype, device, gated, autocast
@@ -206,7 +208,7 @@ def shown_form(
 def _show(
     stock: Callable[[Tensor], Tensor], kind: str, dtype: torch.dtype, device: torch.device, gated: bool
 ) -> Form | None:
-    """Try the forms of that kind on all inputs."""
+    """Try the forms of that kind on all inputs, and return the first one that has stock's bits; None if none has."""
     cases = _cases(stock, dtype, device, gated)
     activated = stock(every(dtype, device)).dtype
     reason = f"it has no form for a result in {activated}"
@@ -233,7 +235,7 @@ def _show(
 def _cases(
     stock: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device, gated: bool
 ) -> list[tuple[list[Tensor], Tensor]]:
-    """Arguments and stock's results: every x; of a product with up = 1, which leaves act(gate) as it is, and pairs."""
+    """Arguments and stock's results: every x. For a product: up = 1, which leaves act(gate) unchanged, and pairs."""
     x = every(dtype, device)
     if not gated:
         return [([x], stock(x))]
@@ -244,14 +246,14 @@ def _cases(
 
 
 def _disagreement(gated: bool, row: str | None, device: torch.device) -> str | None:
-    """Why the kernel is no use on a device for that kind, or for any; None if it has the bits in one dtype or more."""
+    """Why the kernel cannot be used on a device for kind `row`, or any kind; None if it has the bits in some dtype."""
     kinds = [row] if row in FORMS else [kind for kind in FORMS if gated or kind in COMPOSED]
     if any(shown_form(STOCKS[kind], kind, dtype, device, gated) for kind in kinds for dtype in NARROW):
         return None
     return f"it has not stock's bits (kinds {kinds})"
 
 
-# stock composes them of several ops
+# kinds that stock composes of several ops
 COMPOSED = ("gelu_new", "quick_gelu")
 
 PROOFS = {

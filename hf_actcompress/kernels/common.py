@@ -1,8 +1,8 @@
-"""What every kernel shares: tiles, launch context, accurate math, and the operator that torch.compile sees.
+"""What all kernels share: tiles, launch context, accurate math, and the operator that torch.compile sees.
 
-A kernel module offers, for each of its names, the function of `reference/` (same name, same signature) and a row in its
-own `SAMPLES`: `SAMPLES[name](device, dtype, rows, width)` yields argument tuples that between them reach every path of
-the kernel, for the probe on a new device, for ahead-of-time compilation and for the tests.
+For each of its names a kernel module has the function of `reference/` (same name, same signature) and an entry in its
+`SAMPLES`. `SAMPLES[name](device, dtype, rows, width)` yields tuples of arguments that together reach every path of the
+kernel. They serve the probe on a new device, ahead-of-time compilation and the tests.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-# wider rows of a norm are the reference's
+# the reference handles wider rows of a norm
 WIDEST_ROW = 16384
-# a row lies in registers, up to this width also beside sums over the rows; a backward walks wider ones in tiles of so
-# many rows and columns, by so many warps
+# up to this width a row is held in registers, together with sums over the rows; a backward goes through wider rows in
+# tiles of so many rows, columns and warps
 WIDEST_SUMS = 8192
 WIDE_TILE = (2, 2048, 8)
 
-# elements of a tile and warps that share it, by the width of a row: 16 elements of each tensor per thread, which are 32
-# bytes in flight of each in 16 bits and leave room for what a backward holds beside them
+# (largest width of a row, elements of a tile, warps): 16 elements of each tensor per thread. These are 32 bytes in
+# flight per tensor in 16 bits, and leave registers for the other values of a backward
 _TILES = ((2048, 2048, 4), (4096, 4096, 8), (8192, 8192, 16), (WIDEST_ROW, 0, 32))
 POINTWISE_TILE, POINTWISE_WARPS = 2048, 4
 
-# of programs that walk over the rows, each with a row of its own in the buffer of partial sums: what a multiprocessor
-# holds at once at 128 registers per thread
+# for kernels whose programs go through the rows with a partial sum each: the warps that a multiprocessor holds at once
+# at 128 registers per thread
 WARPS_PER_PROCESSOR = 16
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# given to every launch: without fused multiply-adds a kernel rounds as the reference and the interpreter do, and what
-# was tested there is what runs
+# passed to every launch: without fused multiply-adds a kernel rounds as the reference and the interpreter do, so the
+# tested arithmetic is the one that runs
 STRICT = {"enable_fp_fusion": False}
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -53,16 +53,16 @@ def row_tile(width: int) -> tuple[int, int, int]:
 
 
 def programs(x: Tensor, tiles: int, warps: int) -> int:
-    """How many programs share `tiles` tiles where each keeps a partial sum; fixed for a device, so deterministic."""
+    """How many programs share `tiles` tiles with a partial sum each. It is fixed per device: deterministic results."""
     if x.is_cuda:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         return max(min(tiles, processors * max(WARPS_PER_PROCESSOR // warps, 1)), 1)
-    # few, so that the interpreter walks the loop
+    # a few, so that the interpreter also goes through the loop
     return max(min(tiles, 3), 1)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x as [rows, width] with unit stride along a row: a view where there is one (half a projection), else a copy."""
+    """x as [rows, width] with unit stride in a row: a view if possible (half of a projection), otherwise a copy."""
     if x.dim() == 0 or x.stride(-1) != 1:
         x = x.contiguous()
     width = x.size(-1) if x.dim() else 1
@@ -74,7 +74,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def pointwise_layout(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
-    """The tensors (of one shape) as rows, and how many rows and columns to walk: one long row if all are dense."""
+    """The tensors (of one shape) as rows, and the numbers of rows and columns; if all are dense, one long row."""
     if all(x.is_contiguous() for x in tensors):
         return [x.view(1, -1) for x in tensors], 1, tensors[0].numel()
     matrices = [as_rows(x) for x in tensors]
@@ -82,7 +82,7 @@ def pointwise_layout(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
 
 
 def on(x: Tensor) -> AbstractContextManager[Any]:
-    """Launches inside go to x's device and to its current stream."""
+    """A context in which launches go to x's device and its current stream."""
     if x.is_xpu:
         return torch.xpu.device_of(x)
     return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
@@ -91,10 +91,10 @@ def on(x: Tensor) -> AbstractContextManager[Any]:
 def traced(
     fake: Callable[..., Any], mutates: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a launcher an operator of torch's library while a graph is traced, and leave it a plain call in eager mode.
+    """Make a launcher an operator of torch's library while a graph is traced; in eager mode it stays a plain call.
 
-    `fake` gives shapes and dtypes of the results; `mutates` names the arguments that are written. The operator is the
-    attribute `operator`.
+    `fake` gives shapes and dtypes of the results; `mutates` names the arguments that are written. The operator is also
+    the launcher's attribute `operator`.
     """
 
     def wrap(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +115,7 @@ def traced(
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """fp32 x to dtype, to nearest even. A kernel ends with this; the interpreter's own cast to bf16 truncates."""
+    """fp32 x rounded to dtype, to nearest even, as a last step. The interpreter's own cast to bf16 truncates."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
@@ -133,9 +133,9 @@ def widened(x):
         return x.to(tl.float32)
 
 
-# FAST is for results of 16 bits: PTX's approximations are off by a few roundings of fp32, which are none of theirs.
-# Otherwise accurate to the last bit or two, as torch's own. The interpreter has no libdevice, and in fp32 it is worse
-# than either; it computes in fp64.
+# FAST is for results of 16 bits. PTX's approximations are off by a few fp32 roundings, which the result's rounding
+# hides. Otherwise functions are accurate to the last bit or two, as torch's are. The interpreter has no libdevice, and
+# its fp32 functions are less accurate than either, so it computes in fp64.
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr):
-    """Near 0 by a polynomial (relative error 1e-9), which keeps the small values' digits."""
+    """tanh(x). Near 0 it is a polynomial (relative error 1e-9), because small values would lose digits."""
     if FAST:
         return 2.0 * sigmoid(2.0 * x, FAST) - 1.0
     else:
@@ -185,9 +185,9 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """For x >= 0."""
+    """log(1 + x) for x >= 0."""
     if INTERPRETED:
-        # Kahan's
+        # Kahan's formula
         wide = x.to(tl.float64)
         u = 1.0 + wide
         return tl.where(u == 1.0, wide, tl.log(u) * (wide / tl.where(u == 1.0, 1.0, u - 1.0))).to(tl.float32)

@@ -1,4 +1,4 @@
-"""A kernel whose launch fails in the middle of a training: the reference takes its place."""
+"""Replaces a kernel whose launch fails in the middle of a training by the reference."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _falling = threading.Lock()
 def with_fallback(
     kernel: Callable[..., Any], stock: Callable[..., Any], device: torch.device, failed: Callable[[str], None]
 ) -> Callable[..., Any]:
-    """`kernel` until a launch of it fails, from then on `stock`, its reference; `failed` is told the error, once.
+    """`kernel` until one of its launches fails, and from then on `stock`, its reference. `failed` gets the error, once.
 
-    A kernel writes only into what its launcher allocates, so that the reference starts from what the kernel started
-    from. The exception, a gradient that the caller owns, is written by a launcher's last launch: one that fails has
-    written nothing. Three errors are not the kernel's and are raised: the memory is used up; the device is lost, and
-    with it the reference; the reference raises for these arguments as well.
+    A kernel writes only to memory that its launcher allocates, so the reference finds the same inputs. The one
+    exception
+    is a gradient that the caller owns: a launcher's last launch writes it, and a launch that fails has written nothing.
+    Three errors are raised, because they are not the kernel's fault: the memory is used up; the device is lost, so the
+    reference cannot run either; the reference raises for these arguments as well.
     """
     broken = False
 
@@ -35,7 +36,7 @@ def with_fallback(
             if _out_of_memory(error) or _is_lost(device):
                 raise
             reason = f"{type(error).__name__}: {error}"
-        # here, where the error no longer holds what the launcher has allocated
+        # outside of the handler, so that the error no longer holds what the launcher has allocated
         result = stock(*args)
         with _falling:
             first, broken = not broken, True
@@ -47,13 +48,13 @@ def with_fallback(
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """torch's own error, or the driver's when it loads a kernel."""
+    """Whether it is torch's own error, or the driver's when it loads a kernel."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether nothing runs on the device any more, as after an illegal access: it tells every caller that waits."""
-    # while a graph is captured nobody may wait; a capture that is lost tells the reference so
+    """Whether the device can run nothing any more, as after an illegal access: then synchronising raises an error."""
+    # a graph capture forbids to synchronise; if the capture is lost, the reference raises the error
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
     try:

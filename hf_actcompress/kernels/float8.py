@@ -1,8 +1,8 @@
-"""8-bit floats with a scale per group, in one pass over x, and back; the reference's bits on any GPU.
+"""8-bit floats with a scale per group, packed and unpacked in one pass each, with the reference's bits on any GPU.
 
-From compute capability 8.9 on the conversions are instructions; before there is none for e4m3, and they are integer
-arithmetic. Both make the same bytes of all that a group's scale leaves. Nothing here is a sum of a product, so no
-compiler can fuse one.
+From compute capability 8.9 on there are instructions for the conversions. Before, e4m3 has none, and integer arithmetic
+is used. Both give the same bytes for all numbers that a division by the group's scale can give. No sum here has a
+product as an operand, so a compiler cannot fuse them into one rounding.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .groups import (
 
 @triton.jit
 def encode(x, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
-    """fp32 to the nearest float8, ties to even, as bits in uint8; what is too large becomes NaN (e4m3) or inf.
+    """fp32 x as the bits of the nearest float8 in uint8, ties to even; a number that is too large becomes NaN or inf.
 
-    HARDWARE: by the instruction, which takes the largest number for what is too large (nothing is that has been
-    divided by its group's scale).
+    HARDWARE: use the instruction, which returns the largest number for one that is too large. That does not occur after
+    the division by the group's scale.
     """
     if HARDWARE:
         return x.to(tl.float8e4nv if E4M3 else tl.float8e5).to(tl.uint8, bitcast=True)
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
-    # the last bit of the number that is added is the smallest float8: the sum rounds to it. The other number that is
-    # taken away is the difference of the exponents' biases
+    # the last bit of the added number is worth the smallest float8, so the sum rounds to a multiple of it. The number
+    # that is subtracted from the bits is the difference of the exponents' biases
     if E4M3:
         small = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
         normal = (size + 0x7FFFF + ((size >> 20) & 1) - 0x3C000000) >> 20
@@ -59,7 +59,7 @@ def encode(x, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def decode(code, E4M3: tl.constexpr, HARDWARE: tl.constexpr = False):
-    """Bits in uint8 to fp32, exactly, by way of fp16: e5m2 is its upper half, e4m3 its exponent and mantissa moved."""
+    """Bits in uint8 as fp32, exactly, by way of fp16: e5m2 is fp16's upper byte; e4m3's fields are shifted."""
     if HARDWARE:
         return code.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
     code = code.to(tl.int32)
@@ -174,7 +174,7 @@ def _float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size:
 
 
 def float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
-    """The rows [R, D] in `dtype` of what `float8_pack` returned."""
+    """The rows [R, D] in `dtype`, decoded from what `float8_pack` returned."""
     rows: Tensor = _float8_unpack(codes, scale, dtype, group_size)
     return rows
 
@@ -183,7 +183,7 @@ _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    # small ones too, below the smallest normal number
+    # including numbers below the smallest normal one
     x = torch.randn(rows, width, device=device) * torch.logspace(-7, 1, max(width, 1), device=device)[:width]
     for format in _FORMATS:
         for group_size in (128, 5, max(width, 1)):
@@ -193,7 +193,7 @@ def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int
 def _sample_unpack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
     for format in _FORMATS:
         for group_size in (128, 5, max(width, 1)):
-            # every finite number of the format
+            # all finite numbers of the format
             codes = (torch.arange(rows * width, device=device) * 37 % 247).sub(123).abs().to(torch.uint8)
             scale = torch.rand(rows, group_count(width, group_size), device=device).to(torch.bfloat16)
             yield codes.view(rows, width).view(format), scale, dtype, group_size

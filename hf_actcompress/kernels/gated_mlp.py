@@ -1,4 +1,4 @@
-"""h = act(gate) * up as it is rebuilt for backward, and dgate and dup from dh: each in one pass, or all in one."""
+"""h = act(gate) * up rebuilt for backward, and dgate and dup from dh: each in one pass, or all in one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _product_kernel(
     KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ACTIVATED: tl.constexpr, FAST: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """h [rows, width] dense; rows of gate and up are `*_stride` apart. ACTIVATED: the dtype of act(gate) in stock."""
+    """Writes h [rows, width], dense; rows of gate and up are `*_stride` apart. ACTIVATED: act(gate)'s stock dtype."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     at = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = at < width
@@ -36,7 +36,7 @@ def _bwd_kernel(
     KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, REBUILD: tl.constexpr, ACTIVATED: tl.constexpr,
     FAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dgate and dup [rows, width] dense, and h if it is rebuilt; h may lie where dh does."""
+    """Writes dgate and dup [rows, width], dense, and h if it is rebuilt; h may be the memory of dh."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     at = (tl.program_id(0) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = at < width
@@ -50,13 +50,13 @@ def _bwd_kernel(
     tl.store(dgate_ptr + row * width + at, cast(dgate, dgate_ptr.dtype.element_ty), mask=mask)
     if REBUILD:
         h = cast(activated, ACTIVATED).to(tl.float32) * up
-        # a thread may write where another one has not read yet
+        # all threads have read dh before one writes h over it
         tl.debug_barrier()
         tl.store(h_ptr + row * width + at, cast(h, h_ptr.dtype.element_ty), mask=mask)
 
 
 def _activated_dtype(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Any:
-    """Of act(gate) in stock: where the product is wider than both factors, the activation was."""
+    """Stock's dtype of act(gate): if the product is wider than both factors, the activation was, too."""
     widened = torch.promote_types(gate.dtype, up.dtype) != dtype
     return DTYPES[dtype if widened else gate.dtype]
 
@@ -91,7 +91,7 @@ def gated_product(
     options: tuple[float, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """act(gate) * up in `dtype`, rounded where stock rounds; act from the formula of that kind."""
+    """act(gate) * up in `dtype`, rounded at the steps at which stock rounds; `kind` is the formula of act."""
     h: Tensor = _gated_product(gate, up, kind, list(options), dtype)
     return h
 
@@ -149,7 +149,7 @@ def _fake_all(
 def _gated_product_and_bwd(
     dh: Tensor, h: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]
 ) -> tuple[Tensor, Tensor]:
-    """Writes h, which may be dh, both dense."""
+    """Write h, and return dgate and dup. h is dense and may be the memory of dh."""
     dgate, dup = _fake_bwd(dh, gate, up, kind, options)
     if dh.numel():
         _launch_bwd(dh, gate, up, h, dgate, dup, kind, options)
@@ -166,9 +166,9 @@ def gated_product_and_bwd(
     dtype: torch.dtype,
     owned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """act(gate) * up in `dtype`, dgate and dup from dh; if dh is `owned` by the caller, h lies where it lay."""
+    """act(gate) * up in `dtype`, dgate and dup. If dh is `owned` by this call, h may be written over it."""
     reused = owned and dh.dtype == dtype and dh.is_contiguous()
-    # another tensor object: dh is read, h is written
+    # a second tensor object on dh's memory, because the operator reads dh and writes h
     h = dh.view_as(dh) if reused else gate.new_empty(gate.shape, dtype=dtype)
     dgate, dup = _gated_product_and_bwd(dh, h, gate, up, kind, list(options))
     return h, dgate, dup

@@ -1,9 +1,10 @@
-"""The weight gradient dW = dy^T x out of x's codes, decoded where the product reads them; no x is ever in memory.
+"""The weight gradient dW = dy^T x from x's codes. The product decodes them as it reads them, so x is never in memory.
 
-And what all such products share, those of kept tiles, sampled rows and pooled tokens too: sizes of tiles, the share of
-the tokens that a program sums, and the order of the sums. A program makes one tile of dW from its share of the tokens,
-in order, in fp32; where tiles are fewer than multiprocessors the tokens are shared out, and the shares are added up in
-order, so that dW is the same every time. Codes decode to the reference's bits: only the order of the sum is another.
+This file also has what all such products share, including those of kept tiles, sampled rows and pooled tokens: tile
+sizes, the share of the tokens that a program sums, and the order of the sums. A program computes one tile of dW from
+its share of the tokens, in order, in fp32. If there are fewer tiles than multiprocessors, several programs share the
+tokens of a tile, and their sums are added in order, so that dW is the same in each run. Codes decode to the reference's
+bits; only the order of the sum differs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .groups import split_bits, within_range
 
 
 class Tile(NamedTuple):
-    """A tile of dW and the tokens of one step, the warps that share it, the steps whose loads are under way."""
+    """Sizes of a tile of dW, tokens of one step, warps that share the tile, and steps whose loads are in flight."""
 
     outputs: int
     features: int
@@ -33,17 +34,17 @@ class Tile(NamedTuple):
     stages: int
 
 
-# by bytes of an element. In fp32 without tf32 every product is an instruction of its own, whose operands are registers
+# bytes of an element -> tile. In fp32 without tf32 every product is one instruction with operands in registers
 TILES = {2: Tile(128, 128, 64, 8, 3), 4: Tile(64, 64, 16, 8, 2)}
-# rows of tiles whose programs run beside each other, so that they meet in the cache
+# rows of tiles whose programs run at the same time, so that they read the same data from the cache
 _BAND = tl.constexpr(8)
-# tokens that are worth a program; on a machine without a GPU as few as make small tensors take every path
+# the fewest tokens for one program; without a GPU it is so few that small tensors take every path
 _SHARE = {"cuda": 512, "cpu": 16}
 _PROCESSORS_ELSEWHERE = 64
 
 
 class Plan(NamedTuple):
-    """What a launch needs: sums [S, O, D] of the shares, in dy's dtype if there is one; grid; size of the tiles."""
+    """What a launch needs: sums [S, O, D] of the S shares (in dy's dtype if S is 1), the grid, and the tile's sizes."""
 
     sums: Tensor
     grid: tuple[int, int]
@@ -51,7 +52,7 @@ class Plan(NamedTuple):
 
 
 def tile_for(dy: Tensor, width: int, short: bool = False) -> Tile:
-    """For pieces of `width` features that no tile crosses; `short`: steps of half as many tokens, to save registers."""
+    """A tile for pieces of `width` features that no tile crosses. `short` halves a step's tokens to save registers."""
     tile = TILES[dy.element_size()]
     features = min(tile.features, max(triton.next_power_of_2(width), 16))
     warps = max(tile.warps * features // tile.features, 4)
@@ -59,7 +60,7 @@ def tile_for(dy: Tensor, width: int, short: bool = False) -> Tile:
 
 
 def plan(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None = None) -> Plan:
-    """Of a product of dy [R, O] and `tokens` rows of `features`, in pieces of `width` of them that no tile crosses."""
+    """Plan a product of dy [R, O] and `tokens` rows of `features`; no tile crosses a piece of `width` features."""
     width = width or features
     across = triton.cdiv(features, width) * triton.cdiv(width, tile.features)
     tiles = triton.cdiv(dy.size(1), tile.outputs) * across
@@ -72,17 +73,17 @@ def plan(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None =
 
 
 def added(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """dW [O, D] of the shares' sums."""
+    """dW [O, D], the sum of the shares' sums in order."""
     return sums[0] if sums.size(0) == 1 else sums.sum(0).to(dtype)
 
 
 def precision() -> str:
-    """Of fp32 products: tf32 where torch's own may be."""
+    """The precision of fp32 products: tf32 if torch's own products may use it."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def options(dy: Tensor, tile: Tile) -> dict[str, Any]:
-    """What every launch is told."""
+    """The options of every launch."""
     return {
         "PRECISION": precision() if dy.dtype == torch.float32 else "ieee", "M": tile.outputs, "N": tile.features,
         "K": tile.tokens, "num_warps": tile.warps, "num_stages": tile.stages, **STRICT,
@@ -95,14 +96,14 @@ def fake_grad_weight(dy: Tensor, features: int) -> Tensor:
 
 @triton.jit
 def place(outputs, across, M: tl.constexpr):
-    """Of this program: the row of tiles (of outputs) and the column of tiles (of features)."""
+    """This program's row of tiles (of outputs) and column of tiles (of features)."""
     at = tl.program_id(0)
     return tl.swizzle2d(at // across, at % across, tl.cdiv(outputs, M), across, _BAND)
 
 
 @triton.jit
 def share(tokens, K: tl.constexpr):
-    """First and last of the tokens that this program sums: whole steps but for the end."""
+    """First and last token that this program sums. All its steps are whole except the last one."""
     each = tl.cdiv(tl.cdiv(tokens, tl.num_programs(1)), K) * K
     first = tl.program_id(1) * each
     return first, tl.minimum(first + each, tokens)
@@ -110,23 +111,23 @@ def share(tokens, K: tl.constexpr):
 
 @triton.jit
 def load_dy(dy_ptr, row, known, out, outputs, stride):
-    """Rows of dy as columns [M, K]: so laid out, its copies to shared memory run ahead of the products everywhere."""
+    """Rows of dy as columns [M, K]; in this layout copies to shared memory run ahead of the products on every GPU."""
     mask = (out < outputs)[:, None] & known[None, :]
     return tl.load(dy_ptr + row[None, :] * stride + out[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
 def add_product(sums, a, b, PRECISION: tl.constexpr):
-    """sums [M, N] + a b of a [M, K] and b [K, N]."""
+    """sums [M, N] + a @ b, with a [M, K] and b [K, N]."""
     if INTERPRETED:
-        # numpy's bf16 is no number
+        # the interpreter's numpy has no arithmetic for bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, sums, input_precision=PRECISION)
 
 
 @triton.jit
 def store_tile(out_ptr, sums, out, col, inside, outputs, features):
-    """Rows `out` and those columns `col` that are `inside`, of this program's share."""
+    """Store this program's sums at rows `out` and at those columns `col` that are `inside`."""
     start = (tl.program_id(1).to(tl.int64) * outputs + out) * features
     mask = (out < outputs)[:, None] & inside[None, :]
     tl.store(out_ptr + start[:, None] + col[None, :], cast(sums, out_ptr.dtype.element_ty), mask=mask)
@@ -136,7 +137,7 @@ def store_tile(out_ptr, sums, out, col, inside, outputs, features):
 def _scaled(codes, scale_ptr, zero_ptr, row, known, first, per_row, group,
             GROUPS: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr,
             K: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """fp32 codes [K, N] of features from `first` on, as values. GROUPS that share the tile evenly, or 0."""
+    """The values of fp32 codes [K, N] of features from `first` on. GROUPS: how many share the tile evenly, or 0."""
     at = first // group + tl.arange(0, GROUPS) if GROUPS > 0 else (first + tl.arange(0, N)) // group
     there = known[:, None] & (at < per_row)[None, :]
     where = row[:, None] * per_row + at[None, :]
@@ -191,7 +192,7 @@ def _decoded(
         groups = 1
     else:
         groups = tile.features // group if tile.features % group == 0 else 0
-    # a scale for every feature otherwise
+    # if groups do not share a tile evenly, each feature loads its own scale
     sums, grid, tile = plan(dy, features, dy.size(0), tile if groups else tile_for(dy, features, short=True))
     with on(dy):
         _decoded_kernel[grid](
@@ -225,10 +226,10 @@ def int_group_grad_weight(
     values: Tensor | None = None,
     channels: Tensor | None = None,
 ) -> Tensor:
-    """dW [O, D] of dy [R, O] and what `int_group_pack` returned; `values` [R, k] in place of features `channels`."""
+    """dW [O, D] from dy [R, O] and what `int_group_pack` returned; `values` [R, k] replace the features `channels`."""
     dweight: Tensor = _int_group_grad_weight(dy, packed, scale, zero, features, bits, group_size)
     if values is not None and channels is not None:
-        # exact ones among decoded ones: a product of their own, of copies whose layout fixes the order of its sum
+        # the exact columns get a product of their own; contiguous copies fix the order of its sum
         dweight.index_copy_(1, channels.long(), dy.contiguous().t().mm(values.contiguous()))
     return dweight
 
@@ -245,20 +246,20 @@ def _float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: in
 
 
 def float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    """dW [O, D] of dy [R, O] and what `float8_pack` returned."""
+    """dW [O, D] from dy [R, O] and what `float8_pack` returned."""
     dweight: Tensor = _float8_grad_weight(dy, codes, scale, group_size)
     return dweight
 
 
 def sample_dy(device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Tensor]:
-    """dy [R, O], one after the other: few outputs, whose tiles share out the tokens, and many; odd numbers if R is."""
+    """dy [R, O] with few outputs, whose tiles share the tokens among programs, and with many; odd sizes if R is odd."""
     while True:
         for outputs in (48, 144):
             yield torch.randn(rows, outputs + rows % 2, device=device).to(dtype)
 
 
 def _sample_int_group(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    # groups that are parts of a tile, that hold several, that cross its edges; one group per row
+    # groups smaller than a tile, equal to several, and crossing a tile's edge; one group per row
     sizes = ((8, 64), (4, 64), (2, 64), (4, 5), (8, 256), (2, max(width, 1)))
     for (bits, group_size), dy in zip(sizes, sample_dy(device, dtype, rows), strict=False):
         codes = torch.randint(256, (rows, row_bytes(width, bits)), device=device, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .common import INTERPRETED
 
-# a wider group is walked in pieces
+# a group that is wider than this is processed in pieces
 _WIDEST_TILE = 16384
 _PIECE = 4096
 
@@ -27,7 +27,7 @@ SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
 
 
 class GroupTile(NamedTuple):
-    """A tile of `groups` groups and `columns` features of each, and the warps that share it."""
+    """A tile of `groups` groups with `columns` features each, and the warps that share it."""
 
     groups: int
     columns: int
@@ -36,27 +36,29 @@ class GroupTile(NamedTuple):
 
 
 def group_tile(group_size: int, features: int, most: int = 128) -> GroupTile:
-    """4 to 32 elements per thread; at least 8 columns, what one draw of random numbers serves.
+    """A tile with 4 to 32 elements per thread, and at least 8 columns, for which one draw gives the random numbers.
 
     Args:
-        most: Groups of a tile, where they are small or odd.
+        group_size: Features of a group.
+        features: Features of a row.
+        most: The most groups of a tile if groups are small or odd.
     """
     columns = max(triton.next_power_of_2(group_size), 8)
     if columns > _WIDEST_TILE:
         return GroupTile(1, _PIECE, 4, False)
-    # small, odd and shorter last groups need registers for their addresses
+    # small, odd and shorter last groups take registers for their addresses
     even = group_size % 16 == 0 and features % group_size == 0
     elements = max(columns, _PIECE if even else min(1024, most * columns))
     return GroupTile(elements // columns, columns, min(max(elements // 1024, 4), 16), True)
 
 
 def index_dtype(groups: int) -> tl.dtype:
-    """Divisions in 32 bits where the count of groups allows it."""
+    """The dtype for indices: divisions are in 32 bits if the number of groups allows it."""
     return tl.int32 if groups < 2**31 - 2**16 else tl.int64
 
 
 def nvidia_generation() -> int:
-    """Of the GPU that a launch would go to, 10 * major + minor; 0 for another maker's and in the interpreter."""
+    """10 * major + minor of the NVIDIA GPU that a launch would go to; 0 on other GPUs and in the interpreter."""
     if INTERPRETED.value:
         return 0
     target = triton.runtime.driver.active.get_current_target()
@@ -64,7 +66,7 @@ def nvidia_generation() -> int:
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor [..., D] as it lies: two inner sizes and three strides, of which the last is the rows'."""
+    """The rows of a tensor [..., D] in its own layout: two inner sizes and three strides, the last one between rows."""
 
     x: Tensor
     sizes: tuple[int, int]
@@ -73,7 +75,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor) -> Rows:
-    """No copy for up to four axes with unit stride in the last: q, k and v as heads before tokens."""
+    """The rows of x without a copy for up to four axes with unit stride in the last, such as q, k and v by head."""
     if x.is_contiguous() or x.dim() > 4 or x.stride(-1) != 1:
         return Rows(x.contiguous(), (1, 1), (x.size(-1), 0, 0), True)
     sizes = (1, 1, 1, *x.shape[:-1])[-3:]
@@ -83,7 +85,7 @@ def rows_of(x: Tensor) -> Rows:
 
 @triton.jit
 def row_offset(row, size1, size2, stride0, stride1, stride2):
-    """Where a row begins; `row` counts them in order."""
+    """The offset of a row in memory; `row` counts the rows in order."""
     outer = row // size2
     at = (row - outer * size2).to(tl.int64) * stride2
     return at + (outer // size1).to(tl.int64) * stride0 + (outer % size1).to(tl.int64) * stride1
@@ -91,9 +93,9 @@ def row_offset(row, size1, size2, stride0, stride1, stride2):
 
 @triton.jit
 def group_bounds(at, per_row, features, group, size1, size2, stride0, stride1, stride2, DENSE: tl.constexpr):
-    """Of groups: where they begin, their row, which of the row's they are, and how many features they have.
+    """For each group: where it begins, its row, its index in that row, and how many features it has.
 
-    DENSE: all are whole and follow one another; there is no row to find, which would take a division.
+    DENSE: all groups are whole and follow one another, so the division that finds the row is not needed.
     """
     if DENSE:
         return at.to(tl.int64) * group, at, at * 0, at * 0 + group
@@ -106,35 +108,35 @@ def group_bounds(at, per_row, features, group, size1, size2, stride0, stride1, s
 
 @triton.jit
 def _bf16_towards(x, larger):
-    """fp32 x as a number that bf16 has: cut, and one step further from zero where `larger` and something was cut."""
+    """fp32 x as a bf16 number: cut, and one step further from zero if `larger` is set and digits were cut off."""
     bits = x.to(tl.uint32, bitcast=True)
     cut = bits & 0xFFFF0000
     cut = tl.where(larger & (cut != bits), cut + 0x10000, cut)
-    # cutting may turn a NaN into inf
+    # cutting can turn a NaN into inf, so NaN is put back
     return tl.where(x == x, cut.to(tl.float32, bitcast=True), float("nan"))
 
 
 @triton.jit
 def bf16_above(x):
-    """The smallest bf16 not below x, as fp32. NaN stays NaN, what is too large becomes inf."""
+    """The smallest bf16 number that is at least x, as fp32. NaN stays NaN; a number that is too large becomes inf."""
     return _bf16_towards(x, x > 0)
 
 
 @triton.jit
 def bf16_below(x):
-    """The largest bf16 not above x, as fp32."""
+    """The largest bf16 number that is at most x, as fp32."""
     return _bf16_towards(x, x < 0)
 
 
 @triton.jit
 def nearest_integer(x):
-    """To nearest, ties to even, for 0 <= x < 2^22: the sum has no bits left for a fraction."""
+    """x rounded to the nearest integer, ties to even, for 0 <= x < 2^22: the sum has no bits left for a fraction."""
     return (x + 8388608.0) - 8388608.0
 
 
 @triton.jit
 def within_range(value, scale, dtype: tl.constexpr):
-    """As the reference's: inside fp16's finite range where the scale is finite."""
+    """Values limited to fp16's finite range where the scale is finite, as in the reference."""
     if dtype == tl.float16:
         finite = (scale == scale) & (tl.abs(scale) != float("inf"))
         value = tl.where(finite & (value > 65504.0), 65504.0, value)
@@ -144,16 +146,16 @@ def within_range(value, scale, dtype: tl.constexpr):
 
 @triton.jit
 def as_code(x):
-    """fp32 to int32; NaN is 0."""
+    """fp32 x as int32; NaN becomes 0."""
     return tl.where(x == x, x, 0.0).to(tl.int32)
 
 
-# halves of the lanes at a time: what is joined or split lies in one thread, whose accesses stay wide
+# the next two functions join or split neighbouring elements, which one thread holds, so that accesses stay wide
 
 
 @triton.jit
 def join_bits(codes, BITS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Codes int32 [G, C] as bytes [G, C BITS / 8], the first element in the lowest bits."""
+    """Codes int32 [G, C] packed into bytes [G, C BITS / 8], with the first element in the lowest bits."""
     if BITS == 1:
         low, high = tl.split(tl.reshape(codes, [G, C // 2, 2]))
         codes = low | (high << 1)
@@ -168,7 +170,7 @@ def join_bits(codes, BITS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def split_bits(packed, BITS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
-    """Bytes [G, C BITS / 8] as codes int32 [G, C]."""
+    """Bytes [G, C BITS / 8] unpacked into codes int32 [G, C]."""
     codes = packed.to(tl.int32)
     if BITS <= 4:
         codes = tl.reshape(tl.join(codes & 15, codes >> 4), [G, C * BITS // 4])

@@ -1,10 +1,10 @@
-"""Group quantisation in one pass over x, and back.
+"""Group quantisation: packing and unpacking in one pass each.
 
-Rounding to nearest makes the reference's codes, scales and zero points bit by bit on any GPU: the same formula in the
-same order (codes are products with the reciprocal of the scale, which is correctly rounded), and the only sum of a
-product (code times scale plus zero point) is of an exact one, so that it does not matter whether a compiler fuses it.
-Stochastic rounding draws from Philox under a seed of the codecs' generator, one number per element wherever it lies: 16
-bits, which biases a code by 2^-17 at most.
+Rounding to nearest gives the reference's codes, scales and zero points bit by bit on any GPU. Both use the same formula
+in the same order (codes are products with the scale's correctly rounded reciprocal). The only sum of a product, code
+times scale plus zero point, has an exact product, so it does not matter whether a compiler fuses it. Stochastic
+rounding draws from Philox with a seed of the codecs' generator. Each element has its own number, which does not depend
+on the tile. It has 16 bits, which biases a code by at most 2^-17.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .groups import (
 
 @triton.jit
 def _noise(seed, counter, G: tl.constexpr, C: tl.constexpr):
-    """Numbers in [0, 1) [G, C] from counters [G, C / 8]: 16 bits each, so that an integer below 256 stays one."""
+    """Random numbers in [0, 1) [G, C] from counters [G, C / 8]; their 16 bits leave integers below 256 unchanged."""
     a, b, c, d = tl.randint4x(seed, counter)
     left = tl.join(tl.join(a & 0xFFFF, b & 0xFFFF), tl.join(c & 0xFFFF, d & 0xFFFF))
     right = tl.join(tl.join(a >> 16, b >> 16), tl.join(c >> 16, d >> 16))
@@ -49,7 +49,7 @@ def _noise(seed, counter, G: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _range(x, counts):
-    """Smallest and largest of each row of a tile, NaN where one is; (inf, -inf) of none."""
+    """Smallest and largest of each row of a tile: NaN if the row has a NaN, (inf, -inf) if nothing counts."""
     low = tl.min(tl.where(counts, x, float("inf")), axis=1)
     high = tl.max(tl.where(counts, x, float("-inf")), axis=1)
     broken = tl.max(tl.where(counts & (x != x), 1, 0), axis=1) > 0
@@ -74,7 +74,7 @@ def _codes(x, zero, scale, seed_ptr, counter, LEVELS: tl.constexpr, STOCHASTIC: 
 
 @triton.jit
 def _group_bytes(at, row, nth, row_size, group_bytes, DENSE: tl.constexpr):
-    """Where the codes of groups begin, and how many bytes they have."""
+    """Where the codes of each group begin, and how many bytes they have."""
     if DENSE:
         return at.to(tl.int64) * group_bytes, at * 0 + group_bytes
     else:
@@ -89,9 +89,9 @@ def _pack_kernel(
     BITS: tl.constexpr, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr, SKIPPED: tl.constexpr, DENSE: tl.constexpr,
     WHOLE: tl.constexpr, SIGN: tl.constexpr, INDEX: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """G of `total` groups. DENSE: rows of whole groups follow one another. WHOLE: a tile holds whole groups.
+    """Packs G of `total` groups. DENSE: rows of whole groups follow one another. WHOLE: a tile holds whole groups.
 
-    SKIPPED: how many channels do not count for the ranges.
+    SKIPPED: the number of channels that are left out of the ranges.
     """
     per_byte: tl.constexpr = 8 // BITS
     at = tl.program_id(0).to(INDEX) * G + tl.arange(0, G)
@@ -101,7 +101,7 @@ def _pack_kernel(
     cols = tl.arange(0, C)
     eighths, quarters = tl.arange(0, C // 8), tl.arange(0, C // per_byte)
     counter = at.to(tl.int64)[:, None] * ((group + 7) // 8) + eighths[None, :]
-    # of the first of each group
+    # the first feature of each group
     feature = (at % per_row) * group if SKIPPED else at
 
     x = tl.zeros([G, C], tl.float32)
@@ -157,12 +157,12 @@ def _unpack_kernel(
 
 
 def _kernel_bits(features: int, bits: int, group_size: int) -> int:
-    """8 where groups do not end with a byte, or codes with a field: the kernel makes, or takes, a byte per code."""
+    """8 if a group does not end with a byte, or a code with a field: then the kernel has one byte per code."""
     return bits if bits not in (3, 5) and (group_size * bits % 8 == 0 or group_size >= features) else 8
 
 
 def _is_dense(features: int, group: int, width: int, codes: Tensor) -> bool:
-    """Whether groups follow one another without a gap: no byte at the end of a row stands for nothing."""
+    """Whether groups follow one another without a gap, and no row ends with unused bits."""
     return features % group == 0 and group * width % 8 == 0 and codes.size(1) * 8 == features * width
 
 
@@ -185,7 +185,7 @@ def _int_group_pack(
     group = min(group_size, features)
     width = _kernel_bits(features, bits, group)
     target = codes if width == bits else codes.new_zeros(codes.size(0), codes.size(1) * 8 // bits)
-    # a thread holds ranges and scales of several groups: with 128 they spill on compute capability 8.0
+    # a thread holds ranges and scales of several groups; with 128 groups it spills on compute capability 8.0
     rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features, most=64)
     with on(x):
         _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
@@ -246,20 +246,20 @@ def _int_group_unpack(
 def int_group_unpack(
     packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
 ) -> Tensor:
-    """The rows [R, D] in `dtype` of what `int_group_pack` returned."""
+    """The rows [R, D] in `dtype`, decoded from what `int_group_pack` returned."""
     rows: Tensor = _int_group_unpack(packed, scale, zero, features, dtype, bits, group_size)
     return rows
 
 
 def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
     x = (torch.randn(rows, width, device=device) * 3 + 1).to(dtype)
-    # of a group without others, the range is nobody's
+    # if a group has no other channels, nothing counts for its range
     channels = torch.randperm(width, device=device)[: min(3, width - 1)] if width > 1 else None
     for bits in (8, 5, 4, 3, 2):
         for group_size, skipped in ((64, None), (5, None), (max(width, 1), channels)):
             yield x, bits, group_size, False, skipped
             yield x, bits, group_size, False, skipped, True
-        # integers that are codes already: no draw changes them
+        # integers that equal their codes, so that no random number changes them
         grid = torch.randint(2**bits, (rows, width), device=device)
         grid[:, ::64], grid[:, 1::64] = 0, 2**bits - 1
         yield grid.to(dtype), bits, 64, True, None

@@ -1,4 +1,4 @@
-"""LayerNorm's backward, and the kernel that all norms' backwards share. torch's own forward is one kernel already."""
+"""LayerNorm's backward, and the kernel that all norms' backwards share. torch's forward is one kernel already."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _affine(
     FROM_OUTPUT: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_PLUS: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Gain and bias [1, C] in fp32: 1 and 0 where there is none."""
+    """Gain and bias [1, C] in fp32; 1 and 0 if the norm has none."""
     gain = tl.full([C], 1.0, tl.float32)
     if HAS_WEIGHT:
         gain = tl.load(weight_ptr + cols, mask=inside, other=1.0).to(tl.float32)
@@ -40,7 +40,7 @@ def _normed(
     kept, gain, bias, mean, rstd, bound,
     FROM_OUTPUT: tl.constexpr, CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """x^ from the input, (x - mean) * rstd, or from the output, (y - bias) / gain, where no |x^| is above `bound`."""
+    """x^ from the input, (x - mean) * rstd, or from the output, (y - bias) / gain, limited to |x^| <= `bound`."""
     normed = kept.to(tl.float32)
     if FROM_OUTPUT:
         if HAS_BIAS:
@@ -48,7 +48,7 @@ def _normed(
         if HAS_WEIGHT:
             normed = divide(normed, tl.where(gain == 0.0, 1.0, gain), False)
             held = tl.minimum(tl.maximum(normed, -bound), bound)
-            # on a GPU the maximum of NaN and a number is the number
+            # on a GPU the maximum of NaN and a number is the number, so NaN is put back
             normed = tl.where(normed == normed, held, normed)
     else:
         if CENTRED:
@@ -59,7 +59,7 @@ def _normed(
 
 @triton.jit
 def _store_dx(dx_ptr, residual_ptr, at, mask, dx, RESIDUAL: tl.constexpr):
-    """dx, or the sum of the gradient beside the norm and dx, each rounded as if dx had been stored before."""
+    """Store dx, or the sum of x's other gradient and dx; each is rounded as if dx were stored first."""
     dx = cast(dx, dx_ptr.dtype.element_ty)
     if RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
@@ -75,14 +75,14 @@ def _norm_bwd_kernel(
     ONE_PLUS: tl.constexpr, RESIDUAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """dx [rows, width]; dweight and dbias [programs, width]: sums over the rows that a program walked."""
+    """Writes dx [rows, width], and dweight and dbias [programs, width], which are sums over each program's rows."""
     cols = tl.arange(0, C)
     inside = cols < width
     gain, bias = _affine(weight_ptr, bias_ptr, cols, inside, FROM_OUTPUT, HAS_WEIGHT, HAS_BIAS, ONE_PLUS, C)
     dweight = tl.zeros([R, C], tl.float32)
     dbias = tl.zeros([R, C], tl.float32)
     first = tl.program_id(0) * R
-    # the interpreter of Triton 3.6 takes no tensors in range()
+    # Triton 3.6's interpreter takes no tensors in range()
     while first < rows:
         row = (first + tl.arange(0, R)).to(tl.int64)
         mask = (row < rows)[:, None] & inside[None, :]
@@ -91,7 +91,7 @@ def _norm_bwd_kernel(
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         kept = tl.load(kept_ptr + at, mask=mask, other=0.0)
-        # outside of a row, where dy is 0, it does not matter what x^ is
+        # outside of a row dy is 0, so the value of x^ does not matter there
         normed = _normed(kept, gain, bias, mean, rstd, bound, FROM_OUTPUT, CENTRED, HAS_WEIGHT, HAS_BIAS)
         if DWEIGHT:
             dweight += dy * normed
@@ -99,7 +99,7 @@ def _norm_bwd_kernel(
             dbias += dy
         if DX:
             dnormed = dy * gain
-            # both sums first: later the second would need what the first has let go
+            # both sums come first, because the second one needs values that are freed after the first result
             through_mean = (tl.sum(dnormed * normed, axis=1) / width)[:, None] * rstd
             direct_mean = (tl.sum(dnormed, axis=1) / width)[:, None] * rstd
             dx = dnormed * rstd - normed * through_mean
@@ -116,7 +116,7 @@ def _norm_bwd_kernel(
 
 @triton.jit
 def _add(sum_ptr, cols, width, written, term):
-    """Add to this program's own row of sums in memory, of which so many columns are written yet."""
+    """Add to this program's own row of sums in memory; its first `written` columns have been written before."""
     at = tl.program_id(0).to(tl.int64) * width + cols
     before = tl.load(sum_ptr + at, mask=cols < written, other=0.0)
     tl.store(sum_ptr + at, before + tl.sum(term, axis=0), mask=cols < width)
@@ -130,9 +130,9 @@ def _wide_norm_bwd_kernel(
     ONE_PLUS: tl.constexpr, RESIDUAL: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """As `_norm_bwd_kernel`, of rows too wide for the registers: two passes over them in blocks of C columns.
+    """Like `_norm_bwd_kernel`, for rows that are too wide for registers: two passes in blocks of C columns.
 
-    The first has the sums over a row, the second, which finds the rows in a cache, all results.
+    The first pass computes the sums over a row; the second, for which the rows are in a cache, computes all results.
     """
     first = tl.program_id(0) * R
     while first < rows:
@@ -155,7 +155,7 @@ def _wide_norm_bwd_kernel(
             if CENTRED:
                 direct += dnormed
             start += C
-        # times rstd, which both terms have in common
+        # times rstd, which is a factor of both terms
         through_mean = (tl.sum(through, axis=1) / width)[:, None] * rstd
         direct_mean = (tl.sum(direct, axis=1) / width)[:, None] * rstd
         written = tl.where(first < tl.num_programs(0) * R, 0, width)
@@ -180,7 +180,7 @@ def _wide_norm_bwd_kernel(
                 _store_dx(dx_ptr, residual_ptr, at, mask, dx, RESIDUAL)
             start += C
         if DWEIGHT or DBIAS:
-            # the sums that one thread has written another may add to
+            # another thread may add to the sums that this one has written
             tl.debug_barrier()
         first += tl.num_programs(0) * R
 
@@ -201,9 +201,9 @@ def norm_bwd(
     width: int, from_output: bool, centred: bool, one_plus: bool, needed: list[bool],
     dresidual: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """dx, dweight and dbias of a norm over the last `width` elements, LayerNorm if `centred`, else RMSNorm.
+    """dx, dweight and dbias of a norm over the last `width` elements: LayerNorm if `centred`, otherwise RMSNorm.
 
-    `kept` is its input, which for LayerNorm goes with a mean, or its output; dx is added to `dresidual`, like dx.
+    `kept` is the norm's input (LayerNorm's comes with a mean) or its output. dx is added to `dresidual`, in its shape.
     """
     out = _fake_bwd(dy, kept, weight, bias, mean, rstd, width, from_output, centred, one_plus, needed)
     want = [need and x is not None for x, need in zip((kept, weight, bias), needed, strict=True)]
@@ -212,7 +212,7 @@ def norm_bwd(
     rows = kept.numel() // width
     dy, kept = dy.contiguous(), kept.contiguous()
     kernel, (R, C, warps) = _norm_bwd_kernel, row_tile(width)
-    # LayerNorm has a second sum over the rows to hold
+    # LayerNorm holds a second sum over the rows
     widest = WIDEST_SUMS // 2 if centred else WIDEST_SUMS
     if widest < C:
         kernel, R, C, warps = _wide_norm_bwd_kernel, *WIDE_TILE
@@ -242,7 +242,7 @@ def layer_norm_bwd(
     needed: tuple[bool, bool, bool],
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias; those not `needed` are None. dx is added to `dresidual`, x's gradient beside it."""
+    """dx, dweight, dbias; None for those not `needed`. dx is added to `dresidual`, x's other gradient."""
     width = math.prod(shape)
     if width > WIDEST_ROW:
         return reference.layer_norm_bwd(dy, x, shape, mean, rstd, weight, bias, needed, dresidual)
@@ -251,7 +251,7 @@ def layer_norm_bwd(
 
 
 def present(grads: list[Tensor], inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> Any:
-    """None for those that there are not or that are not needed."""
+    """The gradients, with None for those that are not needed or whose tensor does not exist."""
     wanted = zip(grads, inputs, needed, strict=True)
     return tuple(grad if need and x is not None else None for grad, x, need in wanted)
 
@@ -259,7 +259,7 @@ def present(grads: list[Tensor], inputs: tuple[Tensor | None, ...], needed: tupl
 def samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
     """dy, x, mean, rstd, weight, bias."""
     x = 2.0 * torch.randn(rows, width, device=device) + 0.5
-    # narrow rows can be nearly constant: as in a model, eps bounds rstd
+    # narrow rows can be nearly constant, so eps bounds rstd, as in a model
     mean = x.mean(-1, keepdim=True)
     rstd = ((x - mean).square().mean(-1, keepdim=True) + 0.1).rsqrt()
     weight, bias = (torch.randn(width, device=device).to(dtype) for _ in range(2))
@@ -270,11 +270,11 @@ def samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> 
 
 def _samples(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     for dy, x, mean, rstd, weight, bias in samples(*sizes):
-        # torch's CPU kernels want statistics in x's dtype
+        # torch's CPU kernels want the statistics in x's dtype
         statistics = (s.to(x.dtype) if x.device.type == "cpu" else s for s in (mean, rstd))
         args = dy, x, (x.size(-1),), *statistics, weight, bias, (True, weight is not None, bias is not None)
         yield args
-    # beside a gradient of x's
+    # x has another gradient, to which dx is added
     yield *args, torch.randn(x.shape, device=x.device).to(x.dtype)
 
 

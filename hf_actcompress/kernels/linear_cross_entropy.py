@@ -1,6 +1,6 @@
-"""The loss head's passes over a chunk of logits: the softmax's statistics in one, its gradient in one and in place.
+"""The loss head's passes over a chunk of logits: one for the softmax's statistics, and one, in place, for its gradient.
 
-The products are torch's, as in the reference; so is the order of the chunks.
+The products are torch's, and the chunks have the same order, as in the reference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIDEST_TILE = 4096
 def _statistics_kernel(
     x_ptr, target_ptr, maximum_ptr, picked_ptr, total_ptr, first, columns, stride, C: tl.constexpr
 ):  # fmt: skip
-    """One row of logits, those from column `first` of the vocabulary on, into its running statistics."""
+    """Updates a row's running statistics with its logits, which start at column `first` of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.load(maximum_ptr + row)
     larger = before
@@ -33,9 +33,9 @@ def _statistics_kernel(
         inside = cols < columns
         x = tl.load(x_ptr + row * stride + cols, mask=inside, other=float("-inf")).to(tl.float32)
         largest = tl.max(x, axis=0)
-        # a NaN is left to the sum, which keeps it
+        # the maximum leaves out NaN; the sum of exponentials keeps it
         new = tl.maximum(larger, tl.where(largest == largest, largest, larger))
-        # exp(-inf - -inf): nothing was summed yet
+        # exp(-inf - -inf) is NaN: nothing has been summed yet, so the factor is 1
         sums *= tl.where(larger == new, 1.0, exp(larger - new, False))
         sums += tl.where(inside, exp(x - new, False), 0.0)
         larger = new
@@ -52,13 +52,13 @@ def _statistics_kernel(
 def _grad_kernel(
     y_ptr, dy_ptr, target_ptr, maximum_ptr, log_sum_ptr, scale_ptr, first, columns, stride, C: tl.constexpr
 ):  # fmt: skip
-    """dy may be y: every element is written by who read it."""
+    """Writes the gradient into dy, which may be y: the thread that read an element writes it."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * C + tl.arange(0, C)
     inside = cols < columns
     y = tl.load(y_ptr + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + row)
-    # the two are subtracted one by one, as the reference does
+    # two subtractions one after the other, as in the reference
     dy = exp((y - tl.load(maximum_ptr + row)) - tl.load(log_sum_ptr + row), False) * scale
     dy = tl.where(cols == tl.load(target_ptr + row) - first, dy - scale, dy)
     tl.store(dy_ptr + row * columns + cols, cast(dy, dy_ptr.dtype.element_ty), mask=inside)
@@ -109,7 +109,7 @@ def _warps(columns: int) -> int:
 def _softmax_grad(
     y: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor, in_place: bool
 ) -> Tensor:
-    """Into y itself if that may be lost, and if an operator is not told one tensor twice."""
+    """The gradient, written into y if y may be lost, and if it is no operator (which must not get a tensor twice)."""
     dy = y if in_place and y.is_contiguous() and not torch.compiler.is_compiling() else y.new_empty(y.shape)
     _softmax_grad_into(y, dy, target, start, maximum, log_sum, scale)
     return dy
@@ -139,12 +139,12 @@ def linear_cross_entropy_bwd(
 
 
 def _softcap(x: Tensor) -> Tensor:
-    """What some models do to their logits."""
+    """A pointwise function that some models apply to their logits."""
     return torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)) / 5) * 5
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    """h of 16 features, a vocabulary of `width`."""
+    """h with 16 features, and a vocabulary of `width` words."""
     h = torch.randn(rows, 16, device=device).to(dtype)
     weight, bias = torch.randn(width, 16, device=device).to(dtype), torch.randn(width, device=device).to(dtype)
     target = torch.randint(width, (rows,), device=device)

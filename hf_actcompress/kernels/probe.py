@@ -1,6 +1,6 @@
-"""A kernel against the reference on small tensors, before `auto` trusts it on a device that nobody has tested.
+"""Compares a kernel with the reference on small tensors, before `auto` uses it on a device for the first time.
 
-A function of one 16-bit number has 65,536 inputs: what is held to stock's bits in a forward is tried on all of them.
+A function of one 16-bit number has 65,536 inputs. If it needs stock's bits in a forward, all of them are tried.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from ..reference.rng import codecs_undisturbed
 from . import lacks_bf16
 
-# a tile and a bit, neither a power of two
+# a little more than one tile; neither number is a power of two
 ROWS, WIDTH = 19, 200
-# relative to a result's largest element: four roundings of bf16, in which the probe runs; a wrong kernel is off by more
+# relative to a result's largest element: four roundings of bf16, the probe's dtype; a wrong kernel is off by more
 DTYPE, WITHOUT_BF16, TOLERANCE = torch.bfloat16, torch.float16, 4 * torch.finfo(torch.bfloat16).eps
 
-# of 16 bits
+# dtypes of 16 bits
 NARROW = (torch.bfloat16, torch.float16)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# what a kernel that cannot be compiled or launched raises
+# exceptions of a kernel that cannot be compiled or launched
 BROKEN = (
     triton.errors.TritonError, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError,
     OSError, NotImplementedError, AssertionError, subprocess.SubprocessError,
@@ -44,8 +44,8 @@ def disagreement(
 ) -> str | None:
     """What is wrong with `module`'s kernel `name` on a device; None if it agrees with `specification`.
 
-    For the samples that have `row` among their arguments; for all, if it is None or none has it. A module may have a
-    proof of its own instead: `PROOFS[name](row, device)` returns the same.
+    It runs the samples that have `row` among their arguments, or all if `row` is None or no sample has it. A module may
+    have a test of its own instead: `PROOFS[name](row, device)` returns the same.
     """
     proof = getattr(module, "PROOFS", {}).get(name)
     devices = [device] if device.type in ("cuda", "xpu") else []
@@ -94,24 +94,24 @@ def agree(a: Tensor, b: Tensor, bitwise: bool) -> bool:
 
 
 def every(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All 65,536 values of a 16-bit dtype: subnormals, infinities and every NaN among them."""
+    """All 65,536 values of a 16-bit dtype, including subnormals, infinities and every NaN."""
     return torch.arange(1 << 16, dtype=torch.int32, device=device).to(torch.int16).view(dtype)
 
 
 def paired(dtype: torch.dtype, device: torch.device, times: int) -> tuple[Tensor, Tensor]:
-    """All values, `times` times, and beside each another one: all of them again, in another order each time.
+    """All values, `times` times, and beside each of them another one: all values again, in a different order each time.
 
-    No generator is asked: a probe must not disturb what others draw.
+    It uses no random generator, because a probe must not change the numbers that others draw.
     """
     first = torch.arange(1 << 16, dtype=torch.int32, device=device)
-    # odd factors: each is a permutation of the 65,536
+    # the factors are odd, so each product permutes the 65,536 values
     others = [first * (40503 + 2 * 7919 * turn) + 12345 * (turn + 1) for turn in range(times)]
     second = torch.cat(others).to(torch.int16).view(dtype)
     return every(dtype, device).repeat(times), second
 
 
 def differing(a: Tensor, b: Tensor) -> int:
-    """How many elements differ in a bit; one NaN is as good as another. All of them if shapes or dtypes differ."""
+    """How many elements differ in a bit, where all NaNs count as equal; all of them if shapes or dtypes differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return max(a.numel(), b.numel())
     integer = _INTEGERS[a.itemsize]
@@ -120,10 +120,10 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 
 def identity(stock: Any) -> Hashable | None:
-    """What two stock functions have in common that compute the same; None for one that cannot be told from others.
+    """A key that is equal for stock functions which compute the same; None for a function that cannot be identified.
 
-    A module's forward (``partial(type.forward, module)``) is known by its type: a row of the tables of activations
-    holds for all instances. A wrapper's `function`, and the autocast `dtype` under which it runs it, are both of them.
+    A module's forward (``partial(type.forward, module)``) is identified by its type: a row of the tables of activations
+    holds for all instances. A wrapper is identified by its `function` and by the autocast `dtype` in which it runs it.
     """
     if hasattr(stock, "function"):
         inner = identity(stock.function)
@@ -135,9 +135,9 @@ def identity(stock: Any) -> Hashable | None:
         return inner, *owner, *sorted(stock.keywords.items())
     code = getattr(stock, "__code__", None)
     if code is None:
-        # a function of torch's own
+        # a built-in function of torch
         return stock if isinstance(stock, type(torch.relu)) else None
-    # what a closure holds is not known
+    # the values that a closure holds are not known
     return None if stock.__closure__ or not _hashable(stock.__defaults__) else (code, stock.__defaults__)
 
 

@@ -1,8 +1,8 @@
 """RMSNorm: forward, rebuild and backward.
 
-Forward and rebuild are bit-equal to the reference on the same device: every step of the kernels has one correctly
-rounded result but the mean of squares. One kernel sums it in the order that torch's reduction has on a GPU
-(ATen/native/cuda/Reduce.cuh) where the device has shown that the bits at that width are torch's; elsewhere torch sums.
+Forward and rebuild are bit-equal to the reference on the same device. Every step of the kernels has one correctly
+rounded result, except the mean of squares. One kernel sums it in the order of torch's reduction on a GPU
+(ATen/native/cuda/Reduce.cuh), if a probe at that width found torch's bits on the device; otherwise torch sums.
 The backward computes in fp32 and rounds once per result, where the reference rounds as stock's graph does.
 """
 
@@ -36,9 +36,9 @@ from .layer_norm import norm_bwd, present
 
 _HALF = (torch.float16, torch.bfloat16)
 _log = logging.getLogger(__name__)
-# by device, dtype, width, and lanes and warps of a row: whether the bits were torch's
+# (device, dtype, width, (lanes, warps) of a row) -> whether a probe found torch's bits
 _repeats: dict[tuple[torch.device, torch.dtype, int, tuple[int, int]], bool] = {}
-# of the rows that a multiprocessor walks at a time: what its caches hold until they are read again
+# bytes of the rows that a multiprocessor's warps go through at a time: its caches hold them until the second read
 _CACHED_BYTES = 96 * 1024
 
 
@@ -54,7 +54,7 @@ def _scaled(
     x, rstd, weight_ptr, cols, inside, dtype: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """y in its dtype, of x [R, C] in fp32 and rstd [R, 1]."""
+    """y in its dtype, from x [R, C] in fp32 and rstd [R, 1]."""
     y = x * rstd
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + cols, mask=inside).to(tl.float32)
@@ -70,11 +70,11 @@ def _fwd_kernel(
     HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr, UNROLLED: tl.constexpr,
     R: tl.constexpr, LANES: tl.constexpr, LOG_LANES: tl.constexpr, WARPS: tl.constexpr, LOG_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, width] and rstd [rows]; x is read a second time, from its end, out of a cache.
+    """Writes y [rows, width] and rstd [rows]; the second read of x goes from its end, and finds it in a cache.
 
-    The order of the sum: LANES * WARPS threads of torch's share a row. Each takes four elements at a time and has a sum
-    for each of the four; it adds these in turn. In each warp the upper half of the lanes is added to the lower until
-    one lane is left; then the warps are added in the same way.
+    The order of the sum: LANES * WARPS of torch's threads share a row. Each thread takes four elements at a time, with
+    a sum for each of the four, and adds these four in turn. In each warp the upper half of the lanes is added to the
+    lower half until one lane is left; then the warps are added in the same way.
     """
     C: tl.constexpr = 4 * LANES * WARPS
     first = tl.program_id(0) * R
@@ -94,7 +94,7 @@ def _fwd_kernel(
         sum0, sum2 = tl.split(even)
         sum1, sum3 = tl.split(odd)
         total = sum0 + sum1 + sum2 + sum3
-        # a sum of two has no order
+        # a sum of two numbers has only one order
         for i in tl.static_range(LOG_LANES):
             total = tl.sum(tl.reshape(total, [R * WARPS, 2, LANES >> (i + 1)]), axis=1)
         for i in tl.static_range(LOG_WARPS):
@@ -117,7 +117,7 @@ def _rebuild_kernel(
     x_ptr, rstd_ptr, weight_ptr, y_ptr, rows, width,
     HAS_WEIGHT: tl.constexpr, ONE_PLUS: tl.constexpr, NORMED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, width]; NORMED is the dtype to which x^ is rounded before the gain."""
+    """Writes y [rows, width]. NORMED: the dtype to which x^ is rounded before the gain multiplies it."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     cols = tl.arange(0, C)
     mask = (row < rows)[:, None] & (cols < width)[None, :]
@@ -129,7 +129,7 @@ def _rebuild_kernel(
 
 
 def _normed_dtype(x: Tensor, weight: Tensor | None, formula: str) -> torch.dtype:
-    """The dtype in which x^ meets the gain."""
+    """The dtype of x^ when the gain multiplies it."""
     if weight is None or formula in ("one_plus_weight", "weight_in_fp32"):
         return torch.float32
     dtype = weight.dtype if formula == "cast_to_weight" else x.dtype
@@ -157,19 +157,19 @@ def _rms_norm_square(x: Tensor) -> Tensor:
 
 
 def _reduction_block(rows: int, width: int) -> tuple[int, int]:
-    """Lanes and warps that share a row when torch's GPU kernel sums [rows, width] in fp32 along the rows, in fours."""
+    """(lanes, warps) that share a row when torch's kernel sums [rows, width] in fp32 over rows, four at a time."""
     # blocks of 512 threads, warps of 32
     across, down = (min(1 << (n.bit_length() - 1), 512) for n in (width // 4, rows))
     height = min(down, 512 // min(across, 32))
     lanes = min(across, 512 // height)
-    # a long row is all warps'; else each of them has a row of its own
+    # all warps share a long row; otherwise each warp has its own row
     return lanes, height if triton.cdiv(width, lanes) >= min(16 * height, 256) else 1
 
 
 def _repeats_torch(x: Tensor) -> bool:
-    """Whether the one kernel has the bits of torch's reduction for x, tried when such an x is met first."""
+    """Whether the one kernel has the bits of torch's reduction for x; it is probed when such an x comes first."""
     width = x.size(-1) if x.dim() else 0
-    # torch takes other rows one by one, or begins them where no four elements begin
+    # for other rows torch's loads are not of four elements, or not aligned to four
     fits = 128 <= width <= WIDEST_ROW and width % 4 == 0 and x.numel() > 0
     if not x.is_cuda or not fits or not x.is_contiguous() or torch.compiler.is_compiling():
         return False
@@ -183,7 +183,7 @@ def _repeats_torch(x: Tensor) -> bool:
 
 
 def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> bool:
-    """Compare with torch on rows of several magnitudes; above 16 rows their number decides nothing."""
+    """Compare with torch on rows of several magnitudes. More rows than 16 do not change the order of the sum."""
     x = torch.randn(min(rows, 128), width, device=device, generator=torch.Generator(device).manual_seed(0))
     for magnitude in (1e-3, 1.0, 30.0):
         scaled = (x * magnitude).to(dtype)
@@ -202,34 +202,34 @@ def _probe_order(device: torch.device, dtype: torch.dtype, rows: int, width: int
 
 
 def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, formula: str) -> tuple[Tensor, Tensor]:
-    """In one kernel, for what `_repeats_torch` takes."""
+    """y and rstd in one kernel, for an x that `_repeats_torch` accepts."""
     y, rstd = _fake_rebuild(x, x, weight, formula), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     width, rows = x.size(-1), x.numel() // x.size(-1)
     lanes, warps = _reduction_block(rows, width)
     threads = lanes * warps
     R = max(512 // (4 * threads), 1)
-    # as if each had more warps: no more of them at a time than rows fit into the caches
+    # counted as if each program had more warps, so that the rows in progress fit into the caches
     share = WARPS_PER_PROCESSOR * R * width * x.element_size() // _CACHED_BYTES
     with on(x):
         _fwd_kernel[(programs(x, triton.cdiv(rows, R), max(share, 1)),)](
             x, x if weight is None else weight.contiguous(), y, rstd, rows, width,
-            # as torch computes it, in fp32
+            # torch's factor, computed in fp32
             c_float(rows).value / c_float(rows * width).value, eps,
             HAS_WEIGHT=weight is not None, ONE_PLUS=formula == "one_plus_weight",
             NORMED=DTYPES[_normed_dtype(x, weight, formula)], R=R,
             LANES=lanes, LOG_LANES=lanes.bit_length() - 1, WARPS=warps, LOG_WARPS=warps.bit_length() - 1,
-            # a thread has eight elements at a time and 64 bytes of them on their way
+            # a thread has eight elements at a time, and 64 bytes of loads in flight
             UNROLLED=8 // x.element_size(), num_warps=R * threads // 64, **STRICT,
         )  # fmt: skip
     return y, rstd
 
 
 def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> tuple[Tensor, Tensor]:
-    """y and rstd [..., 1] in fp32; eps None is torch's default."""
+    """y and rstd [..., 1] in fp32; eps None means torch's default."""
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     if _repeats_torch(x):
         return _rms_norm_fwd(x, weight, eps, formula)
-    # torch sums in an order that depends on the layout
+    # the order of torch's sum depends on the layout
     square = _rms_norm_square(x) if x.is_contiguous() else x.float().pow(2)
     rstd = torch.rsqrt(square.mean(-1, keepdim=True) + eps)
     return rms_norm_rebuild(x, rstd, weight, formula), rstd
@@ -256,7 +256,7 @@ def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: s
 
 
 def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tensor:
-    """y from x and rstd, bit-equal to `rms_norm_fwd`."""
+    """y from x and rstd, bit-equal to y of `rms_norm_fwd`."""
     if x.size(-1) > WIDEST_ROW:
         return reference.rms_norm_rebuild(x, rstd, weight, formula)
     return _rms_norm_rebuild(x, rstd, weight, formula)  # type: ignore[no-any-return]
@@ -266,7 +266,7 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, formula: str, needed: tuple[bool, bool],
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dx like x and dweight [C]; those not `needed` are None. dx is added to `dresidual`, x's gradient beside it."""
+    """dx like x and dweight [C]; None for those not `needed`. dx is added to `dresidual`, x's other gradient."""
     if x.size(-1) > WIDEST_ROW:
         return reference.rms_norm_bwd(dy, x, weight, rstd, formula, needed, dresidual)
     one_plus = formula == "one_plus_weight"
@@ -290,10 +290,10 @@ def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     for x, rstd, weight, formula in _samples(*sizes):
         dy = torch.randn(x.shape, device=x.device).to(_y_dtype(x, weight, formula))
         yield dy, x, weight, rstd, formula, (True, True)
-    # beside a gradient of x's
+    # x has another gradient, to which dx is added
     yield dy, x, weight, rstd, formula, (True, True), torch.randn(x.shape, device=x.device).to(x.dtype)
 
 
-# what runs in a function's place where the device allows it, compiled ahead of time with its samples
+# kernels that replace a function only where a probe allows it; they are compiled ahead of time with its samples
 ON_TRIAL = {"rms_norm_fwd": _rms_norm_fwd}
 SAMPLES = {"rms_norm_fwd": _sample_fwd, "rms_norm_rebuild": _samples, "rms_norm_bwd": _sample_bwd}

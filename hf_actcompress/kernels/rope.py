@@ -1,7 +1,7 @@
 """Rotary position embeddings: forward and backward, each in one pass, bit-equal to the reference on the same device.
 
-A program has one token and some of its heads, whose angles it reads once. All tensors are read and written where they
-are, whatever their strides; y and dx have the memory order of x and dy, as torch's elementwise ops leave it.
+A program handles some heads of one token, and reads the token's angles once. All tensors are read and written in place,
+whatever their strides. y and dx have the memory order of x and dy, as torch's elementwise ops give it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from ..reference import rope as reference
 from .common import DTYPES, STRICT, cast, on, traced
 
-# of half a head; wider ones are the reference's
+# the widest half of a head; the reference handles wider ones
 WIDEST_HALF = 2048
-# elements of a tile of half heads, and those of a thread: 16 bytes in 16 bits
+# elements of a tile of half heads, and of a thread (16 bytes in 16 bits)
 _TILE, _PER_THREAD = 1024, 8
 
 
@@ -30,7 +30,7 @@ def _rope_kernel(
     cos_batch, cos_token, cos_col, sin_batch, sin_token, sin_col,
     PRODUCT: tl.constexpr, BACKWARD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """x, y [B, heads, tokens, 2 * half]; cos, sin [B, 1, tokens, 2 * half]. PRODUCT: the dtype products have in stock.
+    """x, y [B, heads, tokens, 2 * half]; cos, sin [B, 1, tokens, 2 * half]. PRODUCT: stock's dtype of the products.
 
     Forward: y = (x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2); backward, x being dy: (x1 * cos1 + x2 * sin2,
     x2 * cos2 - x1 * sin1).
@@ -38,11 +38,11 @@ def _rope_kernel(
     row = tl.program_id(0) // tiles
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     head = ((tl.program_id(0) % tiles) * R + tl.arange(0, R)).to(tl.int64)[:, None]
-    # Angles are read by [R, C] addresses, too, though those of all heads are the same: as [1, C] they have as many
-    # elements as a small tile has threads, each thread reads one, and they are handed around in shared memory.
+    # Angles have addresses [R, C], too, although all heads have the same ones. As [1, C] they have as many elements as
+    # a small tile has threads: each thread reads one, and the threads pass them to each other through shared memory.
     col = tl.broadcast_to(tl.arange(0, C)[None, :], [R, C])
     mask = (head < heads) & (col < half)
-    # before the columns, so that what both halves share is computed once
+    # added before the columns, so that both halves share the result
     cos_ptr += batch * cos_batch + token * cos_token
     sin_ptr += batch * sin_batch + token * sin_token
     cos1 = tl.load(cos_ptr + col * cos_col, mask=mask).to(tl.float32)
@@ -66,7 +66,7 @@ def _rope_kernel(
 
 
 def _fake(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, backward: bool) -> Tensor:
-    # for x that is no dense tensor the strides are those of one in the same order
+    # for an x that is not dense, the strides of a dense tensor with the same order
     return torch.empty_like(x, dtype=dtype)
 
 
@@ -77,7 +77,7 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, backward: boo
         return y
     cos, sin = cos.expand(x.shape), sin.expand(x.shape)
     views = [x, y, cos, sin]
-    # heads are the dimension that angles do not depend on; then [B, H, S, D]
+    # the heads' dimension is the one on which angles do not depend; the tensors become [B, H, S, D]
     if _heads(cos, sin) == 2:
         views = [view.transpose(1, 2) for view in views]
     (batches, heads, tokens), half = views[0].shape[:3], x.size(-1) // 2
@@ -96,13 +96,13 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, backward: boo
 
 
 def _heads(cos: Tensor, sin: Tensor) -> int | None:
-    """The dimension of the heads, 1 or 2; None if the angles depend on both. cos and sin expanded to x's shape."""
+    """The dimension of the heads, 1 or 2; None if angles depend on both. cos and sin are expanded to x's shape."""
     fixed = (i for i in (1, 2) if all(a.stride(i) == 0 or a.size(i) == 1 for a in (cos, sin)))
     return next(fixed, None)
 
 
 def _is_ours(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Even heads of four-dimensional tensors, one dtype of both angles, no result wider than x."""
+    """Whether the kernel takes x: four dimensions, an even head, angles of one dtype, and no result wider than x."""
     if x.dim() != 4 or x.size(-1) % 2 or x.size(-1) > 2 * WIDEST_HALF or cos.dtype != sin.dtype:
         return False
     if any(angles.dim() != 4 or angles.size(-1) != x.size(-1) for angles in (cos, sin)):
@@ -113,7 +113,7 @@ def _is_ours(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """y like x [B, H, S, D], in the wider of the dtypes; cos and sin broadcast to x ([B or 1, 1, S, D])."""
+    """y like x [B, H, S, D], in the wider dtype of x and angles; cos and sin broadcast to x ([B or 1, 1, S, D])."""
     if not _is_ours(x, cos, sin):
         return reference.rope_fwd(x, cos, sin)
     y: Tensor = _rope(x, cos, sin, torch.promote_types(x.dtype, cos.dtype), False)
@@ -121,8 +121,8 @@ def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """dx like dy [B, H, S, D], in `dtype`, that of x. Each product is rounded to it, then their sum."""
-    # products are rounded once: dy has x's dtype, or is in fp32
+    """dx like dy [B, H, S, D], in `dtype`, which is x's. Each product is rounded to it, and then their sum."""
+    # products are rounded once, so dy has x's dtype or fp32
     if not _is_ours(dy, cos, sin) or dtype not in DTYPES or dy.dtype not in (dtype, torch.float32):
         return reference.rope_bwd(dy, cos, sin, dtype)
     dx: Tensor = _rope(dy, cos, sin, dtype, True)
@@ -130,7 +130,7 @@ def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    """Heads before tokens and after them, angles for all sequences and for each, in x's dtype and in fp32."""
+    """Heads before tokens and after them; angles for all sequences and for each one, in x's dtype and in fp32."""
     size = 128 if width % 128 == 0 else max(width // 8 * 2, 2)
     heads = max(width // size, 1)
     for batch, dim, angles_dtype in ((1, 1, dtype), (2, 2, torch.float32)):

@@ -1,6 +1,6 @@
-"""Which of two ways to the same result is the faster one on the user's device: both are run there, once per shape.
+"""Decides which of two ways to the same result is faster on the user's device: it runs both there, once per shape.
 
-For kernels of which nobody can say it beforehand (`TIMED` of this package). The clock stands apart from the decision.
+It is for kernels whose speed cannot be predicted (`TIMED` of this package). The clock is an argument of the decision.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# of each way after a first one, which compiles and fills caches
+# timed runs of each way, after a first one, which compiles and fills caches
 RUNS = 5
-# a kernel has to be this much faster: the other way is torch's own, and a measurement has an error
+# a kernel's time must be at most this share of the other way's: that one is torch's own, and measurements have errors
 MARGIN = 0.97
 
 _Run = Callable[[], Any]
 
 
 def is_faster(kernel: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether a kernel's times say that it is faster than the other way."""
+    """Whether the kernel's times show that it is faster than the other way."""
     return statistics.median(kernel) < MARGIN * statistics.median(other)
 
 
 def cuda_milliseconds(ways: Sequence[_Run], device: torch.device) -> list[list[float]]:
-    """Of each way, by events on the current stream, in turns: what else the device does meets both alike."""
+    """Times of each way, by events on the current stream. The ways alternate, so other work affects both alike."""
     events = []
     with torch.cuda.device(device):
         for run in ways:
@@ -45,13 +45,13 @@ def cuda_milliseconds(ways: Sequence[_Run], device: torch.device) -> list[list[f
 
 
 def cuda_free_bytes(device: torch.device) -> int:
-    """What can be allocated on a device without asking another process for memory."""
+    """Bytes that can be allocated on a device without taking memory from another process."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def shape_class(name: str, args: Sequence[Any]) -> Hashable:
-    """What the decision depends on: widths as they are, numbers of rows by the power of two that holds them."""
+    """The key of a decision: the widths, and each number of rows rounded up to a power of two."""
     return name, *(_of_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args)
 
 
@@ -61,11 +61,11 @@ def _of_tensor(x: Tensor) -> Hashable:
 
 
 class Decisions:
-    """What has been found out in this process.
+    """The decisions that this process has made.
 
     Args:
-        clock: Times of each of several ways on a device.
-        free_bytes: Of a device.
+        clock: Gives the times of each of several ways on a device.
+        free_bytes: Gives the free bytes of a device.
     """
 
     def __init__(
@@ -75,23 +75,26 @@ class Decisions:
     ) -> None:
         self._clock, self._free_bytes = clock, free_bytes
         self._known: dict[Hashable, bool] = {}
-        # backward runs in several threads: one measures at a time
+        # backward runs in several threads, and only one of them may measure at a time
         self._lock = threading.Lock()
 
     def known(self, shape: Hashable) -> bool | None:
-        """Whether the kernel is the faster one for a `shape_class`; None: nobody has looked."""
+        """Whether the kernel is faster for a `shape_class`; None if that has not been measured."""
         return self._known.get(shape)
 
     def of(self, name: str) -> list[bool]:
-        """The decisions about one kernel."""
+        """All decisions about one kernel."""
         return [won for shape, won in self._known.items() if isinstance(shape, tuple) and shape[0] == name]
 
     def kernel_wins(self, shape: Hashable, kernel: _Run, other: _Run, device: torch.device, needed: int) -> bool:
-        """Whether the kernel is the faster one, found out now if it is not known.
+        """Whether the kernel is faster; measured now if it has not been.
 
         Args:
-            needed: Bytes that the other way makes. Where there is no room for them the kernel is taken, for this call;
-                for all, if the memory is used up in the middle of a trial.
+            shape: The `shape_class` of the call.
+            kernel, other: The two ways.
+            device: The device to measure on.
+            needed: Bytes that the other way allocates. If they are not free, the kernel is used for this call; if
+                memory runs out during a measurement, it is used for all calls.
         """
         with self._lock:
             if shape not in self._known:

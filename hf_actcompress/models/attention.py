@@ -252,7 +252,7 @@ def _traced(
 
 
 def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:
-    """As `sdpa_attention_forward` decides it."""
+    """Whether attention is causal, by the rule of `sdpa_attention_forward`."""
     wanted = asked if asked is not None else getattr(module, "is_causal", True)
     return query.size(2) > 1 and mask is None and bool(wanted)
 

@@ -30,7 +30,7 @@ from .probe import REFUSALS, undisturbed
 
 NAME = "eager_attention_forward"
 _Eager = Callable[..., tuple[Tensor, Tensor | None]]
-# of a probe's attention: tokens, those of them in one block, width of a head
+# sizes of a probe's attention: tokens, tokens in one block, width of a head
 _TOKENS, _ROWS, _WIDTH = 7, 3, 16
 
 
@@ -111,7 +111,7 @@ def _parameters(stock: _Eager) -> tuple[frozenset[str], bool]:
     return frozenset(parameters), any(step.argval == others for step in dis.get_instructions(stock))
 
 
-# by the class: a config's other values decide about sizes and constants
+# by class, because a config's other values only decide about sizes and constants
 _apart: dict[type, bool] = {}
 
 

@@ -25,7 +25,7 @@ from .sites import Declined, Site
 
 _Dtypes = tuple[str, str]
 
-# in which dtype softmax runs, and to which the probabilities are cast: BERT, GPT-2, Llama
+# the dtype of the softmax, and the dtype that the probabilities are cast to: BERT, GPT-2, Llama
 ROUNDINGS: tuple[_Dtypes, ...] = (("", ""), ("", "value"), ("fp32", "query"))
 
 
@@ -119,7 +119,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As the module's own eager function, with the probabilities kept once. Where ours cannot stand in, stock runs."""
+    """The module's own eager function, with the probabilities kept once. Stock runs where ours cannot replace it."""
     assert isinstance(module, AttentionMixin)
     settings = module.actcompress
     stock = eager_function_of(module.stock_class)

@@ -18,7 +18,7 @@ class EmptyCache:
 
     Attributes:
         layer: The layer's part of the cache; None: the cache makes it.
-        index: Of the layer.
+        index: Index of the layer.
         cross: The same for the cache of a cross attention, beside that of the self attention.
     """
 
@@ -79,9 +79,9 @@ def fill(cache: Any, layers: Sequence[DynamicLayer] | None, heads: Sequence[Tens
 
     Args:
         cache: That of these layers.
-        layers: As `empty_layers` returned them; None: one that stores a part of what it is given, a window.
+        layers: What `empty_layers` returned for them; None: a layer that stores only a part of what it gets, a window.
         heads: Keys and values of the first one, of the second one.
-        index: Of the layer.
+        index: Index of the layer.
     """
     if layers is None:
         cache.update(*heads, index)

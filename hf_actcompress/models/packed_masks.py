@@ -27,7 +27,7 @@ from ..reference.sequences import Band, Sequences, sequences_of
 from .attention_rows import calls_interface, goes_in_rows
 from .copies import GlobalsCopy, global_names
 
-# for each of stock's mask functions: the config's field that says how far a query sees, and whether it is causal
+# stock's mask function -> the config's field that says how far a query sees, and whether it is causal
 _MAKERS = {
     "create_causal_mask": (None, True),
     "create_sliding_window_causal_mask": ("sliding_window", True),

@@ -14,8 +14,8 @@ def position_bias(attention: Any, queries: int, keys: int, device: torch.device,
     Args:
         attention: A module like T5's.
         queries, keys: How many tokens.
-        device: Of the result.
-        dtype: Of queries.
+        device: Device of the result.
+        dtype: Dtype of the queries.
     """
     if attention.has_relative_attention_bias:
         bias: Tensor = attention.compute_bias(queries, keys, device=device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# of the rows of `probe_rows`; some squares overflow in fp16, which shows where a module computes in fp32
+# magnitude of the rows of `probe_rows`; some squares overflow in fp16, which shows where a module computes in fp32
 MAGNITUDES = (0.0, 1e-3, 1e-2, 0.1, 1.0, 3.0, 10.0, 100.0, 1000.0)
 
 # the errors that a forward raises for an input that it was not written for
@@ -38,7 +38,7 @@ def answers_kept(answers: Answers | None = None) -> Iterator[None]:
     """Inside, a probe runs once for modules that are alike: a model has hundreds of them, and patching asks of each.
 
     Args:
-        answers: Of earlier times, to which others are added. None: those that are kept already, or no others.
+        answers: Earlier answers, to which new ones are added. None: those that are in use, or none.
     """
     if answers is None:
         answers = _answers.get()

@@ -51,7 +51,7 @@ class PatchedForward:
         name: Its dotted name in the module that `patch_model` was called with.
         config: What the model was patched with.
         patch: Patches what is new below it.
-        generators: From which the stochastic codecs of the whole model draw.
+        generators: The generators that the stochastic codecs of the whole model draw from.
     """
 
     def __init__(

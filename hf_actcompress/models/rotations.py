@@ -23,7 +23,7 @@ from .probe import REFUSALS, same_bits
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
 _PAIR = ("q", "k", "cos", "sin")
 _ONE = ("x", "cos", "sin", "unsqueeze_dim")
-# of queries and keys, of the angles
+# (dtype of queries and keys, dtype of angles)
 _DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),

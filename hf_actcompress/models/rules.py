@@ -1,4 +1,4 @@
-"""From a module to its site: one table of rules, of which the first that can patch the module says how."""
+"""One table of rules, by which a module becomes a site. The first rule that can patch the module decides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tiled_mlps import find_tiled_mlp
 
 Rule = Callable[[nn.Module, CompressionConfig], Site | Declined | None]
 
-# in the order in which they are asked
+# the rules, in the order in which they are tried
 RULES: tuple[Rule, ...] = (
     find_head,
     find_chosen_tokens,
@@ -38,10 +38,10 @@ RULES: tuple[Rule, ...] = (
     find_experts,
     find_attention,
     find_adapter,
-    # what no other rule can patch may be cheap enough to run again
+    # a module that no other rule can patch may be cheap enough to run again
     find_recomputed,
 )
-# those of other packages, which are asked first and have the last word
+# rules of other packages, which are tried first; their decision is final
 OTHERS_RULES: list[Rule] = []
 
 
@@ -73,7 +73,7 @@ def find_site(module: nn.Module, config: CompressionConfig, places: Places = _NO
 
     Args:
         config: The one that holds for this module.
-        places: Of the model around it; without them the module is taken for what it is by itself.
+        places: The places in the model around it; without them the module is looked at by itself.
     """
     if id(module) in places.of_rank:
         config = replace(config, linear="identity", derive_linear=True, gradient_norms=0)

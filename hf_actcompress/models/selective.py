@@ -81,7 +81,7 @@ class CachedSelectiveMixin(SelectiveMixin):
 
     @staticmethod
     def run_again(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """With new caches in place of the empty ones."""
+        """The keyword arguments with new caches in place of the empty ones."""
         return stock(*args, **{k: v.new() if isinstance(v, EmptyCache) else v for k, v in kwargs.items()})
 
 

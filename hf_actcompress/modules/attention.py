@@ -81,7 +81,7 @@ class AttentionSettings(Settings):
     Attributes:
         config: The module's own, which the mixin shadows.
         renamed: A copy of it that names our function, for a compiler; None where one traces the stock function.
-        roundings: Of an eager function: in which dtype its softmax runs, and to which the probabilities are cast.
+        roundings: For an eager function, the dtype of its softmax, and the dtype that the probabilities are cast to.
     """
 
     config: Any = field(compare=False, repr=False)

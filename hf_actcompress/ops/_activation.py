@@ -15,9 +15,9 @@ from ..reference.bits import pack_mask, unpack_mask
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 
-# those whose derivative is one of two values, by the sign of the input: a codec must not round it across zero
+# kinds whose derivative has two values, which the input's sign decides: a codec must not round it across zero
 SIGN_DECIDES = ("relu", "relu6", "leaky_relu")
-# those of them whose derivative needs nothing but the sign
+# kinds of these whose derivative needs nothing but the sign
 _BY_MASK = ("relu", "leaky_relu")
 
 

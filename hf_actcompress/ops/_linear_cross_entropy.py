@@ -127,7 +127,7 @@ def linear_cross_entropy(
             these values. Not kept.
         pointwise: What happens to the logits before the loss: differentiable elementwise functions without tensors
             of their own, each applied to every chunk, in forward and in backward.
-        dtype: Of the logits; by default the autocast dtype or h's.
+        dtype: Dtype of the logits; by default the autocast dtype or h's.
         most: How many targets count at most; more of them are an error on a GPU. None: all may.
 
     Returns:

@@ -191,7 +191,7 @@ def tiled(
         tiles in fp32, a sum in another order than stock's. With a mask of its own for each tile where it draws.
 
     Raises:
-        RuntimeError: In backward, if a weight has been written on since.
+        RuntimeError: A weight was written in place before the backward.
     """
     if not torch.is_grad_enabled():
         return _forward(stock, x, tile)

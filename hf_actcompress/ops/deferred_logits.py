@@ -33,7 +33,7 @@ ROW_OPS = {
     aten.alias.default,
     aten.detach.default,
 }
-# those of these ops whose result has memory of its own
+# ops of these whose result has its own memory
 _COPIES = {aten.clone.default, aten._unsafe_view.default}
 # elementwise functions of the logits alone: casts, scales, softcaps
 POINTWISE_OPS = {
@@ -248,7 +248,7 @@ def _rows(x: DeferredLogits) -> Tensor:
 
 
 class _ValuesFunction(torch.autograd.Function):
-    """From deferred logits to the plain tensor."""
+    """The plain tensor of deferred logits."""
 
     @staticmethod
     def forward(ctx: Any, x: DeferredLogits) -> Tensor:

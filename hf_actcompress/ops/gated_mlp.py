@@ -70,7 +70,7 @@ def gated_product(
     Args:
         gate, up: ``[..., F]``, floating point.
         stock: The stock activation, applied to gate.
-        kind, options: Its derivative, a row of ``reference.ACTIVATIONS``.
+        kind, options: A row of ``reference.ACTIVATIONS``, which says act's derivative, and its constants.
         codec: How gate and up are stored.
 
     Returns:

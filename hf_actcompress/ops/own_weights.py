@@ -17,7 +17,7 @@ class OwnWeights:
     """The parameters of a module and of all inside of it, each once, by the places from which code reads them.
 
     Args:
-        module: Whose code runs again.
+        module: The module whose code runs again.
         buffers: Whether its constants count, too.
         children: Whether it reads those of the modules inside of it.
     """

@@ -23,7 +23,7 @@ class PackedMask(Tensor):
         sequences: Where the sequences of packed rows are; a band of rows of one sequence with padding.
         window: How many keys a query sees to one side, itself included; None: all in its sequence.
         make: Makes stock's mask.
-        device: Where the mask is.
+        device: Device of the mask.
         real: Which tokens of a band are no padding, [B, T] bool; None: all.
         dtype: bool (True: attend), or that of what eager attention adds to its scores.
     """

@@ -120,7 +120,7 @@ def _cross_entropy(asked: LossArguments) -> Any:
 
 
 def _loss_dtype(logits: Tensor) -> torch.dtype:
-    """In which dtype torch would compute the cross entropy of such logits here and now."""
+    """The dtype in which torch would compute the cross entropy of such logits under the current autocast."""
     x = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
     return F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=logits.device)).dtype
 

@@ -175,7 +175,7 @@ def not_a_view(y: Tensor) -> Tensor:
 ProfilerEvent = torch._C._profiler._EventType
 # a context in which the ops of tensor subclasses go past their `__torch_function__`
 without_torch_function = torch._C.DisableTorchFunctionSubclass
-# in this context no TorchFunctionMode sees calls on tensors either
+# in this context no TorchFunctionMode sees calls, not even those on tensors
 without_torch_function_modes = torch._C.DisableTorchFunction
 
 

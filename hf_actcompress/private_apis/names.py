@@ -10,7 +10,7 @@ class PrivateAPI:
     """One private name.
 
     Args:
-        name: As an expression that finds it.
+        name: An expression that finds it.
         since: The version of torch or transformers of which it is known; the oldest supported one if it is older.
         purpose: What it is used for.
     """

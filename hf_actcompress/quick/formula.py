@@ -14,7 +14,7 @@ from .optimizers import FOREACH
 # the number of a term and its coefficient, of each summand in turn
 Terms = Sequence[float]
 
-# of reference/linear_cross_entropy.py: elements of a chunk of logits, and what its rows or columns are multiples of
+# as in reference/linear_cross_entropy.py: elements of a chunk of logits, and the multiple that its rows or columns are
 LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 18, 1 << 25, 16
 
 

@@ -38,8 +38,8 @@ class Question:
     Args:
         name: Architecture class.
         data: The class's data.
-        key: Of the cases: variant, kind of heads, mode.
-        sizes: Of the model, and the adapters' rank.
+        key: The key of the cases: variant, kind of heads, mode.
+        sizes: Sizes of the model, and the adapters' rank.
         window: Tokens that attention reaches back; None: all.
     """
 
@@ -176,7 +176,7 @@ def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, in
     if heads % kv_heads:
         raise ModelConfigError(f"{heads} heads are not a multiple of {kv_heads} heads of keys")
     if kv_heads == 1 and heads > 1:
-        # which is laid out like its transpose, so that copies are not made that others need
+        # it has the layout of its transpose, so that other cases' copies are not made
         raise ModelConfigError("the formula is for several heads of keys, not for one; `estimate` takes any model")
     del found["heads"]
     return {**found, "kv_heads": kv_heads, "groups": heads // kv_heads}

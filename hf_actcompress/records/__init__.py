@@ -1,8 +1,8 @@
 """How an activation comes back in backward: kept (`Stored`) or recomputed from what is kept (`Derived`).
 
-Producers `declare` a tensor as derived; consumers ask `record_of` for the record of their input and hand the records
-they need to `save`; their backward gets the values from `load`. A consumer of a derived tensor thereby keeps nothing
-of its own. This package is the only code that touches storage on `ctx`.
+Producers `declare` a tensor as derived. Consumers ask `record_of` for the record of their input, pass the records that
+they need to `save`, and get the values from `load` in their backward. So a consumer of a derived tensor keeps nothing
+of its own. This package is the only code that stores anything on `ctx`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from .registry import another_registry
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """While the block runs, this thread has no frame, no net, no module that runs again and no watcher."""
+    """While the block runs, this thread has no frame, no net, no selective call and no watcher."""
     before = dict(vars(current))
     current.__init__()  # type: ignore[misc]
     try:

@@ -54,11 +54,11 @@ class Watching(Protocol):
         ...
 
     def idle(self) -> AbstractContextManager[None]:
-        """Around a run without gradients: another run of the same code keeps what backward needs."""
+        """A context for a run without gradients, after which another run of the same code keeps what backward needs."""
         ...
 
     def within(self, module: str) -> AbstractContextManager[None]:
-        """While this module, which is a part of the one that runs, computes."""
+        """A context in which this module, a part of the one that runs, computes."""
         ...
 
 
@@ -69,7 +69,7 @@ class _Current(threading.local):
         self.watcher: Watching | None = None
         # patched modules run their stock code, because what they would save is gone when this block ends
         self.stock_only = False
-        # the linear layer whose output is not read: only its gradient matters
+        # a linear layer whose output nobody reads: only its gradient is used
         self.unread: object = None
 
 
@@ -81,7 +81,8 @@ def stock_only(unread: object = None) -> Iterator[None]:
     """Let patched modules run their stock code: what they save is gone when the block ends.
 
     Args:
-        unread: A linear layer that need not compute its output. Behind it there are only linear functions, and of
+        unread: A linear layer that need not compute its output. Only linear functions follow it, and only the
+            gradients of this forward are used, not its values.
             this forward only the gradients are used, not the values.
     """
     before = current.stock_only, current.unread

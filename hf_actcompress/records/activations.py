@@ -44,7 +44,7 @@ def is_feature_map(x: Tensor) -> bool:
 
 
 def _made_of_weights(node: Any) -> bool:
-    """Whether this node computes from parameters alone: every path ends at a leaf after a few steps of these ops."""
+    """Whether the node computes from parameters alone: each path ends at a leaf after a few steps of these ops."""
     pending, seen = [node], 0
     while pending:
         node = pending.pop()

@@ -1,11 +1,11 @@
 """Rows of the batch that repeat an earlier row are kept once: the prompt of a group of completions.
 
-Under causal attention a token's hidden states depend on it and the tokens before it alone. Where sequences of a batch
+Under causal attention a token's hidden states depend only on it and the tokens before it. Where sequences of a batch
 begin with the same tokens (GRPO's groups, the two answers of DPO), an activation x [B, S, ...] has the same rows
-there, and comes back from the rows that differ. A row of a product may differ by rounding from its repetition in
-another place of the matrix, as it may differ on another device. Anything more is an error. Dropout and attention in
-both directions are found before the forward (models/shared_prompts.py). Beside that, each record compares a few
-features of the rows when it is made, and raises when backward reads it.
+there, and is rebuilt from the rows that differ. A row of a product may differ by rounding from its repetition at
+another place of the matrix, as it may differ on another device. A larger difference is an error. Dropout and attention
+in both directions are detected before the forward (models/shared_prompts.py). In addition, each record compares a few
+features of the rows when it is made; an error is raised when backward reads it.
 
 In a region under `torch.utils.checkpoint` all rows are kept, as under `drop_padding` (padding.py).
 """
@@ -20,10 +20,11 @@ from torch import Tensor
 from ..errors import SharedRowsError
 from .guard import Guard
 
-# the first and the last features are compared. They may differ by this much of the largest one: that covers roundings
-# of 16 bits that have gone through many layers
+# the first and the last features are compared. A difference up to this share of the largest feature is accepted: it
+# covers 16-bit roundings that have gone through many layers
 _COMPARED, _APART = 8, 0.1
-# sharing is worth it from this share of the rows on: every sequence begins with the same special token anyway
+# rows are shared from this share of repeated rows on; below it, it may only be the special token that begins each
+# sequence
 _WORTH = 1 / 8
 
 
@@ -59,7 +60,7 @@ class Copies:
         self._indices[first.device] = (own.nonzero()[:, 0], numbers, repeated, first[repeated])
 
     def indices(self, device: torch.device) -> tuple[Tensor, ...]:
-        """The rows that are kept, of each row its number among them, the rows that are not, and which they repeat."""
+        """(rows that are kept, each row's index among them, rows that are not kept, the rows that these repeat)."""
         if device not in self._indices:
             self._indices[device] = tuple(x.to(device, non_blocking=True) for x in self._indices[torch.device("cpu")])
         return self._indices[device]
@@ -69,7 +70,7 @@ class Copies:
         return x.dim() > 2 and x.shape[:2] == self.shape and x.numel() > 0
 
     def taken(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of x [B, S, ...]: the rows that are kept, of each row its number among them, by how much rows differ."""
+        """From x [B, S, ...]: the kept rows, each row's index among them, and how much rows differ beyond rounding."""
         rows, numbers, repeated, originals = self.indices(x.device)
         flat = x.flatten(0, 1)
         features = flat.flatten(1)
@@ -99,9 +100,9 @@ def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | 
     """The repeated rows of a batch. Waits for the device. None if there are too few of them.
 
     Args:
-        tokens: All [B, S] that say what a token is (ids, mask, positions).
-        real: [B, S], zero for padding; None if there is none. Padding counts as no repetition, because a model may let
-            it attend to anything.
+        tokens: All tensors [B, S] that say what a token is (ids, mask, positions).
+        real: [B, S], zero for padding; None if there is none. Padding never counts as a repetition, because a model may
+            let it attend to anything.
     """
     known = [x.detach().cpu() for x in tokens]
     batch, length = known[0].shape[:2]
@@ -109,7 +110,7 @@ def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | 
     first = own.clone()
     for row in range(1, batch):
         same = torch.stack([(x[:row] == x[row]) for x in known]).all(0)
-        # with how many equal tokens each earlier sequence and this one begin
+        # how many tokens at the start are equal in each earlier sequence and this one
         common = torch.where(same.all(1), length, same.to(torch.uint8).argmin(1))
         other = int(common.argmax())
         count = int(common[other])

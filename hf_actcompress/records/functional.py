@@ -1,4 +1,4 @@
-"""Which function of torch.nn.functional saves a tensor now, and what that says about the tensor."""
+"""Finds which function of torch.nn.functional saves a tensor now, and what that says about the tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_POOL = torch.nn.functional._max_pool2d.__code__  # type: ignore[attr-define
 
 
 class Dropped(NamedTuple):
-    """A call of dropout: its input, and the probability."""
+    """A call of dropout."""
 
     given: Tensor
     p: float
@@ -35,7 +35,7 @@ def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
     frame = sys._getframe(frames + 1)
     if frame.f_code is not _MAX_POOL:
         return None
-    # an index is that of a pixel in its image
+    # each index is that of a pixel in its image
     height, width = frame.f_locals["input"].shape[-2:]
     return x.to(torch.int16 if height * width <= 2**15 else torch.int32)
 

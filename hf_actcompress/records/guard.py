@@ -1,4 +1,4 @@
-"""`Guard`: checks, once at the end of a backward, that it was right to keep fewer rows than there are."""
+"""`Guard` checks at the end of a backward whether it was right to keep only some of the rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..private_apis import at_end_of_backward, current_backward
 
 
 class Guard:
-    """Notes, while a backward runs, sizes that have to be zero. They stay on their devices until it ends."""
+    """Collects, while a backward runs, sizes that must be zero. They stay on their devices until it ends."""
 
     __slots__ = ("_found", "_lock")
 
@@ -20,11 +20,11 @@ class Guard:
         self._found: dict[int, dict[tuple[str, torch.device], Tensor]] = {}
 
     def fail(self, sizes: dict[str, float]) -> None:
-        """Raise the error for the notes whose sizes are above zero."""
+        """Raise the error for these sizes, all of which are above zero."""
         raise NotImplementedError
 
     def note(self, what: str, size: Tensor) -> None:
-        """Note a size [] that is above zero if something is wrong. Of one name only the largest size counts."""
+        """Note a size [] that is above zero if something is wrong. For one name only the largest size counts."""
         task = current_backward()
         if task == -1:
             self._judge({(what, size.device): size})

@@ -17,9 +17,9 @@ class Kept:
     """Tensors that are kept.
 
     Args:
-        parts: What the hooks outside made of each; the tensors if there are none.
-        versions: Of the tensors when they were kept; None where hooks outside may have copied them.
-        slot: Makes the value of them; None: the value is the only part.
+        parts: For each tensor what the outer hooks returned; the tensors themselves if there are no outer hooks.
+        versions: The tensors' versions when they were kept; None if outer hooks may have copied the tensors.
+        slot: Computes the saved value from the tensors; None: the value is the only part.
     """
 
     __slots__ = ("__weakref__", "parts", "slot", "versions")
@@ -38,13 +38,13 @@ class Made:
 
 
 class Mask:
-    """The mask of a dropout as bits.
+    """The mask of a dropout, stored as bits.
 
     Args:
-        bits: Of a mask of that shape, packed.
-        dtype: bool; or that of the numbers 0 and 1 / keep, which a dropout on a CPU multiplies with.
+        bits: The packed bits of the mask, with its shape.
+        dtype: bool, or the dtype of the numbers 0 and 1 / keep, by which a dropout on a CPU multiplies.
         keep: The probability that an element is not dropped.
-        dropped: The dropout's input, if it can be had without keeping more.
+        dropped: The dropout's input, if it is available without keeping more.
     """
 
     __slots__ = ("__weakref__", "bits", "dropped", "dtype", "keep", "shape")
@@ -53,7 +53,7 @@ class Mask:
         self.bits, self.shape, self.dtype, self.keep, self.dropped = bits, shape, dtype, keep, dropped
 
     def unpacked(self, bits: Tensor) -> Tensor:
-        """The mask, as it was drawn."""
+        """The mask as the dropout drew it."""
         mask = unpack_mask(bits, self.shape)
         return mask if self.dtype == torch.bool else mask.to(self.dtype).div_(self.keep)
 
@@ -67,7 +67,7 @@ class Again:
         x: The tensor, until the call ends.
 
     Attributes:
-        version: Of the tensor when it was saved.
+        version: The tensor's version when it was saved.
         held: What autograd holds instead, if the module does not run again after all.
     """
 
@@ -91,7 +91,7 @@ Held = Kept | Made | Mask | Again
 
 
 def counted(held: Held) -> Held:
-    """Count one more consumer of the value. It is dropped when the last consumer has read it."""
+    """Count one more consumer of the value. The last consumer that reads the value drops it."""
     if isinstance(held, Made):
         held.recipe.uses += 1
     return held
@@ -103,7 +103,7 @@ def value_of(held: Held, outside: Hooks | None) -> Tensor:
         return held.recipe.value(lambda: [value_of(source, outside) for source in held.sources])
     if isinstance(held, Again):
         if held.x is not None:
-            # here the module's forward itself runs a backward
+            # this backward runs inside of the module's forward, so the call has not ended
             check_versions((held.x,), (held.version,))
             return held.x
         return held.call.value(held.index, outside) if held.held is None else value_of(held.held, outside)

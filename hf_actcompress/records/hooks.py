@@ -17,7 +17,7 @@ from .outside import hooks_outside, stands_before
 
 @dataclass(frozen=True)
 class _Held:
-    """What autograd holds in place of a saved tensor: for each of its parts what the outer hooks made of it."""
+    """What autograd holds in place of a saved tensor: what the outer hooks returned for each of its parts."""
 
     parts: tuple[Any, ...]
     codec: Codec | None = None

@@ -21,14 +21,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class Place:
-    """Where a tensor was."""
+    """Stands for a tensor in nested arguments."""
 
 
 _PLACE = Place()
 
 
 def replaced(value: Any, by: Iterator[Any]) -> Any:
-    """The same with other things in place of its tensors, in order; a place is a tensor's."""
+    """The same nested value with new leaves: each tensor or place becomes the next tensor of `by`, or else a place."""
     if isinstance(value, (Tensor, Place)):
         found = next(by)
         return found if isinstance(found, Tensor) else _PLACE

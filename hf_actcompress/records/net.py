@@ -3,8 +3,8 @@
 While the forward of a patched model runs, saved-tensor hooks look at every tensor that autograd saves. It is not kept
 
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads),
-- if the autograd node that made it keeps all that it was made of (the product of gate and up), or took it from a
-  parameter (the weights of batched experts, one for each token),
+- if the autograd node that made it keeps everything that it was made of (the product of gate and up), or took it from
+  a parameter (the weights of batched experts, one for each token),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
 A part of a larger tensor is kept as a copy where nothing else holds the rest (`parts.py`), and the indices of a
@@ -48,7 +48,7 @@ from .registry import known_record, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
 from .views import View, dense
 
-# elements; smaller tensors are kept
+# tensors with fewer elements are kept
 _SMALL = 256
 
 
@@ -57,27 +57,28 @@ class Net(Netting):
 
     def __init__(self, codec: Codec | None) -> None:
         self.codec = codec
-        # the hooks that were on before the net: they get what the net keeps
+        # the hooks that were active before the net; they get what the net keeps
         self.outside = hooks_outside()
         stands_before(self, self.outside)
         self.hooks = self.pack, self.unpack
-        # of all outer hooks, those of a report are known to hold what they are given
+        # copies of parts need to know who holds the whole; of outer hooks only those of a report are known to hold
+        # their input
         self._parts = Parts(self.outside) if self.outside is None or current.watcher is not None else None
-        # by the number of each node, what it saved, in order
+        # number of a node -> what it saved, in order
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
-        # by the number of each node that saved its own output, that output
+        # number of a node that saved its own output -> that output
         self._outputs: dict[int, weakref.ref[Held]] = {}
-        # by the id of a tensor object, how it is computed again; an entry ends with the object
+        # id of a tensor object -> how it is computed again; an entry ends with the object
         self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Held]]] = {}
 
     def pack(self, x: Tensor) -> Held:
-        """What autograd is to hold in place of x [any shape], which it saves now."""
+        """What autograd holds in place of x [any shape], which is being saved."""
         if self._parts is not None:
             self._parts.settle()
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
         held = held or self._smaller(x, own) or self._whole(x)
-        # a node takes its number, and then it saves
+        # a node gets its number before it saves, so the current node has the number before the next one
         number = next_sequence_number() - 1
         self._by_node.setdefault(number, []).append(weakref.ref(held))
         if x.grad_fn is not None and x.grad_fn._sequence_nr() == number:
@@ -85,11 +86,11 @@ class Net(Netting):
         return counted(held)
 
     def unpack(self, held: Held) -> Tensor:
-        """x again. Raises RuntimeError where torch does: somebody has written in place."""
+        """x again. Raises RuntimeError, as torch does, if a kept tensor was written in place."""
         return value_of(held, self.outside)
 
     def close(self) -> None:
-        """Forget what only a forward in progress needs. The hooks are methods of this object: they keep it alive."""
+        """Drop what only a forward in progress needs. The hooks are methods of this object and keep it alive."""
         del self.hooks
         if self._parts is not None:
             self._parts.close()
@@ -98,7 +99,7 @@ class Net(Netting):
         self._made.clear()
 
     def held_for(self, x: Tensor) -> Held:
-        """What is to be held in place of x, which was saved a while ago, and has not been written on since."""
+        """What to hold in place of x, which was saved a while ago and has not been written since."""
         return self._smaller(x) or self._whole(x)
 
     def _smaller(self, x: Tensor, own: bool = False) -> Held | None:
@@ -111,14 +112,15 @@ class Net(Netting):
         return self._recorded(x) or self._functional(x) or self._packed(x)
 
     def _whole(self, x: Tensor) -> Kept:
-        """x as it is, or a copy of it if it is a part of what nobody else will hold."""
+        """x as it is, or a copy if x is a part of a tensor whose rest nobody will hold."""
         held = self._kept(x)
         if self._parts is not None:
             self._parts.note(held, x)
         return held
 
     def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
-        # aliases without the graph, which may hold this object; but leaves themselves: FSDP2 and ZeRO-3 move their data
+        # aliases without a graph, because the graph may hold this object. Leaves stay themselves: FSDP2 and ZeRO-3 move
+        # their data
         parts = tuple(x if x.grad_fn is None else x.detach() for x in tensors)
         outside = self.outside
         if outside is None:
@@ -126,7 +128,7 @@ class Net(Netting):
         return Kept(tuple(outside[0](x) for x in parts), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
-        """What makes x again by the registry, which knows the tensors that our ops made."""
+        """How the registry, which knows the tensors that our ops made, makes x again; None if it has no record."""
         record = known_record(x)
         if record is None or is_dropped(record):
             # padding rows are dropped only in ops that check the gradient in those rows
@@ -151,7 +153,7 @@ class Net(Netting):
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor) -> Made | None:
-        """What makes x again by the autograd node that made x, or that made the tensor of which x is a view."""
+        """How x is computed again from what its autograd node holds; for a view, from what its base's node holds."""
         base = x._base if x._base is not None else x
         if base.numel() != x.numel():
             return None
@@ -191,7 +193,7 @@ class Net(Netting):
         return computation(row, node), sources
 
     def _copied(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """What makes x [B, S, H, D] again, if it is a copy of outputs [B, H, S, D] of torch's attention."""
+        """How x [B, S, H, D] is made again, if it is a copy of outputs [B, H, S, D] of torch's attention; else None."""
         found = attention_in_order(x)
         if found is None:
             return None
@@ -201,26 +203,26 @@ class Net(Netting):
         return (found.compute, sources) if len(sources) == len(found.nodes) else None
 
     def _gathered(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """What makes x again, if it is rows of a weight by indices, such as an expert's weight for each token."""
+        """How x is made again, if it is rows of a weight (an expert's weight for each token); else None."""
         weight = gathered_from(x.grad_fn)
         index = None if weight is None else self._saved_by(x.grad_fn)
         return (rows, [self._kept(weight), *index]) if weight is not None and index and len(index) == 1 else None
 
     def _saved_by(self, node: Any) -> list[Held]:
-        """What a node holds."""
+        """What autograd holds for a node's saved tensors."""
         saved = [reference() for reference in self._by_node.get(node._sequence_nr(), ())]
         return [held for held in saved if held is not None]
 
     def _sources(self, row: Pointwise, node: Any) -> list[Held] | None:
-        """What a node holds, if it holds all of its inputs; else None."""
+        """What autograd holds for a node, if the node saved all of its inputs; else None."""
         found = self._saved_by(node)
         if len(found) == 1 and isinstance(found[0], Mask) and found[0].dropped is not None:
             found.append(found[0].dropped)
         return found if len(found) == row.tensors else None
 
     def _functional(self, x: Tensor) -> Mask | Made | None:
-        """x in fewer bytes, if the function of torch.nn.functional that saves it now is a known one."""
-        # stack frames from here to the function that saves
+        """x in fewer bytes, if a known function of torch.nn.functional is saving it; else None."""
+        # stack frames between this one and the function that saves
         frames = 3
         narrow = narrow_indices(x, frames)
         if narrow is not None:
@@ -237,7 +239,7 @@ def netted(codec: Codec) -> Iterator[None]:
     """While the block runs, autograd in this thread keeps nothing that can be computed again. For one forward.
 
     Args:
-        codec: How the activations are stored that stock code saves and nobody can compute again.
+        codec: How activations are stored that stock code saves and that cannot be computed again.
     """
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield

@@ -1,7 +1,7 @@
-"""Which of torch's autograd nodes save all that their output is made of, and how it is computed again from that.
+"""Autograd nodes of torch that save everything that their output is computed from, and how to compute it again.
 
-The node of a product `y = a * b` in stock code keeps a and b. An op that saves y later need not keep it, because that
-node has all that y is made of. Only pointwise functions are listed: they are cheap, and computing them again gives the
+The node of a product `y = a * b` in stock code keeps a and b. An op that saves y later need not keep y, because that
+node has both factors. Only pointwise functions are listed, because they are cheap, and computing them again gives the
 same bits.
 """
 
@@ -27,9 +27,10 @@ class Pointwise:
 
     Args:
         compute: Takes the saved tensors in the order in which the node saves them, and the options by name.
-        tensors: How many it saves where all inputs need a gradient. Where it saved fewer, nothing can be computed.
-        options: Names of the numbers and words that it saves.
-        make: What makes such a node, if `compute` does not.
+        tensors: How many tensors it saves if all inputs need a gradient. If it saved fewer, its output cannot be
+            computed.
+        options: Names of the saved values that are no tensors.
+        make: The function that makes such a node; by default `compute`.
         draws: Whether it draws random numbers and saves nothing else; its input is then added as the last source.
     """
 
@@ -49,7 +50,7 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 def _glu(x: Tensor, dim: int) -> Tensor:
-    # the node has it as a number without sign
+    # the node has the dimension as an unsigned number
     return F.glu(x, dim if dim < 2**63 else dim - 2**64)
 
 
@@ -89,7 +90,7 @@ POINTWISE: dict[str, Pointwise] = {
     "SiluBackward0": Pointwise(F.silu),
     "SinBackward0": Pointwise(torch.sin),
     "SoftplusBackward0": Pointwise(F.softplus, options=("beta", "threshold")),
-    # this op is one of parameters alone; it also saves the norms, which are its second result
+    # in this op all inputs are parameters; it also saves the norms, which are its second result
     "WeightNormInterfaceBackward0": Pointwise(_weight_norm, 3, ("dim",), _normed_weight),
 }
 
@@ -103,7 +104,7 @@ class InOrder(NamedTuple):
     """How a tensor [B, S, H, D] is made again from outputs [B, H, S, D] of torch's attention.
 
     Attributes:
-        nodes: Those of the attention.
+        nodes: The attention's nodes.
         compute: Takes their outputs.
     """
 
@@ -112,7 +113,7 @@ class InOrder(NamedTuple):
 
 
 def attention_in_order(x: Tensor) -> InOrder | None:
-    """What makes x, if it is a copy [B, S, H, D] of an attention's output [B, H, S, D], or joins several; else None.
+    """How x is made, if it is a copy [B, S, H, D] of an attention's output [B, H, S, D] or joins several; else None.
 
     The kernels write in the order of the query's memory. Where that is [B, H, S, D], the next layer reads a copy.
     Vision models join the outputs of several images.
@@ -144,7 +145,7 @@ def rows(weight: Tensor, index: Tensor) -> Tensor:
 
 
 def _exchanged(node: Any, x: Tensor, tokens: int | None = None) -> Any:
-    """The attention's node, if this node makes tokens of x [B, S, H, D] of its output [B, H, S, D]; else None."""
+    """The attention's node, if `node` makes x [B, S, H, D] from its output [B, H, S, D]; else None."""
     if type(node).__name__ != "TransposeBackward0" or {_dim(node._saved_dim0), _dim(node._saved_dim1)} != {1, 2}:
         return None
     node = _made_of(node)
@@ -161,7 +162,7 @@ def _made_of(node: Any) -> Any:
 
 
 def _dim(saved: int) -> int:
-    # the node has it as a number without sign
+    # the node has the dimension as an unsigned number
     return (saved if saved < 2**63 else saved - 2**64) % 4
 
 
@@ -199,7 +200,7 @@ def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) 
 
 
 def _numbers(device: torch.device) -> Tensor:
-    """Numbers on that device to try a node with; on the CPU for an estimate of a device that this machine lacks."""
+    """Numbers on that device with which to try a node; on the CPU if the machine does not have the estimated device."""
     try:
         return torch.linspace(0.1, 3, 64, device=device).view(4, 16)
     except (AssertionError, RuntimeError):

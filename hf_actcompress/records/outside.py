@@ -25,5 +25,5 @@ def hooks_outside() -> Hooks | None:
 
 
 def stands_before(hook: object, outside: Hooks | None) -> None:
-    """Note which hooks were on before one of our own: a pack hook, or the object whose method it is."""
+    """Note which hooks were active before one of our own, `hook`: a pack hook, or the object whose method it is."""
     setattr(hook, _OUTSIDE, outside)

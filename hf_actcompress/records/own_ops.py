@@ -19,10 +19,10 @@ _Function = type[torch.autograd.Function]
 
 
 class _Off:
-    """The net is off while one of our ops runs, which decides itself what to keep. That saves time on the host.
+    """Switches the net off while one of our ops runs, because the op decides what to keep. That saves time on the host.
 
-    It is on again before autograd saves, if what is saved has been made by a node of stock code that keeps its inputs,
-    or is a part of a larger tensor.
+    It is on again before autograd saves, if a saved tensor was made by a node of stock code that keeps its inputs, or
+    is a part of a larger tensor.
     """
 
     __slots__ = ("hooks", "on")
@@ -61,7 +61,7 @@ def applied(function: _Function, *inputs: Any) -> Any:
 
 
 def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's result with the net off, for functions of which the net could save nothing: autograd keeps all."""
+    """The function's result with the net off, for functions whose saved tensors must all be kept anyway."""
     net = None if torch.compiler.is_compiling() else current.net
     if net is None or net.outside is not None or not net.is_innermost():
         return function(*args, **kwargs)

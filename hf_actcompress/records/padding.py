@@ -1,10 +1,10 @@
 """Padding rows are not kept: an activation x [B, S, ...] comes back from its real rows, with zeros in between.
 
-That is exact where no gradient reaches a padding row. A zero row of dy adds nothing to a weight's gradient and gives a
-zero row of dx whatever x was there, as long as it is finite, which zeros and what is made of them are; rows meet in
-attention alone (ops/heads.py). Dispatch is by shape, so what makes it safe is the guard: each op hands its
-incoming gradient to `load`, and one that is not zero on a dropped row raises when backward ends. NaN and inf
-raise no error here: they reach the weights' gradients whatever x is, and loss scaling looks for them there.
+That is exact if no gradient reaches a padding row. A zero row of dy adds nothing to a weight's gradient, and gives a
+zero row of dx whatever x was there, as long as x is finite; zeros and values computed from them are. Only attention
+combines rows (ops/heads.py). Dispatch is by shape, so the guard is what makes this safe: each op hands its incoming
+gradient to `load`, and if one is not zero on a dropped row, an error is raised when backward ends. NaN and inf raise no
+error here: they reach the weights' gradients whatever x is, and loss scaling looks for them there.
 
 In a region under `torch.utils.checkpoint` nothing is dropped. The region runs again in backward and has to save the
 same tensors then, but in backward there is no forward that says what was padding.
@@ -33,12 +33,12 @@ _ATTENTION = "an attention mask lets real tokens attend to padding"
 
 
 class PaddingGuard(Guard):
-    """Raises an error at the end of a backward that has needed the rows which were dropped."""
+    """Raises an error at the end of a backward that needed rows which were dropped."""
 
     __slots__ = ()
 
     def note_gradient(self, dy: Tensor, padding_rows: Tensor, total: int) -> None:
-        """dy [..., *], whose leading dimensions are `total` rows, has to be zero on `padding_rows`."""
+        """Note that dy [..., *], whose leading dimensions are `total` rows, must be zero on `padding_rows`."""
         low, high = dy.reshape(total, -1).index_select(0, padding_rows).aminmax()
         worst = torch.maximum(high, -low).float()
         self.note(_GRADIENT, torch.where(worst.isfinite(), worst, 0.0))
@@ -80,7 +80,7 @@ class Padding:
         return x.dim() > 2 and x.shape[:2] == self.mask.shape and x.numel() > 0
 
     def once(self, x: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """`make(x)`, computed once per forward for every x."""
+        """The result of `make`, which is called once per forward for each x."""
         for known, version, made in self._made:
             if known() is x and version == x._version:
                 return made
@@ -94,7 +94,7 @@ def padding_of(mask: Tensor) -> Padding | None:
     with torch.no_grad():
         real = mask != 0
         count = int(real.sum())
-    # the mask of a batch without any real token must mean something else
+    # a mask without any real token must mean something else
     return Padding(real, count) if 0 < count < real.numel() else None
 
 
@@ -118,7 +118,7 @@ def dropping(rows: Padding | Copies | None) -> Iterator[None]:
 
 
 def _rows_in(x: Tensor) -> Padding | Copies | None:
-    """Which rows of x are not kept here and now."""
+    """The rows of x that are not kept in this forward, or None."""
     if torch.compiler.is_compiling():
         return None
     rows = _state.rows
@@ -126,13 +126,13 @@ def _rows_in(x: Tensor) -> Padding | Copies | None:
 
 
 def padding_in(x: Tensor) -> Padding | None:
-    """The padding whose rows of x are dropped here and now, or None."""
+    """The padding whose rows of x are dropped in this forward, or None."""
     rows = _rows_in(x)
     return rows if isinstance(rows, Padding) else None
 
 
 def shares_rows(x: Tensor) -> bool:
-    """Whether rows of x [B, S, ...] that repeat others are kept once here and now."""
+    """Whether rows of x [B, S, ...] that repeat others are kept only once in this forward."""
     return isinstance(_rows_in(x), Copies)
 
 
@@ -158,7 +158,7 @@ def keep(x: Tensor, codec: Codec) -> Record:
 
 
 def keep_later(x: Tensor, codec: Codec) -> Record:
-    """As `keep`, but nothing is packed before the first consumer saves the record."""
+    """As `keep`, but nothing is packed until the first consumer saves the record."""
     rows = _rows_in(x)
     fewer = rows is not None and codec.takes_rows
     if codec == IDENTITY and not fewer:
@@ -187,7 +187,7 @@ def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
 
 
 class RealRows:
-    """Recompute function of x [B, S, ...] from its real rows: zeros elsewhere."""
+    """Recompute function of x [B, S, ...] from its real rows; all other rows are zeros."""
 
     __slots__ = ("guard", "real", "shape")
 

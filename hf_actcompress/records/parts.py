@@ -1,8 +1,8 @@
-"""Parts of larger tensors that are saved: copies of them are kept where nobody holds the rest.
+"""Saved parts of larger tensors: a copy of a part is kept if nobody holds the rest of the tensor.
 
 Queries, keys and values are often views of one product. Rotated queries and keys are new tensors, so a value that is
-saved as a view holds three times its size. This is not known when it is saved, because the rest may be saved later. So
-the decision is made as soon as nothing but saved parts holds the memory.
+saved as a view holds three times its size. When it is saved, this is not known yet, because the rest may be saved
+later. So the decision is made as soon as only saved parts hold the memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .outside import Hooks
 
 # copies are worth it if the parts have at most this share of the whole's bytes
 _WORTH = 0.75
-# how many of the newest whole tensors are looked at each time that something is saved
+# how many of the newest whole tensors are checked whenever a tensor is saved
 _LAST = 4
 
 
 def is_part(x: Tensor) -> bool:
-    """Whether x is a view of a result of which it has so little that a copy of it may be worth it."""
+    """Whether x is a view of so small a part of a result that keeping a copy of it may be worth it."""
     if x.grad_fn is None or type(x) not in (Tensor, FakeTensor) or x.layout is not strided:
         return False
     return x.nbytes <= _WORTH * x.untyped_storage().nbytes()
 
 
 class Parts:
-    """The parts that are kept, by the memory that they are in. It holds no tensor.
+    """The kept parts, by the memory that they are in. It holds no tensor.
 
     Args:
-        outside: The hooks outside of the net, each of whose packed values holds one alias of what it was given; None if
+        outside: The hooks outside of the net. Each of their packed values holds one alias of what it was given. None if
             there are none.
     """
 
@@ -47,12 +47,12 @@ class Parts:
             self._kept.setdefault(x.untyped_storage()._cdata, []).append(weakref.ref(held))
 
     def settle(self) -> None:
-        """Decide for those of the last whole tensors whose memory only saved parts hold."""
+        """Decide for those of the newest whole tensors whose memory only saved parts hold."""
         if self._kept:
             self._settle([*self._kept][-_LAST:])
 
     def close(self) -> None:
-        """At the end of the forward: decide for every whole tensor for which that is possible."""
+        """Decide, at the end of the forward, for every whole tensor for which that is possible."""
         self._settle([*self._kept])
         self._kept.clear()
 
@@ -61,7 +61,7 @@ class Parts:
             kept = [(held, self._value(held)) for reference in self._kept[whole] if (held := reference()) is not None]
             kept = [(held, x) for held, x in kept if x.untyped_storage()._cdata == whole]
             if not kept:
-                # the part has died meanwhile
+                # the part has been freed meanwhile
                 del self._kept[whole]
             elif tensors_holding(whole) <= len(kept):
                 del self._kept[whole]

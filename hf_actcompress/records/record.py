@@ -37,10 +37,10 @@ class Pending:
     is not (a dropout before a residual sum), nothing is packed.
 
     Args:
-        x: The activation; an alias of its data is held until it is packed.
-        pack: Makes the record of it. Holds no tensor.
+        x: The activation. An alias of its data is held until it is packed.
+        pack: Makes the record of x. It holds no tensor.
         dropped: Whether that record leaves padding rows out.
-        lossless: Whether it gives x back bit by bit.
+        lossless: Whether that record gives x back bit by bit.
     """
 
     __slots__ = ("_made", "_version", "_x", "dropped", "lossless", "pack")
@@ -53,7 +53,7 @@ class Pending:
 
     @property
     def version(self) -> int:
-        """x's version counter now; once x is packed, the one that it had then."""
+        """x's version counter now; after x was packed, its version at that time."""
         return self._x._version if self._x is not None else self._version
 
     def packed(self) -> Record:
@@ -126,7 +126,7 @@ class Recipe:
         self._lock = threading.RLock()
 
     def value(self, load_sources: Callable[[], Sequence[Tensor]]) -> Tensor:
-        """The rebuilt activation; `load_sources` is called only if it is not at hand from an earlier consumer."""
+        """The rebuilt activation. `load_sources` is called only by the first consumer in a backward."""
         task = current_backward()
         if self.uses == 1 or task == -1:
             return self.recompute(*load_sources())

@@ -53,12 +53,12 @@ class _Entry:
         self.versions = _versions(record)
 
     def describes(self, x: Tensor) -> bool:
-        """Whether there is a record out of which x, same data as this tensor, can be had."""
+        """Whether the record can give x, which has the same data as this tensor."""
         if self.record is None or self.versions != _versions(self.record):
             return False
         if x.shape == self.shape and x.stride() == self.stride:
             return True
-        # what is rebuilt is contiguous whatever the original was, and ends where the original did
+        # a rebuilt tensor is contiguous whatever the original was, and ends where the original did
         return dense(self.shape, self.stride) and extent(x) <= x.numel()
 
 

@@ -27,13 +27,13 @@ class Replay(Netting):
         self.values: dict[int, Tensor] = {}
         self._given, self._last = iter(given), last
         self._seen = 0
-        # of a linear layer
+        # whether a linear layer is running
         self._inside = False
         self._versions: list[int] = []
         self.hooks = self._collect, _unused
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What this layer returned the first time; computed again if that was not kept."""
+        """What this layer returned the first time; if that was not kept, it is computed again."""
         y = next(self._given, None)
         if y is not None:
             return y

@@ -43,7 +43,7 @@ Slot = _StoredSlot | _DerivedSlot
 
 
 class _OwnTensors(threading.local):
-    """What the op that ends now saves. Autograd asks the net about each tensor right after, which finds it here.
+    """What the current op saves. Right after the op, autograd asks the net about each tensor, and the net looks here.
 
     Attributes:
         asked: Whether the net will be asked about these tensors; None while no op of ours runs under a net.
@@ -54,7 +54,7 @@ class _OwnTensors(threading.local):
         self.asked: Callable[[Sequence[Tensor]], bool] | None = None
 
     def note(self, tensors: Sequence[Tensor], outside: Sequence[Tensor] | None = None) -> None:
-        """Announce which tensors are saved next, and which of them stock code may have made; None: all of them."""
+        """Announce the tensors that are saved next, and which of them stock code may have made; None: all may be."""
         if self.asked is not None and self.asked(tensors if outside is None else outside):
             self._ids = {id(x) for x in tensors}
 
@@ -64,7 +64,7 @@ class _OwnTensors(threading.local):
         self.asked = None
 
     def take(self, x: Tensor) -> bool:
-        """Whether x is one of these tensors. It is asked once for each."""
+        """Whether x is one of these tensors. Each tensor can be asked about once."""
         if id(x) in self._ids:
             self._ids.remove(id(x))
             return True
@@ -92,7 +92,7 @@ class Leaves:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._position: dict[int, int] = {}
-        # for each batch, the padding that is not kept, and the position of the tensor with the order of its rows
+        # id of a batch's padding that is not kept -> (the rows, the position of the tensor with their order)
         self.dropped: dict[int, tuple[RealRows, int]] = {}
 
     def add(self, x: Tensor) -> int:
@@ -103,7 +103,7 @@ class Leaves:
 
 
 def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
-    """How the record's value is made of `leaves`, to which its tensors are added."""
+    """How the record's value is computed from `leaves`, to which its tensors are added."""
     if isinstance(record, Pending):
         record = record.packed()
     if isinstance(record, Stored):
@@ -112,7 +112,8 @@ def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
     first = False
     if counted:
         record.recipe.uses += 1
-        # the sources are asked once per backward, by the first consumer that rebuilds
+        # only the consumer that rebuilds first in a backward reads the sources, so they count one use, not one per
+        # consumer
         first = record.recipe.uses == 1
     sources = tuple(slot_of(source, leaves, first) for source in record.sources)
     back = record.recipe.recompute
@@ -159,7 +160,7 @@ class Packed:
 
 
 def load_packed(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
-    """As `load`, but what was stored through a codec comes as `Packed`."""
+    """As `load`, but a value that was stored through a codec is returned as `Packed`."""
     if torch.compiler.is_compiling():
         return tuple(ctx.saved_tensors)
     saved = ctx.saved_tensors
@@ -177,10 +178,11 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
     """The values of what `save` kept, in order. Derived ones are rebuilt here. None where None was saved.
 
     Args:
-        ctx: Of the Function.
-        dy: The incoming gradients: [B, S, ...] or [B * S, ...] if x [B, S, ...] was saved. Where padding rows were
-            dropped, the guard checks that they are zero there, because only then the values are right.
-        rows: Which of the saved tensors says to which row [K] each gradient of dy [K] belongs, if not to all in order.
+        ctx: The ctx of the Function.
+        dy: The incoming gradients: [B, S, ...] or [B * S, ...] if x [B, S, ...] was saved. If padding rows were
+            dropped, the guard checks that dy is zero there, because only then the values are right.
+        rows: The position of the saved tensor that says to which row each gradient of dy [K] belongs; None: dy has all
+            rows in order.
     """
     if torch.compiler.is_compiling():
         return tuple(ctx.saved_tensors)
@@ -192,7 +194,7 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
 
 
 def load_one(ctx: Any, dy: Tensor) -> tuple[Tensor, bool]:
-    """As `load`, for the one record that `save` kept; also whether the caller may write on the value.
+    """As `load`, for the only record that `save` kept; also returns whether the caller may write into the value.
 
     It may if the value was rebuilt for this call alone.
     """

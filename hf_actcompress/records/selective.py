@@ -1,12 +1,12 @@
 """Selective recomputation (arXiv 2205.05198) for modules with code of their own between their linear layers.
 
-Eager attention keeps the probabilities, a state-space scan keeps every step. What such code saves is not kept: the
-module's forward runs again in backward, and there its linear layers return what they returned the first time, which is
-kept instead. So a product with a weight is computed twice only where its result was written on. Stock's own autograd
-nodes do the backward: same bits.
+Eager attention keeps the probabilities, and a state-space scan keeps every step. Nothing of what such code saves is
+kept. The module's forward runs again in backward. There its linear layers return what they returned the first time,
+which is kept instead. So a product with a weight is computed twice only if its result was written in place. Stock's own
+autograd nodes compute the backward, with the same bits.
 
-The decision is made when the forward of the module ends: the module runs again if that keeps clearly less, if nothing
-has been written on what it would run from, and if a second run has given the same bits. That is tried once for each
+The decision is made when the forward of the module ends. The module runs again if that keeps clearly less, if nothing
+has been written into what it would run from, and if a second run has given the same bits, which is tried once for each
 kind of call. Otherwise the net holds what was saved, as for any other code.
 """
 
@@ -42,7 +42,7 @@ _WORTH = 0.125
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward of a module, for the first time and again.
+    """The forward of a module, for the first run and the second.
 
     Args:
         first: The stock forward.
@@ -60,9 +60,9 @@ class Forward:
 
 
 def run_selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``forward.first(*args, **kwargs)``, of which nothing is kept but what its linear layers return, if that is less.
+    """``first(*args, **kwargs)``. Only what its linear layers return is kept, if that is less than what its code saves.
 
-    This needs a net, which asks what to hold. Without one the module just runs.
+    This needs a net, which autograd asks what to hold. Without one the module just runs.
     """
     net = current.net
     tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
@@ -79,16 +79,16 @@ def run_selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class Call:
-    """One call of such a module. The graph holds it, by what the call saved; it holds no tensor with a graph."""
+    """One call of such a module. The graph holds it through what the call saved, so it holds no tensor with a graph."""
 
     def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> None:
         self._forward: Forward | None = forward
         self._again = forward.again
         self._given: Any = (args, kwargs)
         self._inputs = [_Seen(t) for t in tensors_in((args, kwargs))]
-        # None where the output was modified in place: it is computed again
+        # None for an output that was modified in place: it is computed again
         self._linear: list[_Seen | None] = []
-        # storages of what linear layers read
+        # storages of the linear layers' inputs
         self._read: set[int] = set()
         self._drawn: StateBefore | None = StateBefore(x.device)
         self._saved: list[weakref.ref[Again] | None] = []
@@ -101,7 +101,7 @@ class Call:
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What a linear layer returns for x. The result is noted, and so is x, which the layer itself keeps."""
-        # what the linear layer saves itself does not belong to what this call saves
+        # what the linear layer saves itself is not counted as saved by this call
         current.call = None
         try:
             y = compute()
@@ -112,7 +112,7 @@ class Call:
         return y
 
     def pack(self, x: Tensor) -> Again | None:
-        """What is held in place of x. Weights, small tensors and sparse ones are counted, and kept."""
+        """What is held in place of x. Weights, small tensors and sparse ones are kept as they are."""
         if x.numel() < _SMALL or isinstance(x, Parameter) or x.layout is not torch.strided:
             self._saved.append(None)
             return None
@@ -122,7 +122,7 @@ class Call:
         return again
 
     def close(self, net: Any) -> None:
-        """Decide whether the module runs again, and hold what either way needs."""
+        """Decide whether the module runs again, and hold what is needed in either case."""
         self._linear = [None if seen is None or seen.is_written() else seen for seen in self._linear[: self._needed]]
         saved = [again for reference in self._saved if reference and (again := reference()) is not None]
         forward, self._forward = self._forward, None
@@ -143,17 +143,17 @@ class Call:
         known = storage_sizes(seen.x for seen in self._linear if seen is not None)
         instead = storage_sizes(seen.x for seen in self._inputs).keys() | known.keys() | self._read
         dropped = storage_sizes(a.x for a in saved if a.x is not None)
-        # all layers share inputs without a gradient (masks, angles), so these do not count
+        # inputs without a gradient (masks, angles) are shared by all layers, so they are not counted
         kept = known | storage_sizes(seen.x for seen in self._inputs if seen.needed and known_record(seen.x) is None)
         less = sum(size for storage, size in dropped.items() if storage not in instead)
         more = sum(size for storage, size in kept.items() if storage not in dropped)
         if self._drawn is not None and self._drawn.has_changed():
-            # of a CPU a state is 5 kB, more than a tiny attention keeps
+            # a CPU's generator state is 5 kB, which is more than a tiny attention keeps
             more += self._drawn.state.nbytes
         return less - more > _WORTH * sum(kept.values())
 
     def _is_same(self, forward: Forward, saved: Sequence[Again]) -> bool:
-        """Whether a second run saves the same bits: tried for the first call of its kind."""
+        """Whether a second run saves the same bits. It is tried for the first call of its kind."""
         if isinstance(saved[0].x, FakeTensor):
             return forward.proved.get(forward.kind, True)
         if forward.kind not in forward.proved:
@@ -182,7 +182,7 @@ class Call:
                 seen.forget()
 
     def value(self, index: int, outside: Hooks | None) -> Tensor:
-        """The tensor that the module's code saves at that position. The first request lets the code run again."""
+        """The tensor that the module's code saves at that position. The first request runs the code again."""
         if index not in self._values:
             inputs = self._inputs_again(outside)
             linear = [None if held is None else value_of(held, outside) for held in self._held_linear]
@@ -202,7 +202,7 @@ class Call:
         try:
             return [value_of(held, outside) for held in self._held_inputs]
         except RuntimeError as error:
-            # stock may not have saved this input, and would then raise no error here
+            # stock may not have saved this input, and so would raise no error itself
             raise RuntimeError(
                 "a module is to run again for its backward, and one of its inputs has been written on since; patch the "
                 "model with CompressionConfig(selective=False)"
@@ -218,7 +218,7 @@ class Call:
         self._values, self._task = {}, -1
 
     def _run(self, inputs: Sequence[Tensor], linear: Sequence[Tensor | None], last: int) -> dict[int, Tensor]:
-        """Everything that the module's code saves, up to that position."""
+        """Everything that the module's code saves, up to position `last`."""
         leaves = [_leaf(x, seen) for x, seen in zip(inputs, self._inputs, strict=True)]
         given = [None if y is None else _leaf(y, seen) for y, seen in zip(linear, self._linear, strict=True)]
         args, kwargs = replaced(self._given, iter(leaves))
@@ -244,7 +244,7 @@ def _held(again: Again, net: Any) -> Held:
     """What the net holds for a tensor that the module saved, if the module does not run again."""
     assert again.x is not None
     if _is_written(again):
-        # with what raises torch's error in backward
+        # such that backward raises torch's error
         return Kept((again.x,), (again.version,), None)
     held: Held = net.held_for(again.x)
     return held
@@ -276,7 +276,7 @@ class _Seen:
         return bool(self.x._version != self.version)
 
     def forget(self) -> None:
-        """Give the tensor up, because the net holds it now."""
+        """Drop the tensor, because the net holds it now."""
         del self.x
 
 

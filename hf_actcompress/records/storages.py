@@ -13,7 +13,7 @@ _COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def storages_of(x: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages that hold x: one, or those of a sparse tensor's indices and values; none if torch hides them."""
+    """The storages of x: one, or those of a sparse tensor's parts; none if torch gives no access to them."""
     for part in _strided_parts(x):
         yield part.untyped_storage()
 

@@ -19,7 +19,7 @@ def dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def extent(x: Tensor) -> int:
-    """One past the last element of the storage that x sees, counted from its first."""
+    """The number of storage elements that x spans, from its first element to its last."""
     return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
@@ -39,7 +39,7 @@ class View:
 
 
 class TokensFirst:
-    """Recompute function of heads [B, S, H, D] from another one's [B, H, S, D]."""
+    """Recompute function of heads [B, S, H, D] from a record of [B, H, S, D]."""
 
     __slots__ = ("recompute",)
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from .attention import repeat_heads
 from .sequences import Band, Group, Sequences, chunks
 
-# the rows; begin and end of the queries in each sequence; the first of their keys and the end of them; their mask
-# [1 or B, 1, 1 or queries, keys], None: causal
+# (rows, begin and end of the queries in each sequence, first key and end of the keys, mask); the mask is
+# [1 or B, 1, 1 or queries, keys], or None for causal attention
 Piece = tuple[Group | Band, int, int, int, int, Tensor | None]
 
 
@@ -34,13 +34,13 @@ def packed_sdpa(
         queries = group.part(q, begin, end)
         y = functional.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None, scale=scale)
         parts.setdefault(group, []).append(y)
-    # [count, H, length, Dv] of each group, its tokens one after the other
+    # [count, H, length, Dv] for each group, whose tokens follow one another
     tokens = [torch.cat(found, 2).transpose(1, 2).flatten(0, 1) for found in parts.values()]
     return torch.cat(tokens).view(sequences.rows, sequences.tokens, q.size(1), v.size(-1))
 
 
 def pieces(sequences: Sequences | Band, window: int | None, q: Tensor, real: Tensor | None) -> Iterator[Piece]:
-    """The parts that one call computes each: some queries of each sequence of a group, and the keys that they see."""
+    """The parts that one call each computes: some queries of each sequence of a group, and the keys that they see."""
     if isinstance(sequences, Band):
         yield from _blocks(sequences, window, q, real)
         return
@@ -57,14 +57,14 @@ def pieces(sequences: Sequences | Band, window: int | None, q: Tensor, real: Ten
 
 
 def _blocks(band: Band, window: int | None, q: Tensor, real: Tensor | None) -> Iterator[Piece]:
-    """The same where no query sees padding: `real` [B, T] is False there."""
+    """The pieces of a band. With `real` [B, T], which is False for padding, no query sees padding."""
     chunk = None
     if band.chunked and real is not None and window is not None:
         chunk = (torch.arange(band.tokens, device=q.device) - first_real(real)).div(window, rounding_mode="floor")
     for begin, end, first, last in band.blocks(window):
         mask = None if real is None else real[:, None, None, first:last]
         if band.causal or window is not None:
-            # the query in row i is token begin + i, the key in column j is token first + j
+            # row i is the query of token begin + i, and column j is the key of token first + j
             here = begin - first
             seen = torch.ones(end - begin, last - first, dtype=torch.bool, device=q.device)
             if window is not None:
@@ -77,5 +77,5 @@ def _blocks(band: Band, window: int | None, q: Tensor, real: Tensor | None) -> I
 
 
 def first_real(real: Tensor) -> Tensor:
-    """[B, 1]: how many tokens of padding there are on the left of each row."""
+    """[B, 1]: how many tokens of padding each row has on the left."""
     return (real.cumsum(1) == 0).sum(1, keepdim=True)

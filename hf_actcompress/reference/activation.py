@@ -1,4 +1,4 @@
-"""Derivatives of the pointwise activations. Forward and rebuild are the stock module's own."""
+"""Derivatives of the pointwise activations. Forward and rebuild use the stock module's own code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
-    """y again, from x, by stock's code and so in its `dtype`. A kernel computes row `kind` with `options` instead."""
+    """y again, from x, by stock's code and so in its `dtype`. A kernel uses formula `kind` with `options` instead."""
     return stock(x)
 
 
@@ -47,7 +47,7 @@ def _gelu_clipped(dy: Tensor, x: Tensor, low: float, high: float) -> Any:
 
 
 def _in_fp32(derivative: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Composite functions: f' in fp32 and rounded once, which is closer to the truth than the stock composition."""
+    """For functions composed of several ops: f' in fp32, rounded once; stock's composition is less accurate."""
 
     def backward(dy: Tensor, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -68,7 +68,7 @@ def _laplace(x: Tensor, mu: float = 0.707107, sigma: float = 0.282095) -> Tensor
 
 def _softsign(x: Tensor) -> Tensor:
     root = (x.abs() + 1).reciprocal()
-    # as in stock, where f' of inf is inf * 0
+    # as in stock, where f' of inf is inf * 0, which is NaN
     return torch.where(root == 0, torch.nan, root * root)
 
 
@@ -78,20 +78,20 @@ def _gelu_erf(x: Tensor) -> Tensor:
 
 
 def gelu_new_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """t, the tanh of ``gelu_new``, and 0.5 (1 + t): x times that is the value, the bits of the stock composition."""
+    """(t, 0.5 (1 + t)), where t is the tanh in ``gelu_new``. x times the second has the bits of stock's composition."""
     t = torch.tanh(_SCALE * (x + _CUBIC * torch.pow(x, 3.0)))
     return t, torch.rsub(t, 0.5, alpha=-0.5)
 
 
 def gelu_new_bwd(dy: Tensor, x: Tensor, t: Tensor, half: Tensor) -> Tensor:
-    """dx from the result of `gelu_new_parts`, over which it is written. At most five tensors exist at once."""
+    """dx, written over the results of `gelu_new_parts`. At most five tensors of x's size exist at the same time."""
     inner = x.square().mul_(1.5 * _CUBIC * _SCALE).add_(0.5 * _SCALE)
     slope = _tanh_backward(x, t, grad_input=t)
     return half.addcmul_(slope, inner).mul_(dy)
 
 
 def _gelu_new(dy: Tensor, x: Tensor) -> Any:
-    """The tanh form where stock composes it: in fp32 the kernel's error is 1.1 to 1.3 times the composition's."""
+    """dx where stock composes the tanh form. In fp32, torch's kernel would have 1.1 to 1.3 times its error."""
     if x.dtype.itemsize < 4:
         return _gelu_tanh(dy, x)
     return gelu_new_bwd(dy, x, *gelu_new_parts(x))

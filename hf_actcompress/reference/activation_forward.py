@@ -1,4 +1,4 @@
-"""act(x), and act(gate) * up, in a forward: stock's own ops."""
+"""act(x), and act(gate) * up, in a forward, by stock's own ops."""
 
 from __future__ import annotations
 

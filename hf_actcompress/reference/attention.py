@@ -1,6 +1,6 @@
-"""Attention by the CPU's fused kernel, whose backward can be called with kept tensors.
+"""Attention by the CPU's fused kernel, whose backward can be called with tensors that an op has kept.
 
-Elsewhere the op recomputes the stock call in backward (see ops/attention.py).
+On other devices the op computes the stock call again in backward (see ops/attention.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention_bwd(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, shaped like q, k, v; the repeated heads of grouped-query attention are made again and summed."""
+    """dq, dk, dv, shaped like q, k, v. Grouped-query heads are repeated again, and their gradients are summed."""
     groups = q.size(1) // k.size(1)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, repeat_heads(k, groups), repeat_heads(v, groups), out, lse, 0.0, is_causal,
@@ -52,7 +52,7 @@ def attention_bwd(
 
 
 def repeat_heads(x: Tensor, groups: int) -> Tensor:
-    """[B, H * groups, S, D] of x [B, H, S, D]: each head as often as grouped-query attention uses it."""
+    """[B, H * groups, S, D] from x [B, H, S, D]: each head as often as grouped-query attention uses it."""
     if groups == 1:
         return x
     b, h, s, d = x.shape

@@ -1,6 +1,6 @@
-"""Small codes packed into bytes: k bits per element, k from 1 to 8, nothing wasted but the end of the last byte.
+"""Small codes packed into bytes: k bits per element, k from 1 to 8. Only the end of the last byte is unused.
 
-k is split into fields of 4, 2 and 1 bits (3 = 2 + 1), each of which divides a byte; the fields follow one another in
+k is split into fields of 4, 2 and 1 bits (3 = 2 + 1), each of which divides a byte. The fields follow one another in
 the packed tensor. Within a byte the first element is in the lowest bits.
 """
 
@@ -33,7 +33,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first `count` codes, uint8 [count], of what `pack_codes` returned."""
+    """The first `count` codes, uint8 [count], from what `pack_codes` returned."""
     if bits == 8:
         return packed
     codes, start = None, 0
@@ -47,9 +47,10 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [R, `row_bytes(n, bits)`] from codes uint8 [R, n], n a multiple of 8 / bits, of 8 where that is none.
+    """uint8 [R, `row_bytes(n, bits)`] from codes uint8 [R, n]. n is a multiple of 8 / bits, or of 8 if bits does not
+    divide 8.
 
-    Each row is packed by itself: rows can be chosen or cut off.
+    Each row is packed by itself, so that rows can be selected or cut off.
     """
     if bits == 8:
         return codes
@@ -65,7 +66,7 @@ def unpack_rows(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     if bits == 4:
-        # with tensors as operands a CPU takes half of the time
+        # with tensors as operands a CPU takes half the time
         mask, shift = _FOUR_BITS if takes_constants(packed) else (15, 4)
         return torch.stack((packed & mask, packed >> shift), -1).flatten(1)
     rows, count = packed.size(0), packed.size(1) * 8 // bits
@@ -80,7 +81,7 @@ def unpack_rows(packed: Tensor, bits: int) -> Tensor:
 
 
 def row_bytes(features: int, bits: int) -> int:
-    """Bytes of one row of codes: every row begins with a new byte, and with one for each field."""
+    """Bytes of one row of codes: each row starts a new byte, and so does each field."""
     return bits * -(-features // 8) if len(_fields(bits)) > 1 else -(-features * bits // 8)
 
 

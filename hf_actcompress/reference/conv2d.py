@@ -12,7 +12,7 @@ ConvGeometry = tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]
 
 
 def conv2d_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: ConvGeometry) -> Tensor:
-    """y [B, O, H', W'] of x [B, C, H, W]; weight [O, C / groups, kh, kw]. The torch call is the stock module's."""
+    """y [B, O, H', W'] from x [B, C, H, W]; weight [O, C / groups, kh, kw]. It is the stock module's call of torch."""
     return torch.nn.functional.conv2d(x, weight, bias, *geometry)
 
 
@@ -24,13 +24,13 @@ def conv2d_bwd(
     geometry: ConvGeometry,
     with_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx (needs weight), dweight (needs x), dbias [O], from dy [B, O, H', W']; `shapes`: of x and of the weight."""
+    """dx (needs weight), dweight (needs x), dbias [O], from dy [B, O, H', W']; `shapes` are x's and the weight's."""
     needs = [weight is not None, x is not None, with_bias]
-    # of a missing tensor only the shape is read
+    # torch reads only the shape of a tensor that is missing here
     x = x if x is not None else dy.new_empty(1).expand(*shapes[0])
     weight = weight if weight is not None else dy.new_empty(1).expand(*shapes[1])
     stride, padding, dilation, groups = geometry
-    # the same call as autograd's
+    # the call that autograd makes
     grads: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
         dy, x, weight, [dy.size(1)] if with_bias else None, stride, padding, dilation, False, [0, 0], groups, needs
     )

@@ -1,7 +1,7 @@
-"""The fused kernels of `scaled_dot_product_attention`, forward and backward, by themselves.
+"""The fused kernels of `scaled_dot_product_attention`, called directly, forward and backward.
 
-A Function that calls them keeps what they need and holds no graph of torch's own. Which of them torch would take for a
-call is asked once per kind of call (`fused_kernel`).
+A Function that calls them keeps what they need and holds no graph of torch. `fused_kernel` says which of them torch
+would choose for a call; it is computed once per kind of call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _on_cpu, _on_cpu_backward = (
 )
 
 _CUDA_KERNELS = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.EFFICIENT_ATTENTION.value: "efficient"}
-# torch pads heads for "flash" to the first, and rows of masks for "efficient" to the second
+# torch pads heads for "flash" to a multiple of the first, and rows of masks for "efficient" to one of the second
 _HEAD_MULTIPLE, _MASK_MULTIPLE = 8, 16
 
 
@@ -34,16 +34,16 @@ def dense_attention_fwd(
     """out [B, H, S, D], logsumexp, and the seed and offset of dropout's draw (None on a CPU).
 
     Args:
-        kernel: As `fused_kernel` has it; "cpu, repeated": with k and v repeated to H heads.
+        kernel: A result of `fused_kernel`; "cpu, repeated": the CPU's kernel with k and v repeated to H heads.
         q: [B, H, S, D].
         k, v: [B, Hkv, K, D].
         mask: Bool (True: attend) or additive, broadcastable to [B, H, S, K]; None for "flash".
-        dropout: Of probabilities; 0 on a CPU.
+        dropout: Probability of dropping a probability; 0 on a CPU.
         causal: Whether the upper triangle is masked.
         scale: Factor on q k^T; None for D ** -0.5.
     """
     if kernel == "cpu" and mask is None:
-        # the kernel knows that several heads of q share one of k and v; with a mask, transformers repeats k and v
+        # the kernel shares a head of k and v among heads of q itself; with a mask, transformers repeats k and v
         out, lse = _on_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse, None, None
     if kernel.startswith("cpu"):
@@ -85,7 +85,7 @@ def dense_attention_bwd(
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask as "efficient" takes it: additive, of all heads, with rows that begin where vectors do."""
+    """The mask in the form of "efficient": additive, for all heads, with aligned rows."""
     if mask is None:
         return None
     found: Tensor = additive(mask, q.dtype)
@@ -96,7 +96,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def sdpa_settings() -> tuple[bool, ...]:
-    """The settings of the user that decide which kernel runs."""
+    """The user's settings on which the choice of a kernel depends."""
     of: Any = torch.backends.cuda
     return (
         of.flash_sdp_enabled(),
@@ -112,17 +112,17 @@ def fused_kernel(
     device: torch.device, dtype: torch.dtype, rows: tuple[int, int], heads: tuple[int, int, int, int],
     mask: tuple[torch.Size, torch.dtype] | None, dropout: float, causal: bool, settings: tuple[bool, ...],
 ) -> str | None:  # fmt: skip
-    """Which of these kernels torch would take for a call: "cpu", "flash", "efficient"; None: another one.
+    """The kernel that torch would choose for a call: "cpu", "flash" or "efficient"; None if it is another one.
 
     Args:
-        device: Of all tensors.
-        dtype: Of q, k and v.
-        rows: Batch and tokens; as many keys as queries.
-        heads: Of q, of k and v; the width of those of q and k, and of v.
-        mask: Shape and dtype; None without.
-        dropout: Of probabilities.
+        device: Device of all tensors.
+        dtype: Dtype of q, k and v.
+        rows: Batch and tokens; there are as many keys as queries.
+        heads: Number of heads of q, number of heads of k and v, width of heads of q and k, width of heads of v.
+        mask: Shape and dtype of the mask; None without one.
+        dropout: Probability of dropping a probability.
         causal: Whether the upper triangle is masked.
-        settings: `sdpa_settings()`: another answer for each.
+        settings: `sdpa_settings()`, on which the answer depends.
     """
     batch, tokens = rows
     of_q, of_kv, width, of_v = heads
@@ -134,7 +134,7 @@ def fused_kernel(
     if shape is not None and (len(shape) != 4 or shape[2:] != (tokens, tokens)):
         return None
     if device.type == "cpu":
-        # its choice depends on neither, but for a mask of one batch
+        # torch's choice does not depend on these sizes, except that a mask may have a batch of one
         batch, tokens = min(batch, 2), 2
         shape = None if shape is None else torch.Size((min(shape[0], 2), shape[1], 2, 2))
     with without_dispatch_modes():

@@ -1,9 +1,9 @@
-"""The rules of a device that is estimated and not present; None while real tensors are used.
+"""The rules of a device for which an estimate is made, and which need not be present; None while real tensors are used.
 
-An estimate runs a step on tensors without data and counts what another device would allocate. The functions that behave
-differently there ask `device_rules()`. The answer is a context variable: the thread that estimates sees it, and a
-training in another thread does not. The backward of an estimate runs in the thread that called it, because the autograd
-engine has threads of its own only for devices that are not the CPU, and the estimate's tensors are all on the CPU.
+An estimate runs a step on tensors without data and counts what another device would allocate. Functions that behave
+differently on that device call `device_rules()`. The answer is a context variable: the estimating thread sees it, and a
+training in another thread does not. The backward of an estimate runs in the thread that called it, because autograd has
+its own threads only for devices other than the CPU, and the estimate's tensors are all on the CPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class DeviceRules(Protocol):
         ...
 
     def turns(self, starts: range) -> Sequence[int]:
-        """The turns of a loop over chunks that have to be run. The others would hold no more bytes than these."""
+        """The turns of a loop over chunks that have to be run; the others would not hold more bytes than these."""
         ...
 
     def parts(self, every: list[slice]) -> Iterator[slice]:
-        """The same for slices whose results are joined: together the returned parts have the size of all."""
+        """The same for slices whose results are joined: together the returned slices have the size of all."""
         ...
 
     def rng_state(self) -> Tensor:
@@ -43,7 +43,7 @@ class DeviceRules(Protocol):
 
     @property
     def draws(self) -> int:
-        """How often random numbers have been drawn."""
+        """How often random numbers were drawn."""
         ...
 
     def to_host(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class DeviceRules(Protocol):
         ...
 
     def to_device(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What `to_host` returned, back on the device."""
+        """The tensors that `to_host` returned, back on the device."""
         ...
 
 
@@ -59,14 +59,14 @@ _rules: ContextVar[DeviceRules | None] = ContextVar("hf_actcompress_device_rules
 
 
 def device_rules() -> DeviceRules | None:
-    """The rules that hold in this thread; None: those of the device that the tensors are on."""
+    """The rules that hold in this thread; None: the real device of each tensor counts."""
     # a compiler cannot trace a context variable, and it never traces an estimate
     return None if torch.compiler.is_compiling() else _rules.get()
 
 
 @contextmanager
 def under_rules(rules: DeviceRules | None) -> Iterator[None]:
-    """While the block runs, `device_rules()` returns these in this thread; None: real tensors are used meanwhile."""
+    """While the block runs, `device_rules()` returns `rules` in this thread; None means that real tensors are used."""
     token = _rules.set(rules)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Dropout whose mask is drawn again in backward from the generator's state before the draw.
+"""Dropout whose mask is drawn again in backward, from the generator's state before the draw.
 
 A state is a tensor on the host, of a kind that its dtype tells: the whole state (uint8), or, on a CUDA device, seed and
 offset (uint64 [2]), from which its kernels make all their numbers: integers that the host has, so that nothing is
@@ -21,10 +21,10 @@ from ..errors import CaptureError
 from .bits import pack_mask, unpack_mask
 from .device_rules import device_rules, on_cpu
 
-# one swap of a device's default generator at a time
+# held while a device's default generator is swapped
 _lock = threading.RLock()
 
-# bytes; no kernel loads wider vectors, and the allocators align their memory at least to this
+# in bytes: no kernel loads wider vectors, and the allocators align memory to at least this
 _ALIGNMENT = 64
 
 # bytes of a CPU's generator
@@ -34,10 +34,10 @@ _OFFSET, _MASK = torch.uint64, torch.int8
 
 
 def rng_state(device: torch.device) -> Tensor:
-    """State of the default generator of `device`, on the host: 5,056 bytes of a CPU, 16 of a CUDA device.
+    """State of the default generator of `device`, on the host: 5,056 bytes for a CPU, 16 for a CUDA device.
 
     Raises:
-        CaptureError: A CUDA graph is captured, whose numbers cannot be drawn again.
+        CaptureError: A CUDA graph is being captured, so the same numbers could not be drawn again.
     """
     rules = device_rules()
     if rules is not None:
@@ -64,7 +64,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _captured(device: torch.device) -> bool:
-    """Whether kernels that are launched on the device now are captured in a CUDA graph."""
+    """Whether kernels that are launched on the device now become part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -87,7 +87,7 @@ class StateBefore:
         self._draws = rules.draws if rules is not None else 0
 
     def has_changed(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """Whether random numbers have been drawn since."""
         rules = device_rules()
         if rules is not None:
             return rules.draws != self._draws
@@ -95,9 +95,9 @@ class StateBefore:
 
 
 def draws_like_any(x: Tensor) -> bool:
-    """Whether x gets the mask that every tensor of its size and dtype gets from the same state.
+    """Whether x gets the mask that any tensor of its size and dtype would get from the same state.
 
-    On a device the kernel draws for vectors of elements, as wide as the address allows.
+    A GPU's kernel draws for vectors of elements, and the alignment of x's address decides how wide these are.
     """
     return x.device.type == "cpu" or x.data_ptr() % _ALIGNMENT == 0
 
@@ -117,9 +117,9 @@ def dropout_fwd(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 
 def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
-    """`dropout(x, p)` with the mask that was drawn from `state`; the default generator is left as found.
+    """`dropout(x, p)` with the mask that `state` gives; afterwards the default generator is as before.
 
-    On dy it is the gradient: both are x * mask / (1 - p), and the stock kernels compute both by this formula.
+    Applied to dy it is the gradient: both are x * mask / (1 - p), and the stock kernels compute both by this formula.
     """
     x = x.contiguous()
     if state.dtype == _MASK:
@@ -138,10 +138,10 @@ def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
 
 @contextmanager
 def replayed_rng(state: Tensor, device: torch.device) -> Iterator[None]:
-    """Run a block with `device`'s default generator set to `state`, then put it back as it was."""
+    """While the block runs, `device`'s default generator is set to `state`; afterwards it is as before."""
     rules = device_rules()
     if rules is not None:
-        # for tensors without data nothing is drawn, so the generator of the process stays as it is
+        # tensors without data need no numbers, so the process's generator is left alone
         current = rules.rng_state()
         yield
         return

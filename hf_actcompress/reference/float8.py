@@ -23,9 +23,9 @@ from .groups import (
 def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
     """x [..., D], R rows, as float8 codes [R, D] of `dtype` and scales bf16 [R, n], so that x = codes * scale.
 
-    The largest magnitude of a group is the largest finite float8 or just below it (the scale is rounded up), so that
-    nothing saturates. Codes are products with the reciprocal of the scale, which is off by a rounding: halfway between
-    two codes, either may be taken. A NaN or inf makes the scale, and so the group, NaN or inf.
+    A group's largest magnitude becomes the largest finite float8 or one just below it (the scale is rounded up), so
+    that nothing saturates. Codes are products with the scale's reciprocal, which has a rounding error: an x halfway
+    between two codes may get either. A NaN or inf makes the scale, and so the group, NaN or inf.
     """
     rows, features = rows_features(x)
     codes = x.new_empty(rows, features, dtype=dtype)
@@ -42,7 +42,7 @@ def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor,
 
 
 def float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
-    """The rows [R, D] in `dtype` of what `float8_pack` returned."""
+    """The rows [R, D] in `dtype`, decoded from what `float8_pack` returned."""
     rows, features = codes.shape
     out = codes.new_empty(rows, features, dtype=dtype)
     for part in row_slices(rows, features, codes.device) if features else ():
@@ -54,5 +54,5 @@ def float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: 
 
 
 def float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    """dW [O, D] = dy^T x of dy [R, O] and what `float8_pack` returned."""
+    """dW [O, D] = dy^T x from dy [R, O] and what `float8_pack` returned."""
     return dy.t().mm(float8_unpack(codes, scale, dy.dtype, group_size))

@@ -18,7 +18,7 @@ def gated_product(
     options: tuple[float, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The product again, all [..., F]: stock's own, so in its `dtype`; a kernel reads `kind` instead."""
+    """act(gate) * up again, all [..., F], by stock's ops and so in its `dtype`. A kernel uses `kind`, not `stock`."""
     return stock(gate) * up
 
 
@@ -30,7 +30,7 @@ def gated_product_bwd(
     kind: str,
     options: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
-    """dgate and dup from dh, all [..., F]; `stock` is act, `kind` its row. Rounded where the stock graph rounds."""
+    """dgate and dup from dh, all [..., F]; `stock` is act, `kind` its formula. Rounded where the stock graph rounds."""
     return gated_product_bwd_of(dh, gate, up, stock(gate), kind, options)
 
 
@@ -54,5 +54,5 @@ def gated_product_and_bwd(
     dtype: torch.dtype,
     owned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The product again in `dtype`, dgate and dup; if dh is `owned` by the caller, a kernel may write on it."""
+    """The product again in `dtype`, dgate and dup. If dh is `owned` by this call, a kernel may write over it."""
     return gated_product(gate, up, stock, kind, options, dtype), *gated_product_bwd(dh, gate, up, stock, kind, options)

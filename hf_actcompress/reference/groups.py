@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .device_rules import device_rules, takes_constants
 
-# elements that are widened to the work dtype at once: a CPU's cache, a small part of a GPU's memory
+# elements that are converted to the work dtype at the same time: they fit a CPU's cache, or a small part of a GPU's
+# memory
 _CHUNK = {"cpu": 1 << 18}
 CHUNK_ELSEWHERE = 1 << 24
 
@@ -22,7 +23,7 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in the work dtype of `dtype`; these calls take half of the time of `to`."""
+    """x in the work dtype of `dtype`; these calls take half the host time of `to`."""
     return x.double() if dtype == torch.float64 else x.float()
 
 
@@ -37,21 +38,21 @@ def group_count(features: int, group_size: int) -> int:
 
 
 def spans(features: int, group_size: int) -> list[tuple[int, int, int]]:
-    """(start, stop, size of each group) of the features in whole groups, then of the shorter last group."""
+    """(start, stop, group size) for the features in whole groups, and then for the shorter last group."""
     whole = features // group_size * group_size
     out = [(0, whole, group_size)] if whole else []
     return [*out, (whole, features, features - whole)] if whole < features else out
 
 
 def in_groups(rows: Tensor, size: int) -> Tensor:
-    """[r, n size] as [r, n, size], a view."""
+    """A view [r, n, size] of rows [r, n size]."""
     return rows.view(rows.size(0), rows.size(1) // size, size)
 
 
 def chunk_rows(features: int, device: torch.device) -> int:
-    """How many rows of that many features to work on at once."""
+    """How many rows of so many features to process at a time."""
     if torch.compiler.is_compiling():
-        # one chunk in a graph: the compiler fuses, and would only unroll a loop
+        # all in one chunk in a graph: the compiler fuses the ops anyway, and it would unroll a loop
         return torch.iinfo(torch.int64).max
     return max(1, _chunk(device) // max(features, 1))
 
@@ -61,35 +62,35 @@ def _chunk(device: torch.device) -> int:
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Whether a CPU computes on that device, also if the device is estimated."""
+    """Whether a CPU computes on that device; the device may be an estimated one."""
     rules = device_rules()
     return device.type == "cpu" and (rules is None or rules.on_cpu)
 
 
 def chunk_starts(count: int, step: int) -> Sequence[int]:
-    """Where the chunks of `count` things begin. An estimate leaves out most turns of a loop."""
+    """The starts of chunks of `step` among `count` items. An estimate leaves most of them out."""
     starts, rules = range(0, count, step), device_rules()
     return starts if rules is None else rules.turns(starts)
 
 
 def is_one_chunk(rows: int, features: int, device: torch.device) -> bool:
-    """Whether `row_chunks` would hand out all of a tensor [..., features] of that many rows at once."""
+    """Whether `row_chunks` would yield a tensor [..., features] of so many rows as one chunk."""
     if torch.compiler.is_compiling() or not rows * features:
         return False
     return rows == 1 or rows * features <= _chunk(device)
 
 
 def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of x [..., D] in order, a few at a time: (their slice, [r, D]). No copy of x as a whole is made."""
+    """The rows of x [..., D] in order, a few at a time, as (slice, [r, D]). x is never copied as a whole."""
     if x.numel() == 0:
         return
     x = x.unsqueeze(0) if x.dim() == 0 else x
     if torch.compiler.is_compiling():
-        # a traced loop over rows would be right for this number of rows only
+        # a traced loop over rows would only be right for this number of rows
         yield slice(None), x.reshape(-1, x.size(-1))
         return
     features, start = x.size(-1), 0
-    # q, k and v are transposed views that do not flatten: one sequence of them is copied at a time
+    # q, k and v are transposed views that cannot be flattened, so one sequence is copied at a time
     for part in (x,) if x.is_contiguous() or x.dim() <= 2 else (x[i] for i in chunk_starts(x.size(0), 1)):
         rows = part.reshape(-1, features)
         step = min(chunk_rows(features, x.device), rows.size(0))
@@ -100,7 +101,7 @@ def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice]:
-    """The same for a tensor that is about to be made."""
+    """The slices that `row_chunks` would yield, for a tensor that does not exist yet."""
     if torch.compiler.is_compiling():
         yield slice(None)
         return
@@ -110,16 +111,17 @@ def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice
 
 
 class Operands(NamedTuple):
-    """Numbers that are operands where a group's scale and zero point are made, for one work dtype.
+    """Operands for the computation of a group's scale and zero point, for one work dtype.
 
-    A divisor has to be a tensor, because a GPU divides by a number by multiplying with its reciprocal, whose last bit
-    differs. For the other operands a CPU is twice as fast with tensors; on other devices these would have to be filled.
+    A divisor must be a tensor: a GPU divides by a Python number by multiplying with its reciprocal, and the last bit
+    may differ. For the other operands a CPU is twice as fast with tensors; on other devices they would have to be
+    filled.
 
     Attributes:
-        steps: How many a scale divides the range into.
-        tiny: The smallest normal bf16, which is the smallest scale.
-        inf: In bf16.
-        half: 2^16: what lies above is the half of an fp32 that is a bf16.
+        steps: Number of steps that the scale divides the range into.
+        tiny: The smallest normal bf16 number, which is the smallest scale.
+        inf: inf in bf16.
+        half: 2^16; the bits of an fp32 number above it are a bf16 number.
         last: 1, the last bit of an integer.
     """
 
@@ -135,7 +137,7 @@ def _operands(steps: float, of: Callable[..., Tensor], dtype: torch.dtype, half:
     return Operands(of(steps, dtype), of(tiny, dtype), of(torch.inf, torch.bfloat16), half, last)
 
 
-# numbers of steps that the formats have
+# the numbers of steps of all formats
 _STEPS = (3.0, 7.0, 15.0, 31.0, 255.0, 448.0, 57344.0)
 _ON_CPU = {
     (steps, dtype): _operands(
@@ -150,7 +152,7 @@ _ON_CPU = {
 
 
 def operands(steps: float, like: Tensor) -> Operands:
-    """For tensors of like's dtype, fp32 or fp64, and device."""
+    """The operands for tensors of like's dtype (fp32 or fp64) and device."""
     if takes_constants(like):
         known = _ON_CPU.get((steps, like.dtype))
         if known is not None:
@@ -159,29 +161,29 @@ def operands(steps: float, like: Tensor) -> Operands:
 
 
 def group_scale(extent: Tensor, numbers: Operands) -> Tensor:
-    """bf16 [...]: extent [..., 1], fp32 or fp64 and not negative, over the number of steps, rounded up, above 0."""
+    """bf16 [...]: extent [..., 1] (fp32 or fp64, not negative) divided by the number of steps, rounded up, above 0."""
     return bf16_above(torch.addcdiv(numbers.tiny, extent, numbers.steps), numbers)
 
 
 def bf16_above(x: Tensor, numbers: Operands) -> Tensor:
-    """The smallest bf16 [...] that is not below x [..., 1] > 0. NaN stays NaN, what is too large becomes inf."""
+    """The smallest bf16 number [...] that is at least x [..., 1] > 0. NaN stays NaN; a number too large becomes inf."""
     if x.dtype != torch.float32:
         near = x.to(torch.bfloat16)
         return torch.where(near < x, torch.nextafter(near, numbers.inf), near).squeeze(-1)
     bits = x.view(torch.int32)
     if torch.compiler.is_compiling():
-        # bf16 is the upper half of fp32. A compiler may leave out a cast to bf16 and back: here it changes nothing
+        # bf16 is the upper half of fp32. A compiler may drop a cast to bf16 and back; here that changes nothing
         above = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
         return torch.where(x == x, above, x).to(torch.bfloat16).squeeze(-1)
-    # the upper half of the fp32 before x is the bf16 before the one looked for
+    # the bf16 number before the result is the upper half of the fp32 number before x
     upper = (bits - numbers.last).view(torch.bfloat16).select(-1, 1 if sys.byteorder == "little" else 0)
     return torch.nextafter(upper, numbers.inf)
 
 
 def bf16_below(x: Tensor, numbers: Operands) -> Tensor:
-    """The largest number of bf16 not above x, in x's dtype. What is too large becomes -inf, a NaN any number."""
+    """The largest bf16 number that is at most x, in x's dtype. Too small a number becomes -inf, and NaN any number."""
     if x.dtype == torch.float32:
-        # the remainder has the sign of the integer: positive numbers shrink, and negative ones grow in magnitude
+        # the remainder has the integer's sign: positive numbers get smaller, and negative ones get a larger magnitude
         bits = x.view(torch.int32)
         return (bits - torch.fmod(bits, numbers.half)).view(torch.float32)
     near = x.to(torch.bfloat16)
@@ -189,9 +191,10 @@ def bf16_below(x: Tensor, numbers: Operands) -> Tensor:
 
 
 def within_range(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decoded `values`, in place, held inside fp16's finite range where their scale is finite.
+    """Limit decoded `values`, in place, to fp16's finite range where their scale is finite.
 
-    Half a step above fp16's largest number would be inf where x was finite; an inf or NaN of x is in the scale.
+    Otherwise a finite x could decode to inf, by half a step above fp16's largest number. An inf or NaN of x is in the
+    scale.
     """
     if dtype != torch.float16:
         return values

@@ -34,9 +34,9 @@ def int_group_pack(
         x: bf16, fp16, fp32 or fp64.
         bits: 8, 5, 4, 3 or 2.
         group_size: Features that share a scale and a zero point.
-        stochastic: Round up with the probability of the remainder, by the codecs' generator; else to nearest.
-        channels: int64 [k], features that do not count for the ranges and whose codes are not read, or None.
-        keep_sign: Whether what is decoded has to be above zero where x is; a code is then up to one step further off.
+        stochastic: Round up with a probability equal to the remainder, by the codecs' generator; else round to nearest.
+        channels: int64 [k], features that are left out of the ranges and whose codes are not read, or None.
+        keep_sign: Whether a decoded value must be above zero exactly if x is; a code may then be one step further away.
 
     Returns:
         codes uint8 [R, ceil(D bits / 8)] (with 3 and 5 bits [R, bits ceil(D / 8)]); scale and zero bf16 [R, n].
@@ -44,19 +44,19 @@ def int_group_pack(
     rows, features = rows_features(x)
     size = min(features, group_size)
     if size and not features % size and is_one_chunk(rows, features, x.device):
-        # all rows at once, so no memory is needed to collect chunks
+        # all rows at once, which needs no memory to collect chunks in
         values = x.reshape(rows, features // size, size)
         without = None if channels is None else (x.reshape(rows, features), 0, channels)
         made, scale, zero = _quantise(values, bits, stochastic, keep_sign, without)
         codes = made.byte().view(rows, features)
-        # a row ends with its byte
+        # a row ends with a whole byte
         missing = row_bytes(features, bits) * 8 // bits - features
         return pack_rows(pad(codes, (0, missing)) if missing else codes, bits), scale, zero
     packed = x.new_empty(rows, row_bytes(features, bits), dtype=torch.uint8)
     scale = x.new_empty(rows, group_count(features, group_size), dtype=torch.bfloat16)
     zero = torch.empty_like(scale)
     for part, chunk in row_chunks(x):
-        # a row ends with its byte
+        # a row ends with a whole byte
         codes = chunk.new_zeros(chunk.size(0), packed.size(1) * 8 // bits, dtype=torch.uint8)
         for span in spans(features, group_size):
             at = slice(span[0] // group_size, group_count(span[1], group_size))
@@ -70,12 +70,12 @@ def int_group_pack(
 def _quantise(
     values: Tensor, bits: int, stochastic: bool, keep_sign: bool, without: tuple[Tensor, int, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [r, n, size], with a fraction that is to be cut off, of values [r, n, size]; scale and zero bf16 [r, n].
+    """Codes [r, n, size], with a fraction that is still to be cut off, and scale and zero bf16 [r, n].
 
-    The range is rounded outwards to bf16 and the codes are made for the rounded one, so that no value is clipped and
-    the rounding costs nothing but a step wider by less than 2^-7. A NaN or inf makes the group's scale NaN or inf.
-    Codes are products with the reciprocal of the scale, which is off by a rounding: halfway between two codes, either
-    may be taken. `without`, where some channels do not count: what `_ends_without` takes besides.
+    The range is rounded outwards to bf16, and codes are computed for the rounded range. So no value is clipped, and the
+    rounding only makes a step wider by less than 2^-7. A NaN or inf makes the group's scale NaN or inf. Codes are
+    products with the scale's reciprocal, which has a rounding error: a value halfway between two codes may get either.
+    `without`: the further arguments of `_ends_without` if some channels do not count.
     """
     levels, dtype = 2**bits - 1, values.dtype
     if without is None:
@@ -97,30 +97,31 @@ def _quantise(
     else:
         codes.round_()
     if stochastic or without is not None:
-        # rounded to nearest, every value that the range was made of lies inside of it
+        # under rounding to nearest, every value that counts for the range is inside of it
         codes.clamp_(0, levels)
     if keep_sign:
-        # the range is rounded outwards, so there is a code on the right side of zero; of skipped values it is not read
+        # the range was rounded outwards, so a code exists on the right side of zero; codes of skipped values are not
+        # read
         decoded = codes.floor_() * scale.unsqueeze(-1) + zero
         codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
     return codes, scale, zero.squeeze(-1)
 
 
 def _of(rows: Tensor, span: tuple[int, int, int]) -> Tensor:
-    """The features [r, n, size] of a span of rows [r, D], a view."""
+    """A view [r, n, size] of the features of a span of rows [r, D]."""
     start, stop, size = span
     return in_groups(rows[:, start:stop], size)
 
 
 def _ends_without(values: Tensor, rows: Tensor, start: int, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest [r, n, 1] of values [r, n, size] without some of the features of rows [r, D]."""
+    """The least and the largest [r, n, 1] of values [r, n, size], leaving out `channels` of rows [r, D]."""
 
     def grouped(x: Tensor) -> Tensor:
         count = values.size(1) * values.size(2)
         return (x if x.size(1) == count else x[:, start : start + count]).view(values.shape)
 
     if torch.compiler.is_compiling():
-        # which it writes into what reads it
+        # the compiler fuses this mask into the ops that read it
         skipped = rows.new_zeros(rows.size(1), dtype=torch.bool).index_fill_(0, channels, True)
         low, high = (rows.masked_fill(skipped, end) for end in (torch.inf, -torch.inf))
         return grouped(low).amin(-1, keepdim=True), grouped(high).amax(-1, keepdim=True)
@@ -130,10 +131,10 @@ def _ends_without(values: Tensor, rows: Tensor, start: int, channels: Tensor) ->
 
 
 def outlier_channels(rows: Tensor, count: int) -> Tensor:
-    """Which `count` features of rows [R, D] have the largest magnitudes, int64; a NaN counts as the largest."""
+    """The `count` features of rows [R, D] with the largest magnitudes, int64; a NaN counts as the largest."""
     if not is_cpu(rows.device):
         largest: Tensor = torch.linalg.vector_norm(rows, torch.inf, 0)
-    # a CPU takes ten times as long for that
+    # no vector_norm on a CPU, where it takes ten times as long
     elif is_one_chunk(rows.size(0), rows.size(1), rows.device):
         largest = rows.abs().amax(0)
     else:
@@ -144,7 +145,7 @@ def outlier_channels(rows: Tensor, count: int) -> Tensor:
 def int_group_unpack(
     packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
 ) -> Tensor:
-    """The rows [R, D] in `dtype` of what `int_group_pack` returned."""
+    """The rows [R, D] in `dtype`, decoded from what `int_group_pack` returned."""
     size, rows = min(features, group_size), packed.size(0)
     if size and not features % size and is_one_chunk(rows, features, packed.device):
         values = _block(packed, bits, features, dtype).view(rows, features // size, size)
@@ -161,18 +162,18 @@ def int_group_unpack(
 
 
 def _block(packed: Tensor, bits: int, features: int, dtype: torch.dtype) -> Tensor:
-    """Codes [r, D] in the work dtype, in memory of their own."""
+    """Codes [r, D] in the work dtype, in their own memory."""
     block = widened(unpack_rows(packed, bits), dtype)
     return block if block.size(1) == features else block[:, :features].contiguous()
 
 
 def _decode(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of codes [r, n, size], written over the codes; scale and zero [r, n, 1]."""
-    # the product is exact: fused or not, the sum is the same
+    """The values of codes [r, n, size], written over the codes; scale and zero are [r, n, 1]."""
+    # the product is exact, so the sum is the same whether or not it is fused
     if torch.compiler.is_compiling():
         values = codes * scale + zero
     elif is_cpu(codes.device):
-        # one by one in half of the time: a CPU's loops are vectorised over one operand that is repeated, not over two
+        # two ops take half the time of one: a CPU's loops are vectorised for one broadcast operand, not for two
         values = codes.mul_(scale).add_(zero)
     else:
         values = torch.addcmul(zero, codes, scale, out=codes)
@@ -190,9 +191,9 @@ def int_group_grad_weight(
     values: Tensor | None = None,
     channels: Tensor | None = None,
 ) -> Tensor:
-    """dW [O, D] = dy^T x of dy [R, O] and what `int_group_pack` returned.
+    """dW [O, D] = dy^T x from dy [R, O] and what `int_group_pack` returned.
 
-    `values` [R, k] in dy's dtype stand in place of the features `channels` [k].
+    `values` [R, k] in dy's dtype replace the features `channels` [k].
     """
     x = int_group_unpack(packed, scale, zero, features, dy.dtype, bits, group_size)
     if values is not None and channels is not None:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 _Shape = tuple[int, ...]
-# the overload itself, because looking it up costs as much host time as the rest of the call
+# the overload is stored, because looking it up costs as much host time as the rest of the call
 _backward: Any = torch.ops.aten.native_layer_norm_backward.default
 
 
 def layer_norm_fwd(
     x: Tensor, shape: _Shape, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y like x, and mean and rstd, one value per row."""
+    """y like x, and mean and rstd with one value per row."""
     return torch.native_layer_norm(x, shape, weight, bias, eps)
 
 
@@ -30,9 +30,9 @@ def layer_norm_bwd(
     needed: tuple[bool, bool, bool],
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias; those not `needed` are None.
+    """dx, dweight, dbias; None for those not `needed`.
 
-    `dresidual` is the gradient that x has beside the norm, by a residual path: dx is then the sum of both.
+    `dresidual` is x's other gradient, which comes by a residual path; dx is then the sum of both.
     """
     grads = _backward(dy, x, shape, mean, rstd, weight, bias, list(needed))
     if all(needed) and dresidual is None:

@@ -1,4 +1,4 @@
-"""y = x W^T + b, with the weight as nn.Linear lays it out ([out, in]) or as Conv1D does ([in, out])."""
+"""y = x W^T + b, with the weight in the layout of nn.Linear ([out, in]) or of Conv1D ([in, out])."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    """y [..., O] of x [..., I]; weight [O, I], or [I, O] if `transposed`. The torch calls are the stock modules'."""
+    """y [..., O] from x [..., I]; weight [O, I], or [I, O] if `transposed`. It calls torch as the stock modules do."""
     if not transposed:
         return torch.nn.functional.linear(x, weight, bias)
     rows = x.view(-1, x.size(-1))

@@ -22,9 +22,9 @@ Losses = tuple[Tensor, Tensor, Tensor]
 MIN_CHUNK, MAX_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 28
 # chunks are whole tiles of a matrix product
 ALIGNMENT = 16
-# stands for the target of a row without one
+# the target's value for a row without a target
 NO_TARGET = -1
-# with this many rows or more, a CPU's product sums in blocks
+# from so many rows on, a CPU's product sums in blocks
 FEW_ROWS = 16
 
 
@@ -38,7 +38,7 @@ def _step(others: int, budget: int, most: int) -> int:
 
 
 def _chunks(total: int, others: int, budget: int, most: int | None = None) -> Iterable[slice]:
-    """Slices of `total` rows or columns with about `budget` elements in each, `others` the size of the other side."""
+    """Slices of `total` rows or columns, each with about `budget` elements; `others` is the size of the other side."""
     step = _step(others, budget, MAX_CHUNK if most is None else most)
     every = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     rules = device_rules()
@@ -52,17 +52,17 @@ def _applied(pointwise: Pointwise, x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """x in fp32, or fp64 if it is that already."""
+    """x in fp32; fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype for sums of few numbers: the widest one of the device."""
+    """The dtype for sums of few numbers: the device's widest one."""
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> tuple[Tensor, Tensor]:
-    """One chunk of logits [K, C] in h's dtype, and the chunk of the weight [C, D] that made it."""
+    """One chunk of logits [K, C] in h's dtype, and the chunk of the weight [C, D] that they are computed from."""
     part = weight[columns].to(h.dtype)
     return F.linear(h, part, bias[columns].to(h.dtype) if bias is not None else None), part
 
@@ -77,7 +77,7 @@ def cross_entropy_fwd(
         rows: ``[K]`` int64, the rows of the logits that count; None for all.
         target: ``[K]`` int64, `NO_TARGET` for a row without a target.
         pointwise: Applied to each chunk.
-        dtype: In which the losses are computed, with torch's own log_softmax.
+        dtype: The dtype in which torch's log_softmax computes the losses.
     """
     parts: list[Losses] = []
     for part in _chunks(target.numel(), logits.size(1), logits.numel() // 32):
@@ -86,7 +86,7 @@ def cross_entropy_fwd(
         losses = F.nll_loss(log_probabilities, target[part], ignore_index=NO_TARGET, reduction="none")
         maximum = _wide(x.amax(1))
         if x.dtype == maximum.dtype:
-            # where x is the maximum the log-probability is 0 - log_sum: torch's own, without another pass of exp
+            # at the maximum the log-probability is -log_sum, by torch's own computation and without another pass of exp
             log_sum = -log_probabilities.amax(1)
         else:
             log_sum = (_wide(x) - maximum[:, None]).exp_().sum(1).log_()
@@ -122,7 +122,7 @@ def chunked_fwd(
     wide = torch.promote_types(h.dtype, torch.float32)
     maximum = torch.full_like(target, -torch.inf, dtype=wide)
     picked = torch.zeros_like(maximum)
-    # one number per row, so fp64 costs nothing and the many chunks do not add up their roundings
+    # one number per row: fp64 costs almost nothing, and the roundings of many chunks do not add up
     total = torch.zeros_like(maximum, dtype=_sum_dtype(h))
     for part in _chunks(weight.size(0), h.size(0), h.numel(), most_elements(h)):
         x = _applied(pointwise, _logits(h, weight, bias, part)[0])
@@ -132,7 +132,7 @@ def chunked_fwd(
 
 
 def _softmax_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, picked: Tensor, total: Tensor) -> None:
-    """Take logits [K, C], those from column `start` on, into the running statistics [K], in place."""
+    """Update the running statistics [K] in place with logits [K, C], whose first column is column `start`."""
     x = _wide(x)
     column, inside = _columns(target, start, x.size(1))
     picked.copy_(torch.where(inside, x.gather(1, column)[:, 0], picked))
@@ -152,9 +152,10 @@ def linear_cross_entropy_bwd(
     pointwise: Pointwise,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dh [K, D], dweight [V, D], dbias [V] from dlosses [K], as far as `needs` asks; dh in fp32 if a sum over chunks.
+    """dh [K, D], dweight [V, D], dbias [V] from dlosses [K], as far as `needs` asks.
 
-    In chunks of the vocabulary: a row of dweight is one dot product over all K, rounded once; dh adds up in fp32.
+    It goes by chunks of the vocabulary. A row of dweight is one dot product over all K, rounded once. dh is a sum over
+    chunks in fp32, and is returned in fp32 if there is more than one.
     """
     return chunked_bwd(_softmax_grad, dlosses, h, weight, bias, target, maximum, log_sum, pointwise, needs)
 
@@ -189,12 +190,12 @@ def chunked_bwd(
             dx = softmax_grad(x, target, part.start, maximum, log_sum, scale, True)
         del x
         if dbias is not None:
-            # a row of C numbers: fp64 costs no memory
+            # one number per column: fp64 costs almost no memory
             dbias[part] = dx.sum(0, dtype=_sum_dtype(dx))
         if dweight is not None:
             dweight[part] = dx.t().mm(h)
         if dh is not None and part == slice(0, weight.size(0)):
-            dh = _product(dx, weight_part)  # all of the vocabulary at once: stock's
+            dh = _product(dx, weight_part)  # the whole vocabulary in one chunk, as in stock
         elif dh is not None:
             _accumulate(dh, dx, weight_part)
     return dh, dweight, dbias
@@ -203,25 +204,25 @@ def chunked_bwd(
 def _softmax_grad(
     y: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor, in_place: bool
 ) -> Tensor:
-    """dy like y [K, C], the logits from column `start` on: (softmax - 1 at the target) * scale [K]. y may be lost."""
+    """dy like y [K, C], the logits from column `start` on: (softmax - 1 at the target) * scale [K]. May overwrite y."""
     scale = scale[:, None]
-    # the softmax by the stock formula: subtracting the two separately is right for large logits as well
+    # stock's formula for the softmax: two subtractions are accurate for large logits as well
     dy = (y - maximum[:, None]).sub_(log_sum[:, None]).exp_().mul_(scale)
     column, inside = _columns(target, start, y.size(1))
     return dy.scatter_add_(1, column, -scale * inside[:, None]).to(y.dtype)
 
 
 def _columns(target: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
-    """Where the targets are in a chunk of the vocabulary: columns [K, 1], clamped into it, and whether inside [K]."""
+    """The targets in a chunk of the vocabulary: columns [K, 1], clamped to the chunk, and if they are inside [K]."""
     inside = (target >= start) & (target < start + count)
     return (target - start).clamp_(0, count - 1)[:, None], inside
 
 
 def _product(dx: Tensor, weight: Tensor) -> Tensor:
-    """dx [K, C] @ weight [C, D]: as exact for the few rows with a target as for all rows of a batch.
+    """dx [K, C] @ weight [C, D], as accurate for the few rows with a target as for all rows of a batch.
 
-    On a CPU, MKL adds the terms of a product of few rows one after another: in fp32 that loses up to a digit over a
-    vocabulary, and rows of zeros make it take its other way.
+    On a CPU, MKL sums a product of few rows term by term, which in fp32 loses up to a digit over a vocabulary. With
+    added rows of zeros it sums in blocks.
     """
     rows = dx.size(0)
     if not _adds_one_by_one(dx):
@@ -234,14 +235,14 @@ def _adds_one_by_one(dx: Tensor) -> bool:
 
 
 def _multiplies_into_fp32(dx: Tensor) -> bool:
-    """Whether torch has a product of two matrices in 16 bits whose result is in fp32."""
+    """Whether torch can multiply two matrices in 16 bits with a result in fp32."""
     return dx.is_cuda
 
 
 def _accumulate(total: Tensor, dx: Tensor, weight: Tensor) -> None:
-    """total [K, D] += dx [K, C] @ weight [C, D] without rounding the product to a narrower dtype first.
+    """total [K, D] += dx [K, C] @ weight [C, D], where the product is not rounded to a narrower dtype first.
 
-    The product's own kernel adds: total is read and written once, and there is no product beside it.
+    The product's kernel adds to total itself: total is read and written once, and no product is stored.
     """
     if dx.dtype != total.dtype and _multiplies_into_fp32(dx):
         torch.addmm(total, dx, weight, out_dtype=total.dtype, out=total)
@@ -256,18 +257,18 @@ def _accumulate(total: Tensor, dx: Tensor, weight: Tensor) -> None:
 def chunk_sizes(
     h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool] | None = None
 ) -> list[int]:
-    """Bytes of what a kernel of these passes takes beside its results: a chunk of logits, and what is made of it.
+    """Bytes of the tensors that a kernel of these passes holds beside its results: a chunk of logits and its derivates.
 
     Args:
         h: ``[K, D]``.
         weight: ``[V, D]``.
-        pointwise: Applied to each chunk.
+        pointwise: Functions that are applied to each chunk.
         needs: Which gradients are computed; None for the forward.
     """
     columns = min(_step(h.size(0), h.numel(), most_elements(h)), weight.size(0))
     x = h.new_empty((h.size(0), columns), device="meta")
     y = _applied(pointwise, x)
-    # the gradients are as large; without functions the gradient is written over the logits
+    # gradients have the same sizes; if no function is applied, the gradient is written over the logits
     logits = [x.nbytes] if y is x else [x.nbytes, y.nbytes] * (1 if needs is None else 2)
     part = columns * h.size(1) * h.itemsize
     return [*logits, *[part] * ((weight.dtype != h.dtype) + bool(needs and needs[1]))]

@@ -1,4 +1,4 @@
-"""The backward of a linear layer whose outgoing gradient is made a few rows at a time and is never whole."""
+"""The backward of a linear layer whose output's gradient is made a few rows at a time and never exists as a whole."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .linear import linear_bwd
 from .linear_cross_entropy import Pointwise, _accumulate, _applied, _chunks, _product, _sum_dtype, most_elements
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
-# the gradient [K, V] of some rows, from the way to have their logits [K, V]; None if it is zero
+# from a slice of rows and a function that gives their logits [K, V]: the gradient [K, V] of these; None if it is zero
 RowGradient = Callable[[slice, Callable[[], Tensor]], Tensor | None]
 
 
 def row_chunks(rows: int, width: int) -> Iterable[slice]:
-    """Slices of the rows of a matrix of that width: at least sixteen where it is large."""
+    """Slices of the rows of a matrix of that width; at least sixteen rows each if the matrix is large."""
     return _chunks(rows, width, rows * width // 16)
 
 
 def linear_rows(h: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise) -> Tensor:
-    """``pointwise(h W^T + b)`` [K, V] of h [K, D] and weight [V, D] of one dtype."""
+    """``pointwise(h W^T + b)`` [K, V] from h [K, D] and weight [V, D] of the same dtype."""
     with torch.autocast(h.device.type, enabled=False):
         return _applied(pointwise, F.linear(h, weight, bias))
 
@@ -39,16 +39,16 @@ def linear_rows_bwd(
     """dh [M, D], dweight [V, D], dbias [V], as far as `needs` asks; sums over several chunks are in fp32.
 
     Args:
-        gradient: Gives the gradient at ``pointwise(h W^T + b)`` of a slice of rows.
+        gradient: Gives the gradient of ``pointwise(h W^T + b)`` for a slice of rows.
         h: ``[M, D]``.
         weight: ``[V, D]`` in h's dtype.
         bias: ``[V]`` in h's dtype, or None.
-        pointwise: Elementwise functions of the product.
-        needs: Which of the three are wanted.
-        whole: Whether the gradient is there already: then all rows at once, as stock does it.
+        pointwise: Elementwise functions that are applied to the product.
+        needs: Which of the three gradients are wanted.
+        whole: Whether the gradient exists as a whole already; then all rows are one chunk, as in stock.
     """
     rows, width = h.size(0), weight.size(0)
-    # the sum that is the weight's gradient is read and written once for each chunk
+    # the weight's gradient is a sum over chunks, which each chunk reads and writes once
     parts = [slice(0, rows)] if whole else list(_chunks(rows, width, rows * width // 16, most_elements(h)))
     if len(parts) == 1:
         dx = _product_gradient(gradient, parts[0], h, weight, bias, pointwise)
@@ -75,7 +75,7 @@ def linear_rows_bwd(
 def _product_gradient(
     gradient: RowGradient, part: slice, h: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise
 ) -> Tensor | None:
-    """The gradient at the product itself."""
+    """The gradient of the product itself, before the pointwise functions."""
     if not pointwise:
         return gradient(part, lambda: linear_rows(h, weight, bias, ()))
     x = linear_rows(h, weight, bias, ())

@@ -1,4 +1,4 @@
-"""An additive mask of attention, some rows of queries at a time."""
+"""An additive attention mask that is made for some rows of queries at a time."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .sequences import Band, Sequences
 
 
 class MaskRows:
-    """What transformers' eager attention adds to causal scores, without the memory of all tokens by all tokens.
+    """What transformers' eager attention adds to causal scores, without a mask of all tokens by all tokens in memory.
 
     Args:
-        sequences: Which tokens see which; a band is a causal one.
+        sequences: Which tokens see which; a band must be causal.
         window: How many keys a query sees, itself included; None: all.
-        dtype: Of the mask.
-        bounds: ``sequences.starts`` on the device, [N + 1] int32; of a band, which tokens are no padding, [B, T] bool,
-            or None.
-        device: Where the mask is.
+        dtype: Dtype of the mask.
+        bounds: ``sequences.starts`` on the device, [N + 1] int32; for a band, which tokens are not padding, [B, T]
+            bool, or None.
+        device: Device of the mask.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class MaskRows:
     ) -> None:  # fmt: skip
         self._window, self._dtype, self._device = window, dtype, device
         self._keys = torch.arange(sequences.tokens, device=device)
-        # [B, T]: tokens with different numbers do not see each other
+        # [B, T]: tokens with different numbers cannot see each other
         self._parts: Tensor | None = None
         self._real: Tensor | None = None
         if isinstance(sequences, Band):

@@ -1,4 +1,4 @@
-"""NaN and inf in formats that keep a part of a tensor: the gradient has to be NaN wherever stock's is."""
+"""NaN and inf in formats that keep a part of a tensor: the gradient must be NaN wherever stock's is."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def spoiled(values: Tensor) -> Tensor:
-    """`values` itself, all NaN if one of them is NaN or inf, so that no such number is lost. It adds no byte."""
+    """`values` itself, made NaN as a whole if one value is NaN or inf, so that none is lost. It takes no extra byte."""
     return values.add_((values * 0).sum())
 
 
 def nothing(values: Tensor, *shape: int) -> Tensor:
-    """The elements that were not kept: zeros of that shape, or NaN where `spoiled` has made `values` NaN."""
+    """The elements that were not kept, with that shape: zeros, or NaN if `spoiled` made `values` NaN."""
     if values.numel() == 0:
         return values.new_zeros(shape)
     nan = torch.full_like(values[:1].flatten()[:1], torch.nan)

@@ -1,9 +1,9 @@
-"""Attention inside of each sequence of packed rows, in windows, and past padding: nothing of T x T is made.
+"""Attention within each sequence of packed rows, in windows, and past padding. Nothing of size T x T is made.
 
-Three kernels: "pieces" runs the CPU's fused kernel for each group of neighbouring sequences of one length, or for each
-block of queries of a band; "flash" and "efficient" are CUDA's (see packed_kernels.py) and take the bounds of all
-sequences at once. For all other devices `packed_sdpa` (_packed_sdpa.py) computes the same through torch's public
-attention, differentiable.
+There are three kernels. "pieces" runs the CPU's fused kernel for each group of neighbouring sequences of one length, or
+for each block of queries of a band. "flash" and "efficient" are CUDA's (see packed_kernels.py) and take the bounds of
+all sequences at once. For all other devices `packed_sdpa` (_packed_sdpa.py) computes the same through torch's public
+attention, and is differentiable.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ def packed_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, sequences: Sequences | Band, window: int | None,
     scale: float | None, kernel: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] inside of each sequence.
+    """Attention of q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] within each sequence.
 
     Args:
-        bounds: ``sequences.starts`` on the device, [N + 1] int32; of a band, which tokens are no padding, [B, T] bool,
-            or None.
-        sequences: Packed ones are causal; a band, which "pieces" alone know, says what it is.
-        window: How many keys a query sees to one side, itself included; None: all.
+        q, k, v: Queries, keys and values.
+        bounds: ``sequences.starts`` on the device, [N + 1] int32; for a band, which tokens are not padding, [B, T]
+            bool, or None.
+        sequences: The sequences, which are causal; or a band, which only "pieces" supports and which says what it is.
+        window: How many keys a query sees on one side, itself included; None: all.
+        scale: Factor of q k^T; None: D ** -0.5.
+        kernel: "pieces", "flash" or "efficient".
 
     Returns:
         out [B, H, T, Dv] with the memory order of [B, T, H, Dv], and the statistics that backward needs.
@@ -36,7 +39,7 @@ def packed_attention_fwd(
         assert isinstance(sequences, Sequences) and bounds is not None
         return packed_kernels.forward(kernel, q, k, v, bounds, sequences.longest, window, scale)
     b, h, t, _ = q.shape
-    # strided and not transposed: a Function must not return a view
+    # made with strides and not transposed, because a Function must not return a view
     width = v.size(-1)
     out = q.new_empty_strided((b, h, t, width), (t * h * width, width, h * width, 1))
     lse = q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -56,7 +59,7 @@ def packed_attention_bwd(
     if kernel != "pieces":
         assert isinstance(sequences, Sequences) and bounds is not None
         return packed_kernels.backward(kernel, dout, q, k, v, out, lse, bounds, sequences.longest, window, scale)
-    # several chunks of queries see the same keys
+    # several chunks of queries see the same keys, so the keys' gradients are sums
     wide = torch.promote_types(q.dtype, torch.float32) if sequences.shares_keys(window) else None
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))

@@ -1,6 +1,7 @@
-"""CUDA's attention kernels for sequences of any lengths in one row of tokens, as torch has them; no package is needed.
+"""torch's own CUDA kernels for attention over sequences of any lengths in one row of tokens. No other package is
+needed.
 
-"flash" is what `torch.nn.attention.varlen` calls: compute capability 8.0, fp16 and bf16. "efficient" is the
+"flash" is the kernel of `torch.nn.attention.varlen`: from compute capability 8.0 on, fp16 and bf16. "efficient" is the
 memory-efficient kernel of `scaled_dot_product_attention`: older devices and fp32, too. Neither is used on a device
 before it has agreed there with attention in pieces.
 """
@@ -24,18 +25,18 @@ _log = logging.getLogger(__name__)
 
 KERNELS = ("flash", "efficient")
 _CAUSAL_FROM_TOP_LEFT = 1
-# the statistics of "efficient" are [N, H, longest]: one long sequence among many short ones would make them large
+# the statistics of "efficient" are [N, H, longest], which would be large for one long sequence among many short ones
 _MOST_STATISTICS = 4
-# rows of whole vectors, and what every device takes
+# heads must have this multiple, for whole vectors, and at most this width, which every device takes
 _HEAD_MULTIPLE, _WIDEST_HEAD = 8, 256
-# of a result's largest element: a wrong kernel is off by more
+# tolerance relative to a result's largest element; a wrong kernel is off by more
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 def forward(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """As `packed_attention_fwd`; statistics are [H, B * T] of "flash", [N, H, longest or more] of "efficient"."""
+    """As `packed_attention_fwd`. The statistics are [H, B * T] for "flash", [N, H, longest or more] for "efficient"."""
     rows = [_rows(x) for x in (q, *_heads(kernel, q, k, v))]
     if kernel == "flash":
         out, lse, *_ = aten._flash_attention_forward(
@@ -48,7 +49,7 @@ def forward(
         )  # fmt: skip
     b, h, t, _ = q.shape
     out, width = out.contiguous(), v.size(-1)
-    # the same memory in other strides, and no view: a Function must not return one
+    # the same memory with other strides, and not as a view, because a Function must not return one
     place = out.untyped_storage(), out.storage_offset()
     return out.new_empty(0).set_(*place, (b, h, t, width), (t * h * width, width, h * width, 1)), lse
 
@@ -59,7 +60,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `packed_attention_bwd`."""
     rows = [_rows(x) for x in (dout, q, *_heads(kernel, q, k, v), out)]
-    # of a dropout that is never there
+    # seed and offset of a dropout that is not used
     seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
     if kernel == "flash":
         grads = aten._flash_attention_backward(
@@ -80,12 +81,12 @@ def backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[B * T, H, D] of x [B, H, T, D]; a view where the memory is [B, T, H, D] or B is 1."""
+    """x [B, H, T, D] as [B * T, H, D]; a view if the memory is [B, T, H, D] or B is 1."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _heads(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v as the kernel takes them: "flash" knows that several heads of q share one of theirs."""
+    """k and v in the kernel's form. "flash" shares a head of k and v among heads of q itself."""
     groups = 1 if kernel == "flash" else q.size(1) // k.size(1)
     return repeat_heads(k, groups), repeat_heads(v, groups)
 
@@ -99,7 +100,7 @@ def _size(window: int | None) -> dict[str, int]:
 
 
 def packed_kernel(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int | None) -> str | None:
-    """Which of CUDA's kernels can be used for this call; None: neither."""
+    """The CUDA kernel that can be used for this call; None if none can."""
     width, rules = q.size(-1), device_rules()
     estimated = rules is not None and not rules.on_cpu
     if (
@@ -121,7 +122,7 @@ def packed_kernel(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window:
 
 @cache
 def _agrees(kernel: str, device: torch.device, dtype: torch.dtype, width: int, groups: int, windowed: bool) -> bool:
-    """Whether the kernel runs on a device and agrees with attention in pieces there; tried once."""
+    """Whether the kernel runs on a device and agrees there with attention in pieces; it is tried once."""
     if dtype not in _TOLERANCE or (kernel == "flash" and dtype == torch.float32):
         return False
     sequences, window = Sequences(1, 40, (0, 3, 20, 21, 40)), 4 if windowed else None

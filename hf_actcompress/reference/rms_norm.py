@@ -1,5 +1,5 @@
-"""RMSNorm in the ways that transformers writes it. The torch calls and their order are those of the stock modules and
-of their autograd graph, so that values and gradients are bit-equal.
+"""RMSNorm in the ways in which transformers writes it. The calls of torch and their order are those of the stock
+modules and of their autograd graphs, so values and gradients are bit-equal.
 
 A formula says in which dtype the gain is applied (x^ = x / rms(x), in fp32):
   weight_after_cast   Llama, Mistral, Qwen:  weight * x^.to(x.dtype)
@@ -33,19 +33,19 @@ def rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float | None, formula: s
 
 
 def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tensor:
-    """y from x and rstd, bit-equal to `rms_norm_fwd`."""
+    """y from x and rstd, bit-equal to y of `rms_norm_fwd`."""
     (y,) = in_tiles(lambda x, rstd: (_rebuilt(_fp32(x), rstd, weight, formula, x.dtype),), x, rstd)
     return y
 
 
 def rms_norm_normed(x: Tensor, rstd: Tensor, weight: Tensor, formula: str) -> Tensor:
-    """x^ in the dtype in which the gain is applied: y is weight * x^, where that is not done in fp32."""
+    """x^ in the dtype in which the gain is applied; y is weight * x^. For formulas that do not multiply in fp32."""
     (normed,) = in_tiles(lambda x, rstd: (_in(_fp32(x) * rstd, _normed_dtype(x.dtype, weight, formula)),), x, rstd)
     return normed
 
 
 def _rebuilt(x32: Tensor, rstd: Tensor, weight: Tensor | None, formula: str, dtype: torch.dtype) -> Tensor:
-    """y of x in fp32; `dtype` is that of x."""
+    """y from x in fp32; `dtype` is x's own."""
     normed = x32 * rstd
     if weight is None:
         return _in(normed, dtype)
@@ -65,9 +65,9 @@ def rms_norm_bwd(
     needed: tuple[bool, bool],
     dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx like x and dweight [C], from dy [..., C]; those not `needed` are None.
+    """dx like x and dweight [C], from dy [..., C]; None for those not `needed`.
 
-    `dresidual` is the gradient that x has beside the norm, by a residual path: dx is then the sum of both.
+    `dresidual` is x's other gradient, which comes by a residual path; dx is then the sum of both.
     """
     in_fp32 = applies_gain_in_fp32(weight, formula)
     dtype = x.dtype
@@ -81,19 +81,19 @@ def rms_norm_bwd(
     def dx(dy: Tensor, x: Tensor, rstd: Tensor) -> tuple[Tensor]:
         dy = _fp32(dy) if in_fp32 else dy
         dnormed = dy if gain is None else dy * gain
-        # where the gain is wider than what it is applied to, autograd rounds here
+        # if the gain's dtype is wider than what it multiplies, autograd rounds here
         direct, through_rstd = _dx(_fp32(dnormed if in_fp32 else _in(dnormed, cast)), _fp32(x), rstd)
         if formula == "cast_to_weight":
-            # T5 multiplies x itself, not its fp32 copy: autograd rounds each term, then adds
+            # T5 multiplies x itself and not its fp32 copy, so autograd rounds each term before it adds them
             return (_in(direct, dtype) + _in(through_rstd, dtype),)
         return (_in(direct + through_rstd, dtype),)
 
     dweight = None
     if needed[1] and weight is not None:
         if needed[0] and not goes_in_tiles(dy, x, rstd):
-            # once for both
+            # converted once for both gradients
             x = _fp32(x)
-        # one sum over all rows, as autograd has it
+        # one sum over all rows, as in autograd
         dweight = _over_rows(in_tiles(product, dy, x, rstd)[0], weight.dtype)
     found = in_tiles(dx, dy, x, rstd)[0] if needed[0] else None
     return found if found is None or dresidual is None else dresidual + found, dweight
@@ -115,7 +115,7 @@ def _over_rows(products: Tensor, dtype: torch.dtype) -> Tensor:
 def _dx(dnormed: Tensor, x32: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """The two terms of dx, through x^ = x * rsqrt(mean(x^2) + eps), rounded where autograd rounds.
 
-    Autograd multiplies by -0.5 and by 2: neither rounds, so that both are one sign.
+    Autograd multiplies by -0.5 and by 2. Neither rounds, so both are replaced by one sign.
     """
     drstd = (dnormed * x32).sum(-1, keepdim=True)
     dsquare = drstd * rstd.pow(3) / -x32.size(-1)
@@ -136,10 +136,10 @@ def _normed_dtype(dtype: torch.dtype, weight: Tensor, formula: str) -> torch.dty
 
 
 def _in(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """y in that dtype, without an alias of it where it has it: torch 2.11 loses the gradient of one that is traced."""
+    """y in that dtype. If y has it, y itself is returned: torch 2.11 loses the gradient of an alias while tracing."""
     return y if y.dtype == dtype else y.to(dtype)
 
 
 def _fp32(x: Tensor) -> Tensor:
-    """At least fp32; fp64 stays, so that the oracle and gradcheck see full precision."""
+    """x in fp32; fp64 stays, so that the oracle and gradcheck have full precision."""
     return x if x.dtype in _WIDE else x.float()

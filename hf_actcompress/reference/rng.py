@@ -1,12 +1,12 @@
-"""Random numbers for the codecs, from generators of their own: each patched model has its own.
+"""Random numbers for the codecs, from separate generators; each patched model has its own.
 
-They leave torch's default generators alone, so that dropout draws the masks of the stock model under every preset.
-A checkpointed region that is computed again draws other numbers than before, which is as good: what the first pass
-packed was dropped. Each process of a distributed run draws its own.
+torch's default generators are left alone, so that dropout draws the stock model's masks under every preset. A
+checkpointed region draws other numbers when it is computed again. That is as good, because what the first pass packed
+was dropped. Each process of a distributed run draws its own numbers.
 
-A codec of a patched model carries the model's `Generators` and hands them to `drawn_from`, so that they are found
-wherever it packs: in a forward, in an inner model's forward, in the second pass of a checkpoint, in another thread. A
-codec that belongs to no model draws from those of the process.
+A codec of a patched model carries the model's `Generators` and passes them to `drawn_from`. So they are found wherever
+the codec packs: in a forward, in an inner model's forward, in a checkpoint's second pass, in another thread. A codec
+that belongs to no model uses the generators of the process.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _Result = TypeVar("_Result")
 class Generators:
     """One generator per device, each made when it is first needed.
 
-    A copy (`copy.deepcopy`, pickle) starts where the original is at that moment: it draws the same numbers next, and
-    from then on neither changes what the other draws.
+    A copy (`copy.deepcopy`, pickle) starts in the original's state at that moment: it draws the same numbers next.
+    After that neither changes what the other draws.
 
     Args:
-        seed: What they start from; None: torch's initial seed at the first draw.
+        seed: The seed of the generators; None: torch's initial seed at the first draw.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
-        # what a codec that remembers samples has to know: numbers [B], on the host, that tell the sequences apart with
-        # which the model was called last. Here because a checkpoint's recomputation looks for them in any thread
+        # for codecs that remember samples: numbers [B], on the host, which identify the sequences of the model's latest
+        # call. They are stored here because a checkpoint's second pass looks for them in any thread
         self.samples: Tensor | None = None
-        # what codecs have learnt in training at the place where they are used, by that place's name; of this a copy has
-        # all but the tensors, which are of a device
+        # name of a place where codecs are used -> what they have learnt there in training. A copy gets all of it except
+        # tensors, which belong to a device
         self.learnt: dict[str, Any] = {}
         self._of: dict[torch.device, torch.Generator] = {}
 
     def restart(self, seed: int | None) -> None:
-        """Start again from `seed`."""
+        """Start all generators again, from `seed`."""
         self.seed = seed
         self._of.clear()
 
     def on(self, device: torch.device) -> torch.Generator:
-        """The generator of a device. It depends on the rank of the process, so that each draws its own."""
+        """The generator of a device. Its seed depends on the rank, so that each process has its own numbers."""
         if device not in self._of:
             distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             rank = torch.distributed.get_rank() if distributed else 0
@@ -58,7 +58,7 @@ class Generators:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Draws in the block do not change the generators."""
+        """Draws in the block do not change these generators."""
         seed, before = self.seed, {device: generator.get_state() for device, generator in self._of.items()}
         try:
             yield
@@ -71,7 +71,7 @@ class Generators:
                     del self._of[device]
 
     def __getstate__(self) -> dict[str, Any]:
-        # as states on the host: a file is read on machines that have not these devices
+        # states on the host, because a file may be read on a machine that does not have these devices
         learnt = {place: known for place, known in self.learnt.items() if not isinstance(known, Tensor)}
         return {"seed": self.seed, "states": {str(d): g.get_state() for d, g in self._of.items()}, "learnt": learnt}
 
@@ -85,19 +85,19 @@ class Generators:
                 self._of[device].set_state(known)
 
 
-# of what belongs to no model
+# for codecs that belong to no model
 _process = Generators()
 _current: ContextVar[Generators | None] = ContextVar("hf_actcompress_generators", default=None)
 
 
 def seed_codecs(seed: int | None = None) -> None:
-    """Start the generators of the process again, from `seed` or from torch's initial seed. No model's are touched."""
+    """Restart the process's generators, from `seed` or from torch's initial seed. Models' generators do not change."""
     _process.restart(seed)
 
 
 def drawn_from(generators: Generators | None, function: Callable[..., _Result], *args: Any) -> _Result:
-    """``function(*args)``, whose random numbers come from `generators`; None: from whichever hold already."""
-    # a compiler knows no generator but the default one
+    """``function(*args)`` with random numbers from `generators`; None: from those that are in use already."""
+    # compiled code can only use the default generator
     if generators is None or torch.compiler.is_compiling():
         return function(*args)
     token = _current.set(generators)
@@ -113,19 +113,19 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def uniform(size: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers in [0, 1) from the codecs' generator of that device."""
-    if torch.compiler.is_compiling():  # which knows no generator but the default one
+    if torch.compiler.is_compiling():  # compiled code can only use the default generator
         return torch.rand(size, dtype=dtype, device=device)
     return torch.rand(size, dtype=dtype, device=device, generator=_generator(device))
 
 
 def kernel_seed(device: torch.device) -> Tensor:
-    """An int64 [1] from the same generator, from which a kernel makes its own numbers. Stays on the device."""
+    """A seed int64 [1] from the same generator, with which a kernel makes its own numbers. It stays on the device."""
     seed = torch.empty(1, dtype=torch.int64, device=device)
     return seed.random_() if torch.compiler.is_compiling() else seed.random_(generator=_generator(device))
 
 
 @contextmanager
 def codecs_undisturbed() -> Iterator[None]:
-    """What is drawn inside leaves no trace in the generators that hold now."""
+    """Draws in the block do not change the generators that are in use."""
     with (_current.get() or _process).undisturbed():
         yield

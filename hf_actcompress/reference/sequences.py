@@ -1,4 +1,4 @@
-"""Which tokens of a batch see which, and the pieces in which attention goes through them."""
+"""Which tokens of a batch see which, and the pieces in which attention is computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain, groupby, pairwise
 
 from torch import Tensor
 
-# queries that share one call of attention where a mask of all tokens by all tokens would be needed
+# how many queries share one call of attention where one call would need a mask of all tokens by all tokens
 WINDOW_STEP = 256
 
 
@@ -31,13 +31,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Band:
-    """Rows of one sequence each, some tokens of which are padding, or whose windows reach to both sides.
+    """Rows of one sequence each, in which some tokens are padding, or whose windows reach to both sides.
 
     Attributes:
         rows, tokens: B and T.
-        causal: Whether a token sees none behind it; else as many as before it.
-        chunked: Whether it sees those in its own chunk alone. Chunks have the window's length, and the first one begins
-            behind the padding on the left.
+        causal: Whether a token sees no token after it; otherwise it sees as many after it as before it.
+        chunked: Whether a token sees only its own chunk. Chunks have the window's length, and the first one begins
+            after the padding on the left.
     """
 
     rows: int
@@ -55,13 +55,13 @@ class Band:
         return self.tokens > WINDOW_STEP and (self.causal or window is not None)
 
     def blocks(self, window: int | None) -> Iterator[tuple[int, int, int, int]]:
-        """Which queries [begin, end) go together, and the keys [first, last) that one of them may see.
+        """The queries [begin, end) of each block, and the keys [first, last) that any of them may see.
 
         Args:
-            window: How many keys a query sees to one side, itself included; None: all.
+            window: How many keys a query sees on one side, itself included; None: all.
         """
         length = self.tokens
-        # padding alone hides the same keys from all queries
+        # padding hides the same keys from all queries, so they can share a call
         step = length if window is None and not self.causal else WINDOW_STEP
         for begin in range(0, length, step):
             end = min(begin + step, length)
@@ -85,7 +85,7 @@ class Sequences:
     starts: tuple[int, ...]
 
     def cut(self, length: int) -> Sequences:
-        """Each sequence in parts of that length and a rest."""
+        """Each sequence divided into parts of that length, and a shorter last part."""
         parts = (range(start, end, length) for start, end in pairwise(self.starts))
         return Sequences(self.rows, self.tokens, (*chain.from_iterable(parts), self.starts[-1]))
 
@@ -123,9 +123,9 @@ def sequences_of(position_ids: Tensor) -> Sequences | None:
 
 
 def chunks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """Which queries [begin, end) of a sequence go together, and the first key that they see.
+    """The queries [begin, end) of each chunk of a sequence, and the first key that they see.
 
-    The first chunk sees all keys before each query. In the others every query sees `window` keys, itself included.
+    In the first chunk each query sees all keys before it. In the others it sees `window` keys, itself included.
     """
     first = length if window is None else min(window, length)
     yield 0, first, 0

@@ -1,4 +1,4 @@
-"""Functions of rows, computed a tile of rows at a time, so that what they make on the way has the size of a tile."""
+"""Functions of rows, computed a tile of rows at a time, so that their temporary tensors have the size of a tile."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 from ..private_apis import FakeTensor
 
-# elements of a tile: larger ones fill a device no better, and smaller tensors are computed whole
+# elements of a tile: a larger tile does not use a device better. Smaller tensors are computed whole
 TILE = 2**18
 
 
-# of a tensor without data: all tiles take the same memory, and sums over tiles are there in the second
+# tiles of a tensor without data: all take the same memory, and from the second on sums over tiles exist
 _FAKE_TILES = 2
 
 
 def tiles(x: Tensor, tile: int) -> Iterator[slice]:
-    """The rows of x [..., N, C], `tile` at a time; the first of them alone if x has no data."""
+    """The rows of x [..., N, C], `tile` at a time; if x has no data, only the first tiles."""
     rows = x.shape[-2]
     parts = (slice(start, min(start + tile, rows)) for start in range(0, rows, tile))
     return islice(parts, _FAKE_TILES) if isinstance(x, FakeTensor) or x.is_meta else parts
 
 
 def goes_in_tiles(*tensors: Tensor) -> bool:
-    """Whether `in_tiles` takes more than one tile for them."""
+    """Whether `in_tiles` would use more than one tile for them."""
     if tensors[0].numel() <= TILE or torch.compiler.is_compiling():
         return False
     return all(t.is_contiguous() for t in tensors)
@@ -37,10 +37,10 @@ def in_tiles(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Seq
 
     Args:
         function: Takes tensors [n, ...] and returns tensors [n, ...].
-        tensors: [..., C], with the same dimensions but for the last. Non-contiguous ones are handed over whole, as
-            their results have a layout of their own.
+        tensors: [..., C], with equal dimensions except the last. Non-contiguous ones are passed as a whole, because
+            their results have their own layout.
 
-    The results own their memory: of a view, torch would not keep the tensor object that the registry knows.
+    The results own their memory: for a view, torch would not keep the tensor object that the registry knows.
     """
     x = tensors[0]
     if not goes_in_tiles(*tensors):

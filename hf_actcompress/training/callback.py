@@ -20,21 +20,22 @@ logger = logging.getLogger(__name__)
 class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Patches the Trainer's model when the Trainer is built, and again if `model_init` makes a new one.
 
-    Its config is in the Trainer's checkpoints (trainer_state.json). A run that resumes with another one says so, and
-    resumes with that of the checkpoint under ``TrainingArguments(restore_callback_states_from_checkpoint=True)``.
+    Its config is stored in the Trainer's checkpoints (trainer_state.json). A run that resumes with another config logs
+    a warning. With ``TrainingArguments(restore_callback_states_from_checkpoint=True)`` it resumes with the
+    checkpoint's.
 
     Args:
         config: As for `patch_model`, or the dict of a config. A preset's name means that preset with
-            ``logits=False``: the loss is all that a Trainer needs, and a ``compute_loss`` of one's own may still read
-            ``outputs.logits``, which are then computed for it. To read them after backward, give
+            ``logits=False``, because a Trainer needs only the loss. A custom ``compute_loss`` may still read
+            ``outputs.logits``, which are then computed for it. To read them after backward, pass
             ``CompressionConfig.from_preset("int8", logits=True)``.
-        strict: Raise if nothing could be patched.
+        strict: Raise an error if nothing could be patched.
 
     Attributes:
         report: The PatchReport of the model that was patched last, or None.
 
     Raises:
-        As `patch_model`, when the Trainer is built.
+        The errors of `patch_model`, when the Trainer is built.
     """
 
     def __init__(self, config: CompressionConfig | Mapping[str, Any] | str = "exact", *, strict: bool = True) -> None:
@@ -45,11 +46,11 @@ class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[mis
         self.report: PatchReport | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Before `accelerator.prepare`, so that DDP, FSDP and autocast wrap the patched model."""
+        """Patch the model before `accelerator.prepare`, so that DDP, FSDP and autocast wrap the patched model."""
         self._patch(model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Patches a model that `model_init` made after the Trainer was built, or as the checkpoint's config says."""
+        """Patch a model that `model_init` made after the Trainer was built, or apply the checkpoint's config."""
         root = root_of(model) if model is not None else None
         if model is not None and (root is None or root.config != self.config):
             self._patch(model)
@@ -63,7 +64,7 @@ class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[mis
             )  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this."""
+        """The state that a checkpoint stores for this callback."""
         return {"args": {"config": self.config.to_dict(), "strict": self.strict}, "attributes": {}}
 
     def _patch(self, model: Any) -> None:
@@ -75,5 +76,5 @@ class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[mis
 
 
 def _listed(value: Any) -> Any:
-    """The value as JSON writes it."""
+    """The value as JSON stores it: a tuple becomes a list."""
     return [_listed(x) for x in value] if isinstance(value, tuple) else value

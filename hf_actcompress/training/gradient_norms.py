@@ -1,4 +1,4 @@
-"""How WTA-CRS samples tokens: by the norm of x times the norm of the gradient in the last epoch."""
+"""Gradient norms for WTA-CRS, which samples tokens by the norm of x times the gradient's norm in the last epoch."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from ..roles import Role
 
 
 class GradientNorms:
-    """A cache of gradient norms for every linear layer of a model whose codec samples tokens, by the samples' numbers.
+    """A cache of gradient norms, by sample number, for each linear layer of a model whose codec samples tokens.
 
-    The preset "wtacrs" knows samples by what is in them and needs none of this. Numbers also work where the ids of a
-    sample change (masks drawn anew in each epoch). For several epochs over a data set whose samples are always cut and
-    padded alike: not for one epoch, packed or streamed data. Each process of a distributed run has its own cache, and
-    knows nothing of what the others saw. The estimate stays unbiased whatever the cache holds.
+    The preset "wtacrs" recognises samples by their content and does not need this class. Numbers also work if the ids
+    of a sample change (masks that are drawn anew in each epoch). Use it for several epochs over a data set whose
+    samples are always cut and padded alike, not for one epoch, or packed or streamed data. Each process of a
+    distributed run has its own cache, which does not know the samples of the others. The estimate has no bias whatever
+    the cache holds.
 
     Args:
-        model: Patched, e.g. with the preset "sampled"; unpatching it forgets the cache.
-        samples: Of the data set.
-        positions: Tokens of its longest sample.
+        model: A model patched, for instance, with the preset "sampled". Unpatching it drops the cache.
+        samples: Number of samples in the data set.
+        positions: Number of tokens of its longest sample.
 
     Saves:
-        On the host, 4 bytes per sample, position and layer.
+        4 bytes per sample, position and layer, in host memory.
 
     Raises:
         NotPatchedError: No layer of the model samples tokens.
 
     Source:
-        WTA-CRS (arXiv 2305.15265). There a sample that is new is not weighted at all, which is biased; here it counts
-        with the mean of the others.
+        WTA-CRS (arXiv 2305.15265). There a new sample has no weight, which is biased; here it gets the mean weight of
+        the others.
     """
 
     def __init__(self, model: nn.Module, samples: int, positions: int) -> None:
@@ -53,7 +54,7 @@ class GradientNorms:
 
     @contextmanager
     def of(self, samples: Tensor) -> Iterator[None]:
-        """Around the forward of a batch (under gradient checkpointing, around its backward too).
+        """Use it around the forward of a batch (with gradient checkpointing, around its backward as well).
 
         Args:
             samples: ``[B]`` int64, the index in the data set of each sequence of the batch.

@@ -1,4 +1,4 @@
-"""Memory of the training steps in the Trainer's own logs, where every tracker finds it."""
+"""Logs the memory of training steps in the Trainer's own logs, where every tracker finds it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ KEPT, PEAK, RATIO = "memory_kept_bytes", "memory_peak_bytes", "memory_peak_of_es
 
 
 class MemoryCallback(TrainerCallback):  # type: ignore[misc]
-    """Logs what the steps keep for backward and their peak. Use `log_memory(trainer)`, so that trackers see it.
+    """Logs what the steps keep for backward, and their peak. Use `log_memory(trainer)`, so that trackers see it.
 
-    Each log entry with a loss gets ``memory_peak_bytes``, the highest of the steps that were sampled since the last:
-    all that is on the device, weights and optimizer states included; ``memory_kept_bytes``, what a forward leaves for
-    its backward, outputs included; and with an estimate ``memory_peak_of_estimate``, their ratio. A warning is logged
-    once if the peak leaves the estimate; the first step, which has no optimizer states yet, is not compared.
+    Each log entry with a loss gets ``memory_peak_bytes``, the highest peak of the steps sampled since the last entry
+    (everything on the device, with weights and optimizer states); ``memory_kept_bytes``, what a forward leaves for its
+    backward, outputs included; and, if an estimate is given, ``memory_peak_of_estimate``, the peak divided by it. A
+    warning is logged once if the peak is outside of the tolerance. The first step, which has no optimizer states yet,
+    is not compared.
 
     Args:
-        every: Sample every so many steps. By default every step on a CUDA device, where it costs two reads of the
-            allocator's statistics (their peak is reset), and the second step alone on a CPU, where allocations have to
-            be traced, which makes that step slow.
-        estimate: What `estimate(...)` said for this model, batch, and optimizer.
-        tolerance: How far above it the peak may be, as a share, and how far below it less the gradients, which a
-            Trainer drops between steps.
+        every: Sample one step in so many. By default: on a CUDA device every step, which costs two reads of the
+            allocator's statistics and resets their peak; on a CPU only the second step, because tracing the
+            allocations makes a step slow.
+        estimate: The result of `estimate(...)` for this model, batch, and optimizer.
+        tolerance: By which share the peak may exceed the estimate, or fall below the estimate without gradients, which
+            a Trainer frees between steps.
 
     Raises:
-        ValueError: ``every`` below 1, or a tolerance that is not positive.
+        ValueError: ``every`` is below 1, or the tolerance is not positive.
     """
 
     def __init__(self, *, every: int | None = None, estimate: Estimate | None = None, tolerance: float = 0.1) -> None:
@@ -61,13 +62,13 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
         self._pending: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Raises MeasurementError on a device whose memory cannot be measured."""
+        """Start measuring. Raises MeasurementError on a device whose memory cannot be measured."""
         self._end()
         self._reset()
         if args.device.type not in ("cpu", "cuda"):
             raise MeasurementError(f"the Trainer is on {args.device}; memory can be logged on a CPU or a CUDA device")
         self._first_step = state.global_step
-        # inside of torch.compile a hook would break the graph
+        # a hook would break the graph of torch.compile
         if model is not None and args.device.type == "cuda" and not args.torch_compile:
             self._hooks = [
                 model.register_forward_pre_hook(lambda *_: self._forward_begins(args.device)),
@@ -77,7 +78,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Before the first forward of a step."""
+        """Start sampling before the first forward of a step."""
         self._sampling = self._is_sampled(state.global_step - self._first_step, args.device.type)
         if not self._sampling:
             return
@@ -90,7 +91,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
             self._profiler.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the optimizer's step."""
+        """Read the sampled figures after the optimizer's step."""
         if not self._sampling:
             return
         self._sampling = False
@@ -102,24 +103,24 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
             self._profiler = None
             peak, self._kept = self._before_step + seen.peak_bytes, seen.kept_bytes
         self._note(PEAK, peak)
-        # not seen under torch.compile
+        # kept bytes are not measured under torch.compile
         if self._kept:
             self._note(KEPT, self._kept)
-        # the Trainer has counted this step already
+        # the Trainer has already counted this step
         if self.estimate is not None and state.global_step - self._first_step > 1:
             self._compare(peak, self.estimate)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Adds to the entry of the training loss, and not to those of evaluations."""
+        """Add the figures to the entry of the training loss, and not to those of evaluations."""
         if logs is None or "loss" not in logs or not self._pending:
             return
         logs.update(self._pending)
-        # which has a copy of the entry
+        # the history has its own copy of the entry
         state.log_history[-1].update(self._pending)
         self._pending = {}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         self._end()
 
     def _is_sampled(self, step: int, device: str) -> bool:
@@ -141,7 +142,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
     def _compare(self, peak: int, estimate: Estimate) -> None:
         ratio = peak / estimate.total_peak_bytes
         self._note(RATIO, ratio)
-        # the estimate has all gradients at the peak, and a Trainer drops them between steps without accumulation
+        # the estimate has all gradients at the peak; a Trainer without accumulation frees them between steps
         lowest = (1 - self.tolerance) * (estimate.total_peak_bytes - estimate.gradients_bytes)
         if lowest <= peak <= (1 + self.tolerance) * estimate.total_peak_bytes or self._warned:
             return
@@ -159,7 +160,7 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        # a run that was interrupted in a sampled step
+        # a run was interrupted in a sampled step
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None

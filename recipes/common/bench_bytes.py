@@ -1,4 +1,4 @@
-"""What compiled modes keep and hold at most, how exact they are, the CPU time of their first step: no rounds."""
+"""For compiled modes: what they keep, their peak, how exact they are, and the CPU time of their first step."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ SUITE, STOCK = "bytes", "compile"
 
 
 def earlier(folder: Path) -> list[Result]:
-    """The results of this suite that a run before has left there."""
+    """The results of this suite that an earlier run has left in the folder."""
     path = folder / "benchmark.jsonl"
     names = {field.name for field in fields(Result)}
     lines = path.read_text().splitlines() if path.exists() else []
@@ -33,7 +33,7 @@ def earlier(folder: Path) -> list[Result]:
 
 
 def compiled_bytes(name: str, args: argparse.Namespace, done: list[Result]) -> Iterator[list[Result]]:
-    """One model in all modes; `done` are the results so far, of which those that are there are not measured again."""
+    """Measure one model in all modes. `done` are the results so far; modes that are in it are not measured again."""
     for mode in args.modes:
         known = {(result.model, result.mode): result for result in done}
         if (name, mode) not in known:
@@ -53,7 +53,7 @@ def _measured(name: str, mode: str, args: argparse.Namespace, stock: Result | No
     model = build(family, shape, args)
     forward = MODES[mode].prepare(model)
     step = make_step(forward, batch, args)
-    # a compiler in a process of a pool would not be counted
+    # compilers in a process pool would not be counted
     with fresh_cache(), inductor.patch(compile_threads=1):
         start = _cpu_seconds()
         graphs, breaks = counted(step)
@@ -64,7 +64,7 @@ def _measured(name: str, mode: str, args: argparse.Namespace, stock: Result | No
         kept = [_kept(forward, batch, args)]
         if not args.dropout and not args.lora_dropout:
             result.fp64_error = _error(family, shape, args, model, step)
-        # one more layer: the first one of a checkpointed model is another case, its input being the embeddings
+        # one more layer, because the first checkpointed layer is a special case: its input is the embeddings
         more = replace(shape, layers=shape.layers + 1)
         kept.append(_kept(MODES[mode].prepare(build(family, more, args)), batch, args))
     tokens = batch["input_ids"].numel()
@@ -76,14 +76,14 @@ def _measured(name: str, mode: str, args: argparse.Namespace, stock: Result | No
 
 @cache
 def _load_compiler() -> None:
-    """What it imports is no part of the first mode's first step."""
+    """Import the compiler, so that the first mode's first step does not include its imports."""
     with fresh_cache():
         torch.compile(torch.add)(torch.ones(2), torch.ones(2))
     torch._dynamo.reset()
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of the compilers that it has run: what else the machine does adds nothing to it."""
+    """CPU seconds of this process and of the compilers that it has run; other programs do not change them."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -98,7 +98,7 @@ def _kept(forward: Forward, batch: dict[str, torch.Tensor], args: argparse.Names
 
 
 def _error(family: str, shape: Any, args: argparse.Namespace, model: Any, step: Any) -> float:
-    """Of all gradients, against stock's in fp64 with the same weights."""
+    """The error of all gradients, against stock's in fp64 with the same weights."""
     found = gradients(model, step).double()
     oracle = build(family, shape, args).to(torch.float64)
     exact = gradients(oracle, make_step(oracle, make_batch(args.batch, shape.vocab, args), args), torch.float64)

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch._dynamo.utils import counters
 
-# shorter by so many tokens: what a data loader without fixed lengths hands out
+# how many tokens shorter further batches are, as from a data loader without fixed lengths
 SHORTER = (8, 16, 24)
 
 
 def graphs_and_breaks() -> tuple[int, int]:
-    """So far in this process."""
+    """The numbers of graphs and of breaks in this process so far."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

@@ -18,7 +18,7 @@ Functions = Callable[[str], Callable[..., Any]]
 
 
 class Shape(NamedTuple):
-    """Of the activations, and where they are."""
+    """The sizes of the activations, and their device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
@@ -35,14 +35,15 @@ class Case:
     """One line of the table.
 
     Args:
-        name: A kernel.
-        label: What distinguishes it from the name's other lines.
-        mlp: Whether its rows are as wide as the MLP, else as the hidden state.
-        sample: Which of the samples of the kernel's module; by default the first.
-        make: What makes the arguments instead, with functions of the reference.
+        name: Name of the kernel.
+        label: What distinguishes the line from others of the same name.
+        mlp: Whether its rows are as wide as the MLP; otherwise they are as wide as the hidden state.
+        sample: Selects one of the samples of the kernel's module; by default the first one.
+        make: Makes the arguments instead, with functions of the reference.
         run: What is timed, from a choice of implementations and the arguments; by default a call of `name`.
-        rival: What `auto` runs in its place, from the kernels and the arguments, if not the reference's function.
-        bandwidth: Whether memory is what bounds it; a matrix product inside is not.
+        rival: What `auto` would run instead, from the kernels and the arguments; by default the reference's
+            function.
+        bandwidth: Whether memory limits its speed; this is not so if it has a matrix product.
     """
 
     name: str
@@ -56,18 +57,18 @@ class Case:
 
 
 def of(*wanted: Any) -> Callable[[Args], bool]:
-    """The sample that has these among its arguments that are no tensors."""
+    """Selects the sample that has these values among its arguments that are no tensors."""
     return lambda args: all(any(type(a) is type(w) and a == w for a in args) for w in wanted)
 
 
 def heads(shape: Shape, _: Functions) -> Args:
-    """A query as attention has it: heads before tokens, a view of a projection."""
+    """A query in attention's layout: heads before tokens, as a view of a projection."""
     q = shape.normal(1, shape.tokens, HEADS, max(shape.hidden // HEADS, 1)).transpose(1, 2)
     return q, 8, 64, False, None
 
 
 def rotary(shape: Shape, _: Functions) -> Args:
-    """Queries and a quarter as many keys as attention has them, heads before tokens, and the angles of one sequence."""
+    """Queries, and a quarter as many keys, in attention's layout (heads before tokens), and one sequence's angles."""
     size = max(shape.hidden // HEADS, 2)
     length = min(SEQUENCE, shape.tokens)
     q, k = (shape.normal(shape.tokens // length, length, h, size).transpose(1, 2) for h in (HEADS, HEADS // 4))
@@ -86,7 +87,7 @@ def rotated_back(functions: Functions, args: Args) -> Any:
 
 
 def head(shape: Shape, _: Functions) -> Args:
-    """Hidden states, a vocabulary (that of a quick run is smaller), targets."""
+    """Hidden states, a vocabulary (a smaller one in a quick run), and targets."""
     tokens, vocab = max(shape.tokens // 4, 1), min(VOCAB, 16 * shape.hidden)
     weight = torch.randn(vocab, shape.hidden, device=shape.device) * shape.hidden**-0.5
     target = torch.randint(vocab, (tokens,), device=shape.device)
@@ -94,7 +95,7 @@ def head(shape: Shape, _: Functions) -> Args:
 
 
 def forward_and_backward(functions: Functions, args: Args) -> Any:
-    """The loss head as a training step has it, which Liger's forward does as a whole."""
+    """The loss head as in a training step. Liger's forward does all of it."""
     h, weight, bias, target, pointwise, _ = args
     losses, maximum, log_sum = functions("linear_cross_entropy_fwd")(*args)
     dlosses = torch.full_like(losses, 1 / len(losses))
@@ -102,14 +103,14 @@ def forward_and_backward(functions: Functions, args: Args) -> Any:
     return losses, backward(dlosses, h, weight, bias, target, maximum, log_sum, pointwise, (True, True, False))
 
 
-# linear -> its outputs and features; keys and values have a quarter of the heads
+# linear -> its outputs and features; there are a quarter as many heads of keys and values
 LINEARS: dict[str, Callable[[Shape], tuple[int, int]]] = {
     "q, o": lambda shape: (shape.hidden, shape.hidden),
     "k, v": lambda shape: (shape.hidden // 4, shape.hidden),
     "gate, up": lambda shape: (shape.mlp, shape.hidden),
     "down": lambda shape: (shape.hidden, shape.mlp),
 }
-# from dy [R, O] and x [R, D]
+# makes arguments from dy [R, O] and x [R, D]
 Packed = Callable[[torch.Tensor, torch.Tensor, Functions], Args]
 
 
@@ -151,7 +152,7 @@ RIVALS = {"int_group_grad_weight": _unpacked_codes, "float8_grad_weight": _unpac
 
 
 def _weight_gradients() -> Iterator[Case]:
-    """Stored inputs of a layer's linears: the kernel against a pass over what is stored and torch's product."""
+    """Stored inputs of a layer's linears: the kernel against unpacking in a separate pass and torch's product."""
     formats: dict[tuple[str, str], Packed] = {
         **{("int_group_grad_weight", f"{bits} bits"): _int_group(bits) for bits in (8, 4, 2)},
         ("float8_grad_weight", "e4m3"): _float8,
@@ -160,7 +161,7 @@ def _weight_gradients() -> Iterator[Case]:
         ("pooled_grad_weight", "by 2"): _pooled,
     }
     for (name, label), packed in formats.items():
-        # what holds for 4 bits holds for 2, or the one line says so
+        # a single line shows whether what holds for 4 bits also holds for 2
         linears = ["gate, up"] if label == "2 bits" else LINEARS
         for linear in linears:
 

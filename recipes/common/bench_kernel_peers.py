@@ -1,4 +1,4 @@
-"""Liger's kernels for the same results from the same tensors, where it has them."""
+"""Liger's kernels for the same results from the same tensors, as far as Liger has them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _liger_activation_bwd(dy: Any, x: Any, kind: str, _: Any) -> Callable[[], An
 
 
 def _liger_rope_fwd(q: Any, k: Any, cos: Any, sin: Any) -> Callable[[], Any]:
-    # it turns what it is given in place: the same work on other values each time
+    # this kernel rotates its arguments in place: each call does the same work on other values
     q, k, forward = q.clone(), k.clone(), _liger("rope").rope_forward
     return lambda: forward(q, k, cos[:, 0], sin[:, 0])
 

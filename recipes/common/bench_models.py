@@ -25,7 +25,7 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Shape:
-    """What sizes a model; `ffn` of each expert where it has experts."""
+    """The sizes of a model; `ffn` is that of each expert if it has experts."""
 
     hidden: int
     layers: int
@@ -62,7 +62,7 @@ def llama(shape: Shape, positions: int) -> Any:
 
 
 def mixtral(shape: Shape, positions: int) -> Any:
-    """With half of the experts: what is kept goes by those of each token."""
+    """Mixtral with half of its experts, because what is kept depends on those of each token only."""
     config = MixtralConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, intermediate_size=shape.ffn,
@@ -72,7 +72,7 @@ def mixtral(shape: Shape, positions: int) -> Any:
 
 
 def qwen3_moe(shape: Shape, positions: int) -> Any:
-    """With 16 of the 128 experts."""
+    """Qwen3-MoE with 16 of its 128 experts."""
     config = Qwen3MoeConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers, head_dim=128,
         num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, moe_intermediate_size=shape.ffn,
@@ -83,10 +83,10 @@ def qwen3_moe(shape: Shape, positions: int) -> Any:
 
 Make = Callable[[Shape, int], Any]
 FAMILIES: dict[str, Make] = {"bert": bert, "gpt2": gpt2, "llama": llama}
-# measured where they are asked for
+# models that are measured only if they are asked for
 MIXTURES: dict[str, Make] = {"mixtral": mixtral, "qwen3_moe": qwen3_moe}
 
-# the published ones; Llama-3.1-8B, Mixtral-8x7B and Qwen3-30B-A3B with few of their layers
+# published shapes; Llama-3.1-8B, Mixtral-8x7B and Qwen3-30B-A3B with few of their layers
 SHAPES: dict[str, tuple[str, Shape]] = {
     "bert-base": ("bert", Shape(768, 12, 12, 12, 3072, 30522)),
     "bert-large": ("bert", Shape(1024, 24, 16, 16, 4096, 30522)),
@@ -98,7 +98,7 @@ SHAPES: dict[str, tuple[str, Shape]] = {
     "qwen3-30b-a3b-4layers": ("qwen3_moe", Shape(2048, 4, 32, 4, 768, 151936)),
 }
 MODELS = (*FAMILIES, *MIXTURES, *SHAPES)
-# the MLP's width over the hidden size, and how many hidden units one head of keys is for
+# family -> (the MLP's width over the hidden size, how many hidden units there are per head of keys)
 _PROPORTIONS = {"llama": (3.5, 256), "mixtral": (3.5, 512), "qwen3_moe": (0.375, 512)}
 
 

@@ -22,11 +22,12 @@ class Mode:
     """One column of the comparison.
 
     Args:
-        prepare: From a stock model, whose weights it may share with others, what is called in its place.
-        exact: Whether its gradients have to be stock's but for rounding.
-        same_masks: Whether its dropout draws what stock draws from the same seed.
-        needs: A package that has to be installed, or "".
-        compiled: Whether its first step takes a compiler's time.
+        prepare: Takes a stock model, whose weights it may share with others, and returns what is called in its
+            place.
+        exact: Whether its gradients must equal stock's up to rounding.
+        same_masks: Whether its dropout draws the same masks as stock from the same seed.
+        needs: A package that must be installed, or "".
+        compiled: Whether its first step includes a compiler's time.
     """
 
     prepare: Callable[[Any], Forward]
@@ -36,7 +37,7 @@ class Mode:
     compiled: bool = False
 
     def reason_missing(self, family: str, device: str) -> str:
-        """Why it cannot run here with models of that family, or ""."""
+        """Why it cannot run with models of that family on this device, or ""."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return f"{self.needs} is not installed"
         if self.needs == "liger_kernel" and device != "cuda":
@@ -55,11 +56,11 @@ def _checkpointed(model: Any) -> Any:
 
 def _compiled(model: Any, memory_budget: float = 1.0) -> Forward:
     def backend(graph: Any, inputs: Any) -> Any:
-        # read when the graph is partitioned
+        # the option is read when the graph is partitioned
         with torch._functorch.config.patch(activation_memory_budget=memory_budget):
             return compile_fx(graph, inputs)
 
-    # a backend of its own: from the same one dynamo takes what it compiled for another model of the class
+    # a new backend each time: with the same one, dynamo would use what it compiled for another model of the class
     return torch.compile(model, backend=backend)
 
 
@@ -96,6 +97,6 @@ DEFAULT_MODES = ("stock", "checkpointing", "exact", "exact+checkpointing")
 
 
 def sharing_weights(model: Any) -> Any:
-    """A copy of the modules over the same parameters and gradients: modes side by side need the weights once."""
+    """A copy of the modules with the same parameters and gradients, so that modes side by side share the weights."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, memo=dict(parameters))

@@ -30,7 +30,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_model_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the command over what cannot be; fill in what depends on other options."""
+    """End the command if options are impossible together, and fill in what depends on other options."""
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this machine or this torch has no CUDA device")
     if args.layers < 2 or args.layers % 2 or args.hidden % 64 or args.rounds < 1:

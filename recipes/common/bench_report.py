@@ -49,7 +49,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def environment(device: str, command: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What a figure needs to be worth something."""
+    """The machine, the versions and the command that figures were measured with."""
     return {
         "command": command,
         "device": device_name(device),

@@ -24,7 +24,7 @@ MIB = 2**20
 
 @dataclass
 class Result:
-    """One mode of one model. Times are None where the gradients are not what they should be."""
+    """One mode of one model. Times are None if the gradients are wrong."""
 
     suite: str
     model: str
@@ -94,7 +94,7 @@ def gradients(model: Any, step: Callable[[], None], dtype: torch.dtype = torch.f
 
 
 def gradient_error(name: str, mode: str, args: argparse.Namespace) -> float:
-    """Against stock, with few layers; without dropout where the mode draws other masks."""
+    """The gradient error against stock, with few layers; without dropout if the mode draws other masks."""
     family, shape = shape_of(name, args)
     dropout = args.dropout if MODES[mode].same_masks else 0.0
     model = build(family, replace(shape, layers=_few_layers(shape)[0]), args, dropout)
@@ -121,7 +121,7 @@ def kept_slope(name: str, mode: str, args: argparse.Namespace) -> float:
 
 
 def _few_layers(shape: Shape) -> tuple[int, int]:
-    """Two numbers of layers: what holds for each layer is seen there, and a compiler is through with them soon."""
+    """Two numbers of layers. They are small, so that compilers are fast, and enough to see what each layer adds."""
     return (2, 4) if shape.layers >= 4 else (1, 2)
 
 
@@ -188,10 +188,10 @@ class _EqualBatch:
         if result.note:
             return None
         if mode.compiled:
-            # behind a number of recompilations, of other modes too, torch would run this one uncompiled
+            # torch limits recompilations, also those of other modes, and would run this one uncompiled after that
             torch._dynamo.reset()
         result.gradient_error = gradient_error(self.name, result.mode, args)
-        # `<=` is false for a NaN
+        # `<=` is false for NaN
         result.correct = not mode.exact or result.gradient_error <= GRADIENT_LIMIT[args.grain]
         result.kept_h = kept_slope(self.name, result.mode, args)
         forward = mode.prepare(sharing_weights(self.weights))

@@ -23,7 +23,7 @@ COLUMNS = (
     "told apart",
 )
 
-# 97.5% quantiles of Student's t by degrees of freedom; beyond, that of the normal distribution within a tenth
+# 97.5% quantiles of Student's t by degrees of freedom; above these, the normal distribution's is within a tenth
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
@@ -35,16 +35,16 @@ def interval(values: list[float]) -> float | None:
 
 
 def gaps_of(row: dict[str, Any], stock: dict[str, Any]) -> list[float]:
-    """The row's losses less stock's from the same seeds, in percent of stock's mean."""
+    """The row's losses minus stock's from the same seeds, in percent of stock's mean."""
     scale = statistics.mean(stock["losses"])
-    # a lossless row has the first seed alone
+    # a lossless row was trained with the first seed only
     return [100 * (a - b) / scale for a, b in zip(row["losses"], stock["losses"], strict=False)]
 
 
 def told_apart(gap: float, half: float | None) -> str:
     """Whether a mean difference from stock, in percent, lies outside of its confidence interval.
 
-    What is written as 0.00% is rounding.
+    A value that is printed as 0.00% is only rounding.
     """
     if half is None or abs(gap) <= max(half, 0.005):
         return ""
@@ -90,7 +90,7 @@ def write_reports(folder: Path) -> None:
 
 
 def _measured(folder: Path) -> list[Path]:
-    """MiniLM, whose weights are real, first."""
+    """The files of the jobs, with MiniLM first, because its weights are real."""
     return sorted(folder.glob("evaluation-*.json"), key=lambda path: ("minilm" not in path.stem, path.stem))
 
 

@@ -1,4 +1,4 @@
-"""Files that are whole at any moment, also for a reader who comes while they are written."""
+"""Replaces files so that a reader always finds a whole file, also while they are written."""
 
 import os
 from pathlib import Path

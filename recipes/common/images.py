@@ -44,7 +44,7 @@ def load_images(args: argparse.Namespace) -> Images:
 
 
 def digits(size: int) -> Images:
-    """1,797 handwritten digits of 8 x 8 pixels, which are made larger; each fifth one is held out."""
+    """1,797 handwritten digits of 8 x 8 pixels, enlarged; every fifth one is held out."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -89,7 +89,7 @@ def _tensors(part: Any, args: argparse.Namespace, number: dict[Any, int]) -> tup
 
 
 class Affine(nn.Module):
-    """A gain and a shift per feature: what ResMLP has in place of a norm."""
+    """A gain and a shift per feature, which ResMLP has instead of a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def fit_images(model: Any, images: Images, args: argparse.Namespace, seed: int) 
 
 @torch.no_grad()
 def accuracy(model: Any, images: Images, batch_size: int, device: str) -> float:
-    """The share of held-out images whose class is found. Stock code runs here."""
+    """The share of held-out images whose class is predicted correctly. Stock code runs here."""
     model.eval()
     right = 0
     for pixels, labels in zip(*(part.split(batch_size) for part in images.held_out), strict=True):

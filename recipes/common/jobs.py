@@ -140,7 +140,7 @@ def make_job(name: str, pretraining_steps: int) -> Job:
 
 
 def fit(job: Job, seed: int, steps: int) -> None:
-    """Train what is not frozen of the job's model in place: AdamW, warm-up and decay, gradients clipped to norm 1."""
+    """Train the job's model in place, except what is frozen: AdamW, warm-up and decay, gradients clipped to norm 1."""
     model = job.model.train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not name.startswith(job.frozen))

@@ -1,4 +1,4 @@
-"""Liger's kernels in one model alone: its own patch of an instance also replaces names in transformers' modules."""
+"""Liger's kernels in one model only. Liger's own patch of an instance also replaces names in transformers' modules."""
 
 import sys
 from types import FunctionType, MethodType
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def has_kernels(model_type: str) -> bool:
-    """Whether Liger has any for models of that type; it says nothing of the others and leaves them as they are."""
+    """Whether Liger has kernels for models of that type. Liger leaves others unchanged without saying so."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN

@@ -94,7 +94,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 def parse(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, checkpoint_file: str = "progress.json"
 ) -> argparse.Namespace:
-    """Parse and reject what cannot work, before anything is loaded; `checkpoint_file` is what marks a checkpoint."""
+    """Parse, and reject what cannot work before anything is loaded. `checkpoint_file` marks a checkpoint's folder."""
     args = parser.parse_args(argv)
     if args.output_dir is None:
         args.output_dir = Path("runs") / parser.prog.removesuffix(".py")

@@ -17,7 +17,7 @@ COLUMNS = ("method", "claim", "source", "our setting", "claimed", "ours", "CPU s
 
 @dataclass(frozen=True)
 class Row:
-    """One claim, measured; `seconds` of processor time, which other processes do not change."""
+    """One measured claim. `seconds` is processor time, which other processes do not change."""
 
     paper: str
     title: str
@@ -34,7 +34,7 @@ class Row:
 
 
 def verdict(claim: Claim, ours: float) -> tuple[str, str]:
-    """One of VERDICTS, and why, or what else there is to know. A NaN reproduces nothing."""
+    """One of VERDICTS, and the reason, or what else a reader has to know. A NaN reproduces nothing."""
     if claim.incomparable:
         return VERDICTS[2], claim.incomparable
     if ours >= UNITS[claim.unit].enough(claim.figure):
@@ -43,7 +43,7 @@ def verdict(claim: Claim, ours: float) -> tuple[str, str]:
 
 
 def readable(value: float, unit: str) -> str:
-    """A figure as the table has it; a share that is larger, not smaller, shows its own sign."""
+    """A figure as the table shows it; a share that grew instead of shrinking has the opposite sign."""
     row = UNITS[unit]
     text = row.form.format(row.factor * value)
     return text.replace("--", "+")
@@ -64,7 +64,7 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Ours over what is claimed, a bar per claim. Returns False where matplotlib is missing."""
+    """Draw our figures relative to the claimed ones, a bar per claim. Returns False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure

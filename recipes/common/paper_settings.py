@@ -17,7 +17,7 @@ from hf_actcompress import CompressionConfig, kept_bytes, measure_step, patch_mo
 from .images import Batch, ResMLP
 
 Config = CompressionConfig | str | None
-VOCAB = 1024  # of models whose layers alone are measured
+VOCAB = 1024  # for models of which only the layers are measured
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ Loss = Callable[[Any], Tensor]
 
 
 def prepared(model: Any, config: Config, scale: Scale, parts: tuple[type, ...]) -> Any:
-    """A copy of a stock model, patched; with `parts` only its modules of these types are, one by one."""
+    """A patched copy of a stock model. With `parts`, only its modules of these types are patched, one by one."""
     model = copy.deepcopy(model).to(scale.device).train()
     if config is not None:
         for module in [m for m in model.modules() if isinstance(m, parts)] if parts else [model]:
@@ -104,7 +104,7 @@ def peak(model: Any, loss: Loss, config: Config, scale: Scale, parts: tuple[type
 
 
 def less(model: Any, batch: Batch, config: Config, scale: Scale, measure: Callable[..., int]) -> float:
-    """The share of stock's bytes, by `kept` or `peak`, that is not there under a config."""
+    """The share of stock's bytes, by `kept` or `peak`, that a config saves."""
     stock, ours = (measure(model, lambda m: m(**batch).loss, c, scale) for c in (None, config))
     return 1 - ours / stock
 
@@ -120,10 +120,10 @@ def per_layer(
 def with_states(
     model: Any, loss: Loss, config: Config, scale: Scale, times: float, parts: tuple[type, ...] = ()
 ) -> float:
-    """The share of all memory of a training that is not there under a config, at a batch `times` as large.
+    """The share of a training's whole memory that a config saves, at a batch `times` as large.
 
-    All of it: 16 bytes per parameter (weight, gradient and AdamW's two states in fp32), and what is kept for backward
-    times `times`. Not the peak, which in a small batch is that of an embedding's gradient.
+    Whole memory: 16 bytes per parameter (weight, gradient and AdamW's two states in fp32), plus `times` what is kept
+    for backward. It is not the peak, which in a small batch is that of an embedding's gradient.
     """
     states = 16 * sum(p.numel() for p in model.parameters())
     stock, ours = (states + times * kept(model, loss, c, scale, parts) for c in (None, config))
@@ -228,7 +228,7 @@ class Chain(nn.Module):
 
 
 def chain_less(scale: Scale) -> float:
-    """Of one convolution, BatchNorm and ReLU; their input needs a gradient, as inside of a network."""
+    """The share saved for one convolution, BatchNorm and ReLU whose input needs a gradient, as inside of a network."""
     x = torch.randn(2 * scale.rows, 32, scale.image // 4, scale.image // 4, device=scale.device, requires_grad=True)
     stock, ours = per_layer(lambda layers: Chain(layers, 32), lambda model: model(x), "exact", scale)
     return 1 - ours / stock

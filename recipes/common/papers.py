@@ -16,7 +16,7 @@ GELUS = (hf.activations.GELUActivation, nn.GELU)
 
 @dataclass(frozen=True)
 class Unit:
-    """How a figure is written, and from which of ours on it counts as the paper's."""
+    """How a figure is printed, and the least figure of ours that reproduces the paper's."""
 
     form: str
     factor: float
@@ -24,7 +24,7 @@ class Unit:
 
 
 UNITS = {
-    # a share of the bytes that goes, and how many times fewer there are: within a tenth of what is claimed
+    # the share of bytes saved, and the factor by which they shrink: within a tenth of the claim
     "less": Unit("-{:.1f}%", 100, lambda claimed: 0.9 * claimed),
     "times": Unit("{:.2f}x", 1, lambda claimed: 0.9 * claimed),
 }
@@ -35,14 +35,14 @@ class Claim:
     """One figure of a paper.
 
     Attributes:
-        text: What is claimed, in our words.
-        source: Where: the abstract, a table, the README of the authors' code.
-        figure: The number; more is better.
+        text: The claim, in our words.
+        source: Where it stands: the abstract, a table, the README of the authors' code.
+        figure: The claimed number; more is better.
         unit: A row of UNITS.
-        setting: Ours, at the scale "default".
-        measure: Makes our number at a scale.
+        setting: Our setting, at the scale "default".
+        measure: Measures our number at a scale.
         incomparable: Why the two numbers are not of the same thing; empty if they are.
-        reason: What a reader has to know beside the verdict: where our setting is another one, and why ours differs.
+        reason: What a reader has to know beside the verdict: where our setting differs, and why our number does.
     """
 
     text: str
@@ -57,7 +57,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Paper:
-    """A method, the preset that has it (empty where it is not one of its own), and its claims."""
+    """A method, the preset that implements it (empty if it has none of its own), and its claims."""
 
     title: str
     arxiv: str
@@ -140,7 +140,7 @@ def _actnn(scale: Scale) -> float:
 
 def _llama(preset: str, lora: bool) -> Callable[[Scale], float]:
     def measure(scale: Scale) -> float:
-        # in a layer before it there is something to train, so that the adapters' inputs need a gradient
+        # a layer before it is trained, so that the adapters' inputs need a gradient
         loss = at.last_state(scale.tokens(2, 512))
         return _times(at.per_layer(lambda layers: at.llama(scale, layers + 1, lora), loss, preset, scale))
 

@@ -89,7 +89,7 @@ def plot_losses(comparison: Comparison, path: Path) -> None:
 
 
 def write_json(comparison: Comparison, args: argparse.Namespace, path: Path) -> None:
-    """Everything needed to read the figures again, or to make them again."""
+    """Write all that is needed to read the figures again, or to measure them again."""
     document = {
         "command": shlex.join(["python", *sys.argv]),
         "arguments": {name: value if _plain(value) else str(value) for name, value in vars(args).items()},
@@ -124,7 +124,7 @@ def publish(comparison: Comparison, args: argparse.Namespace) -> int:
 
 
 def print_run(result: RunResult) -> None:
-    """One line for a run that is compared with nothing."""
+    """Print one line for a run that is compared with nothing."""
     if not PartialState().is_main_process:
         return
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())

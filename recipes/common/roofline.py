@@ -1,17 +1,17 @@
-"""Where a weight gradient out of what is stored must win: the least time of each way, by bytes and operations.
+"""Where a kernel for a weight gradient from stored data must be faster: the least time of each way, by a roofline.
 
 A linear of D features and O outputs has kept something of its input x [N, D], and dW [O, D] = dy^T x is wanted. Ways:
 
 - "dense": a pass that unpacks x, and torch's dense product.
-- "torch": what torch can do without a dense x: a pass over dy (its rows gathered, or pooled), and a product of fewer
-  rows. Out of codes there is no such way.
-- "kernel": one product that decodes, gathers or pools where it reads.
+- "torch": what torch can do without a dense x: a pass over dy (its rows are gathered, or pooled), and a product of
+  fewer rows. There is no such way for codes.
+- "kernel": one product that decodes, gathers or pools as it reads.
 
-Each launch takes as long as its bytes at the memory's speed or its operations at the speed of dense products of 16
-bits, whichever is more. A tensor that a product reads several times is read once from memory, but for rows of dy that
-belong to kept tiles: each column of tiles has rows of its own, and dy is wider than a cache. A kernel reaches a share
-of the speed at which torch's product runs: `needed_rate` is the share from which on it wins, and it "must win" where it
-does at `RATE`.
+Each launch takes as long as its bytes at the memory's speed, or as its operations at the speed of dense 16-bit
+products, whichever is longer. A tensor that a product reads several times is read from memory once, except rows of dy
+that belong to kept tiles: each column of tiles has its own rows, and dy is larger than a cache. A kernel reaches a
+share of the speed of torch's product. `needed_rate` is the share from which on it is faster, and it "must win" if it is
+faster at `RATE`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# what products in Triton reach of torch's, by their authors' figures; measured here by nobody
+# the share of torch's speed that Triton's products reach, by their authors' figures; nobody has measured it here
 RATE = 0.8
 ELEMENT = 2
 
 
 class Card(NamedTuple):
-    """Bytes per second of its memory; operations per second of dense products of 16 bits, sums in fp32."""
+    """Bytes per second of the memory, and operations per second of dense 16-bit products with fp32 sums."""
 
     bandwidth: float
     flops: float
 
 
-# data sheets; the H100 is the SXM one, the A100 has 80 GB
+# from data sheets; the H100 is the SXM version, and the A100 has 80 GB
 CARDS = {
     "T4": Card(320e9, 65e12),
     "RTX 4090": Card(1008e9, 165.2e12),
@@ -55,10 +55,10 @@ class Form:
     """How x is stored.
 
     Attributes:
-        share: Of x's elements (rows, tiles, means) that are kept; 1 for codes.
-        bytes: Of each kept element.
-        tile: Features of a kept tile, 0 if none are kept.
-        pooled: Whether dy is pooled and not gathered.
+        share: The share of x's elements (rows, tiles, means) that are kept; 1 for codes.
+        bytes: Bytes of each kept element.
+        tile: Features of a kept tile; 0 if no tiles are kept.
+        pooled: Whether dy is pooled instead of gathered.
     """
 
     share: float
@@ -79,7 +79,7 @@ FORMS = {
 
 
 class Launch(NamedTuple):
-    """Bytes that it moves, operations of its product, whether torch's own kernel makes it."""
+    """The bytes that a launch moves, the operations of its product, and whether it is torch's own kernel."""
 
     bytes: float
     operations: float = 0.0
@@ -87,7 +87,7 @@ class Launch(NamedTuple):
 
 
 def launches(form: Form, shape: Shape) -> dict[str, list[Launch]]:
-    """Of each way."""
+    """The launches of each way."""
     (rows, features, outputs), kept = shape, form.share * shape.tokens
     x, dy, dw = rows * features * ELEMENT, rows * outputs * ELEMENT, features * outputs * ELEMENT
     stored, operations = form.share * rows * features * form.bytes, 2.0 * kept * features * outputs
@@ -102,12 +102,12 @@ def launches(form: Form, shape: Shape) -> dict[str, list[Launch]]:
 
 
 def seconds(work: Sequence[Launch], card: Card, rate: float = 1.0) -> float:
-    """The least time of launches, one after the other; our products run at that share of torch's speed."""
+    """The least time of launches that run one after the other; our products run at `rate` times torch's speed."""
     return sum(max(w.bytes / card.bandwidth, w.operations / card.flops / (rate if w.ours else 1)) for w in work)
 
 
 def needed_rate(form: Form, shape: Shape, card: Card, way: str = "dense") -> float:
-    """The share of torch's speed from which on the kernel is faster than another way; inf if it is at none."""
+    """The share of torch's speed from which on the kernel is faster than another way; inf if it never is."""
     ways = launches(form, shape)
     limit, (kernel,) = seconds(ways[way], card), ways["kernel"]
     return kernel.operations / card.flops / limit if kernel.bytes / card.bandwidth < limit else float("inf")
@@ -120,7 +120,7 @@ def must_win(form: Form, shape: Shape, card: Card, rate: float = RATE) -> bool:
 
 
 def markdown(shapes: dict[str, Shape]) -> str:
-    """Per stored form and linear, on each card."""
+    """The table: a line per stored form and linear, with each card."""
     lines = [
         "The share of the speed of torch's products that a kernel has to reach to be faster than unpacking and a dense "
         f"product, in bold where {RATE} is enough / to be faster than torch's product of fewer rows. No: at no speed, "

@@ -1,4 +1,4 @@
-"""Commands run one after the other, each within a limit, whose files are in one archive at any moment."""
+"""Runs commands one after the other, each with a time limit, and keeps their files in an archive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# how old the archive may be
+# the archive is made again if it is older than this
 SECONDS_BETWEEN_ARCHIVES = 5.0
 
 
@@ -25,9 +25,9 @@ class Job:
     """A command for this Python below the repository's root, without the options that all jobs share.
 
     Attributes:
-        seconds: After these it is cut off.
+        seconds: The time limit, after which it is stopped.
         shared: Whether it takes the options that all jobs share (device, sizes, folder).
-        rehearsed: What runs in the command's place where there is no GPU, if it is not the same.
+        rehearsed: The command to run instead where there is no GPU, if it differs.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended. `status` is the exit status; None: it was cut off, or not started."""
+    """How a job ended. `status` is the exit status, or None if it was stopped or not started."""
 
     name: str
     command: str
@@ -57,7 +57,7 @@ class Ended:
 
 
 class Archive:
-    """The files of a folder in one compressed archive, which is whole whenever the process is killed."""
+    """The files of a folder in one compressed archive, which stays whole if the process is killed."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.folder, self.path = folder, path
@@ -65,7 +65,7 @@ class Archive:
         self._made = 0.0
 
     def refresh(self, now: bool = False) -> None:
-        """Make it again if a file has changed since, and the last one is old enough."""
+        """Make the archive again if a file has changed since, and the last archive is old enough."""
         if not now and time.monotonic() - self._made < SECONDS_BETWEEN_ARCHIVES:
             return
         self._made = time.monotonic()
@@ -110,14 +110,14 @@ def run(job: Job, command: Sequence[str], log: Path, limit: float, site: Path | 
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started: test workers and compilers would go on beside the next job."""
+    """Kill the process and all that it started, because test workers and compilers would disturb the next job."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def environment(site: Path | None) -> dict[str, str]:
-    """Of a job: the package is imported from this checkout, and peers from where their wheels were unpacked."""
+    """The environment of a job: it imports the package from this checkout, and peers from the unpacked wheels."""
     before = os.environ.get("PYTHONPATH", "")
     folders = [str(ROOT), *([str(site)] if site else []), *([before] if before else [])]
     return {
@@ -130,7 +130,7 @@ def environment(site: Path | None) -> dict[str, str]:
 
 
 def unpack_wheels(folder: Path, site: Path) -> None:
-    """Put the wheels of a folder where the jobs find them: no network, nothing of the environment is changed."""
+    """Unpack the wheels of a folder to where jobs find them. It needs no network and changes no environment."""
     wheels = sorted(str(path) for path in folder.glob("*.whl"))
     if not wheels:
         raise SystemExit(f"--wheels {folder}: there is no .whl file in it")

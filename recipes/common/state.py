@@ -73,7 +73,7 @@ def save_model(
     losses: list[float],
 ) -> None:
     """Write the trained model as stock transformers (or peft) loads it, with the losses beside it."""
-    state = accelerator.get_state_dict(model)  # sharded weights are gathered here: every process has to come
+    state = accelerator.get_state_dict(model)  # gathers sharded weights, so every process has to call it
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)

@@ -54,7 +54,7 @@ def _cached_tokenizer(args: argparse.Namespace, corpus: Corpus, kind: Kind) -> P
         train_tokenizer(corpus.train, args.vocab_size, kind).save_pretrained(unfinished)
         try:
             unfinished.rename(folder)
-        except OSError:  # another process was first; the folder below is then its tokenizer
+        except OSError:  # another process was first, and its tokenizer is in the folder
             if not folder.is_dir():
                 raise
     return PreTrainedTokenizerFast.from_pretrained(folder)

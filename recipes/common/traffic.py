@@ -1,8 +1,8 @@
-"""What a step launches and the bytes that it moves: ops of torch and Triton kernels, counted and not guessed.
+"""Counts what a step launches and the bytes that it moves, for ops of torch and Triton kernels.
 
-An op of torch reads each tensor that it is given and writes each that it returns, once; a view moves nothing, and what
-an `expand` repeats is read once. A Triton kernel runs in the interpreter, where every load and store is seen: it moves
-the bytes at the addresses that it reads and those that it writes, each once per launch, whatever the caches do.
+An op of torch reads each of its arguments once and writes each of its results once. A view moves nothing, and what an
+`expand` repeats is read once. A Triton kernel runs in the interpreter, where every load and store is seen: it moves the
+bytes at the addresses that it reads and those that it writes, each once per launch, whatever caches do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-# ops that give another look at the same memory, or make no kernel run
+# ops that return another view of the same memory, or run no kernel
 NO_LAUNCH = (
     "promote_types",
     "detach",
@@ -31,17 +31,17 @@ NO_LAUNCH = (
     "new_empty",
     "alias",
 )
-# what they are called with first is written and not read
+# ops that overwrite their first argument without reading it
 _OVERWRITTEN = ("copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_")
 
 
 class Traffic(TorchDispatchMode):
-    """Counts while it is entered. Kernels are seen inside of `interpreted_launches`.
+    """Counts while it is entered. `interpreted_launches` tells it about kernels.
 
     Attributes:
-        launches: Ops and kernels that run on the device.
-        products: The matrix products among them.
-        moved: Name of an op or a kernel -> bytes, of all that are neither products nor attention.
+        launches: Number of ops and kernels that run on the device.
+        products: Number of matrix products among them.
+        moved: Name of an op or a kernel -> bytes, without products and attention.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result, name = func(*args, **kwargs), func.overloadpacket.__name__
-        # the interpreter's own copies are no part of a launch
+        # the interpreter's own copies do not count
         if func.is_view or name in NO_LAUNCH or _Launch.now is not None:
             return result
         self.launches += 1
@@ -66,20 +66,20 @@ class Traffic(TorchDispatchMode):
         return result
 
     def kernel(self, name: str, moved: int) -> None:
-        """One launch of a kernel."""
+        """Count one launch of a kernel."""
         self.launches += 1
         self.moved[name] += moved
 
 
 def op_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """What an op reads and writes."""
+    """The bytes that an op reads and writes."""
     written = _memory(result)
     read = _memory((args[1:] if name in _OVERWRITTEN else args, {k: v for k, v in kwargs.items() if k != "out"}))
     return sum(written.values()) + sum(read.values())
 
 
 def _memory(values: Any) -> dict[Any, int]:
-    """The tensors among `values`, each piece of memory once -> its bytes."""
+    """The memory of the tensors among `values` -> its bytes; each piece of memory once."""
     found = {}
     for x in tree_leaves(values):
         if isinstance(x, Tensor):
@@ -89,7 +89,7 @@ def _memory(values: Any) -> dict[Any, int]:
 
 
 class _Launch:
-    """The addresses that one launch of a kernel touches, in place of the interpreter's library of loads and stores."""
+    """Records the addresses that one launch touches, in place of the interpreter's library of loads and stores."""
 
     now: _Launch | None = None
 
@@ -117,7 +117,7 @@ class _Launch:
 
 @contextmanager
 def interpreted_launches(counter: Traffic) -> Iterator[None]:
-    """Kernels that run in Triton's interpreter (`TRITON_INTERPRET=1`) are told to `counter`, one launch at a time."""
+    """Tell `counter` each launch of a kernel that runs in Triton's interpreter (`TRITON_INTERPRET=1`)."""
     from triton.runtime import interpreter
 
     library, launch = interpreter._interpreter, interpreter.GridExecutor.__call__

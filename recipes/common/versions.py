@@ -1,4 +1,4 @@
-"""Which versions a figure was made with."""
+"""The versions that a figure was made with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's, with "+" where files differ from it; "unknown" without git."""
+    """The checkout's commit, with "+" if files differ from it; "unknown" without git."""
     options = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
     try:
         found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **options).stdout.strip()  # type: ignore[call-overload]
@@ -62,7 +62,7 @@ def about_here() -> dict[str, Any]:
 
 
 def about_this_run(command: str, site: Path | None) -> dict[str, Any]:
-    """The same as a job sees it, from a process of its own: a GPU context here would stay beside every job."""
+    """The same for a job's environment, read in another process: a GPU context here would stay beside every job."""
     code = "import json; from common.versions import about_here; print(json.dumps(about_here()))"
     folder = str(Path(__file__).parents[1])
     done = subprocess.run(

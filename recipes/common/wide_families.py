@@ -21,11 +21,11 @@ class Family:
     """One model type.
 
     Attributes:
-        config: Class name of its config.
+        config: Class name of the config.
         model: Class name of the model.
-        options: Of the config, from a width.
-        widths: Those of published checkpoints.
-        task: What a batch looks like: "causal", "masked", "seq2seq" or "image".
+        options: Makes the config's options from a width.
+        widths: The widths of published checkpoints.
+        task: The kind of batch: "causal", "masked", "seq2seq" or "image".
     """
 
     name: str
@@ -37,7 +37,7 @@ class Family:
     quick: tuple[int, ...] = (128,)
 
     def build(self, width: int) -> Any:
-        """Random weights; gains and biases off their initial ones and zeros."""
+        """A model with random weights, in which gains and biases differ from their initial ones and zeros."""
         model = getattr(hf, self.model)(getattr(hf, self.config)(**self.options(width)))
         for name, p in model.named_parameters():
             if p.dim() == 1:
@@ -58,7 +58,7 @@ class Family:
 
 
 def _llama(width: int, **options: Any) -> dict[str, Any]:
-    """A third of the width more than twice of it in the MLP: the published ones are between 2.7 and 4."""
+    """Llama's options, with an MLP 2 2/3 times as wide: published ones are 2.7 to 4 times as wide."""
     return {
         "vocab_size": VOCAB, "hidden_size": width, "num_hidden_layers": LAYERS, "num_attention_heads": width // 64,
         "num_key_value_heads": max(1, width // 256), "head_dim": 64, "intermediate_size": width // 64 * 171,

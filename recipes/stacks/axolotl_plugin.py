@@ -19,13 +19,13 @@ from hf_actcompress import patch_model, patch_report
 
 
 class ActCompressArgs(BaseModel):
-    """What the plugin adds to the keys of the YAML."""
+    """The key that the plugin adds to the YAML."""
 
     actcompress_preset: str | None = None
 
 
 class ActCompressPlugin(BasePlugin):
-    """Patches after the adapters are there, and before Axolotl makes its trainer."""
+    """Patches the model after the adapters were added, and before Axolotl makes its trainer."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.ActCompressArgs"

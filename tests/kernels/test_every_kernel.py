@@ -16,11 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import ops, reference
 from hf_actcompress.dispatch import use
-from hf_actcompress.kernels import EAGER, KERNELS
+from hf_actcompress.kernels import KERNELS
 from tests.kernels.harness import DEVICE, present, run, samples, specified
 from tests.oracle import assert_equal_bits, gradients
 
 every_kernel = pytest.mark.parametrize("name", KERNELS)
+
+# no operators in a traced graph, because a compiler fuses stock's ops there
+EAGER = {"activation_fwd", "gated_product_fwd"}
 
 
 @every_kernel

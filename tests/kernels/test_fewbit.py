@@ -7,14 +7,22 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import reference
+from hf_actcompress.kernels.activation import OPTIONS, STOCKS
 from hf_actcompress.kernels.methods import fewbit as kernel
 from hf_actcompress.reference import ACTIVATIONS
 from hf_actcompress.reference.bits import pack_codes, packed_bytes, unpack_codes
-from hf_actcompress.reference.methods.fewbit import TABLE, TWO_VALUED, UNBOUNDED, fewbit_borders
-from hf_actcompress.reference.methods.tables.fewbit import GRIDS
+from hf_actcompress.reference.methods.fewbit import FEWBIT_METHODS, TABLE, TWO_VALUED, UNBOUNDED, fewbit_borders
+from hf_actcompress.reference.methods.tables.fewbit import GRIDS, PRIMITIVE_STEPS
 from tests.kernels.harness import DEVICE, DTYPES, check, poisoned, samples
 
-CONFIGURATIONS = list(kernel.configurations())
+# (kind, options, bits, method) of every table
+CONFIGURATIONS = [
+    (kind, OPTIONS.get(kind, ()), bits, method)
+    for kind in STOCKS
+    for method, choices in FEWBIT_METHODS.items()
+    if method != "relus" or kind in PRIMITIVE_STEPS
+    for bits in choices
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

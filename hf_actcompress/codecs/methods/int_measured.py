@@ -18,7 +18,7 @@ class Width:
     """The bits of the tensors of one role in one layer, as they are now.
 
     Attributes:
-        bits: Of each element; 0 while the exact gradient is measured, for which the tensors are kept as they are.
+        bits: Bits of each element; 0 while the exact gradient is measured, for which the tensors are kept as they are.
         elements: How many were stored since this was set to 0.
     """
 
@@ -51,7 +51,7 @@ class IntMeasured(Codec):
         group_size: Features that share a scale and a zero point.
         keep_sign: As `IntGroup` has it.
         width: The bits at the place where this is used; no part of the format.
-        generators: From which rounding draws, and who knows the widths; no part of the format.
+        generators: The generators that rounding draws from and that hold the widths; they are not part of the format.
     """
 
     takes_rows = True
@@ -100,5 +100,5 @@ class IntMeasured(Codec):
         return replace(self, keep_sign=True)
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """At the mean width."""
+        """Bytes at the mean width."""
         return IntGroup(self.bits, self.group_size).nbytes(shape, dtype)

@@ -29,10 +29,10 @@ class IntRanked(Codec):
     Args:
         low: Bits of most groups.
         high: Bits of the others.
-        share: Of the groups with the widest ranges, which get the `high` bits, in (0, 1].
+        share: The share of groups, those with the widest ranges, that get the `high` bits, in (0, 1].
         group_size: Elements that share a scale and a zero point, neighbours in the flattened tensor.
         keep_sign: As `IntGroup` has it.
-        generators: From which rounding draws; no part of the format.
+        generators: The generators that rounding draws from; they are not part of the format.
 
     Raises:
         UnknownOptionError: Another number of bits.

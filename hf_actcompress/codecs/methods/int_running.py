@@ -34,7 +34,7 @@ class IntRunning(Codec):
         group_size: Features that share a range. In a tensor of heads ``[..., H, D]`` each head has one.
         decay: The share of the former range in the new one, in [0, 1).
         place: The name of the module, under which its range is known; no part of the format.
-        generators: From which rounding draws, and who knows the ranges; no part of the format.
+        generators: The generators that rounding draws from and that hold the ranges; they are not part of the format.
 
     Raises:
         ValueError: A group size below 1, a decay outside [0, 1).

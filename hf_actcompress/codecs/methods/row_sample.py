@@ -44,7 +44,7 @@ class RowSample(Codec):
         draws: "independent" (the paper's), or "stratified": one from each of equal parts of the distribution, which is
             as unbiased and draws the same token twice less often.
         norms: Norms of earlier gradients at the place where this codec is used; no part of the format.
-        generators: From which the tokens are drawn; no part of the format. None: those of the process.
+        generators: The generators that tokens are drawn with; not part of the format. None: those of the process.
 
     Raises:
         UnknownOptionError: Other draws.

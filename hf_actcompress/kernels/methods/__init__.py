@@ -1,1 +1,1 @@
-"""Kernels of what published methods compute, with the names of `reference.methods`."""
+"""Kernels for functions of published methods; names and signatures are those in `reference.methods`."""

@@ -1,4 +1,4 @@
-"""The weight gradient out of kept tiles or kept rows: the rows of dy that belong to them are read where they lie."""
+"""The weight gradient from kept tiles or kept rows. The product reads the rows of dy that belong to them in place."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _gathered_kernel(
     dy_ptr, x_ptr, order_ptr, block_ptr, edge_ptr, out_ptr, rows, outputs, features, stride, br, bc,
     PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A column of kept tiles [br, bc] at a time: those from edge[c] to edge[c + 1], in order of their rows.
+    """Sums over one column of kept tiles [br, bc]: those from edge[c] to edge[c + 1], ordered by their rows.
 
-    `block` is which br rows of dy a tile belongs to, `order` is where it lies in x, or None if it is the n-th there.
+    `block` says to which br rows of dy a tile belongs. `order` is its index in x; None: tile n is at index n.
     """
     pieces = tl.cdiv(bc, N)
     down, right = place(outputs, tl.cdiv(features, bc) * pieces, M)
@@ -50,14 +50,14 @@ def _gathered_kernel(
         nth = begin + at // br
         line = at % br
         row = tl.load(block_ptr + nth, mask=at < last, other=0).to(tl.int64) * br + line
-        # the last tile of a column may have rows that x does not
+        # the last tile of a column may have rows beyond the end of x
         known = (at < last) & (row < rows)
         tile = nth if order_ptr is None else tl.load(order_ptr + nth, mask=known, other=0)
         dy = load_dy(dy_ptr, row, known, out, outputs, stride)
         x_row = (tile.to(tl.int64) * br + line) * bc
         x = tl.load(x_ptr + x_row[:, None] + col[None, :], mask=known[:, None] & (col < bc)[None, :], other=0.0)
         sums = add_product(sums, dy, x, PRECISION)
-    # what is beyond the column of tiles is the next one's
+    # columns beyond this column of tiles belong to the next one
     inside = (col < bc) & (column * bc + col < features)
     store_tile(out_ptr, sums, out, column * bc + col, inside, outputs, features)
 
@@ -91,7 +91,7 @@ def _block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, feature
     across = triton.cdiv(features, bc)
     order, at = None, torch.arange(across + 1, dtype=torch.int32, device=dy.device)
     if quota == "column":
-        # every column has as many
+        # every column has the same number of tiles
         edges = at * (tiles // across)
     else:
         columns, places = (index % across).sort(stable=True)
@@ -99,12 +99,13 @@ def _block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, feature
         index = index[places]
     block = (index // across).to(torch.int32)
     dweight = gathered(dy, values, order, block, edges, features, tiles * br // across)
-    # every column has a tile that says whether x was finite; by another quota some may have none
+    # with this quota every column has a tile, whose values are NaN if x was not finite; with another, some may have
+    # none
     return dweight if quota == "column" else dweight.add_(nothing(values, 1))
 
 
 def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
-    """dW [O, D] of dy [R, O] and the kept tiles [N, br, bc], by any quota."""
+    """dW [O, D] from dy [R, O] and the kept tiles [N, br, bc], for any quota."""
     dweight: Tensor = _block_sparse_grad_weight(dy, values, index, features, quota)
     return dweight
 
@@ -113,7 +114,7 @@ def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) ->
     cases = (((32, 32), "column"), ((32, 32), "global"), ((5, 20), "row"), ((3, 200), "column"))
     for ((br, bc), quota), dy in zip(cases, sample_dy(device, dtype, rows), strict=False):
         if rows == 0 and quota == "row":
-            # the reference shares the tiles out among the rows of tiles
+            # the reference divides the tiles among the rows of tiles
             continue
         x = torch.randn(rows, width, device=device).to(dtype)
         down, across = triton.cdiv(rows, br), triton.cdiv(width, bc)

@@ -1,8 +1,8 @@
-"""Few-bit derivatives: x to packed codes in one pass, and codes to gradients in another.
+"""Few-bit derivatives: one pass from x to packed codes, and one from codes to gradients.
 
-Where a code is a cell of x it is the reference's. Where it is f'(x) rounded, f' differs from torch's in its last bits,
-and an f' that lies within those of a border may get the neighbouring code, which stands for it as well. With up to 4
-bits such a code is a cell of x, too. Cells are looked up in a table, which is made once, on the host.
+A code that is the index of a cell of x is the reference's. A code that is f'(x) rounded may differ: f' differs from
+torch's in its last bits, so near a border between codes the neighbouring code may result, which is as good. With up to
+4 bits such a code is the index of a cell of x, too. Cells are looked up in a table, which is made once, on the host.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from ...reference.bits import packed_bytes
 from ...reference.methods.fewbit import (
-    FEWBIT_METHODS,
     TWO_VALUED,
     UNBOUNDED,
     fewbit_levels,
     fewbit_stored_bits,
 )
-from ...reference.methods.tables.fewbit import PRIMITIVE_STEPS
-from ..activation import OPTIONS, STOCKS, constants, derivative, is_fast
+from ..activation import OPTIONS, constants, derivative, is_fast
 from ..common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, traced
 from ..groups import as_code, join_bits, nearest_integer, split_bits
 from .fewbit_encoding import cells, encoding, known_slopes
@@ -35,7 +33,7 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @triton.jit
 def _cell(x, table_ptr, TABLE: tl.constexpr):
-    """The code of x by the table of `fewbit_encoding.cells`. NaN is above all borders, as torch.bucketize has it."""
+    """The code of x from the table of `fewbit_encoding.cells`. NaN is above all borders, as in torch.bucketize."""
     place = tl.minimum(tl.maximum((x - TABLE[0]) * TABLE[1], 0.0), TABLE[2])
     entry = tl.load(table_ptr + tl.where(x == x, place, TABLE[2]).to(tl.int32))
     border = entry.to(tl.int32).to(tl.float32, bitcast=True)
@@ -44,10 +42,10 @@ def _cell(x, table_ptr, TABLE: tl.constexpr):
 
 @triton.jit
 def _row_factor(scale_ptr, start, count, width, inside, WIDE: tl.constexpr, TILE: tl.constexpr):
-    """`scale` of the row of each element of a tile. WIDE: no row is narrower than a tile, which so has two at most."""
+    """`scale` of each element's row. WIDE: no row is narrower than a tile, so that a tile has at most two rows."""
     at = tl.arange(0, TILE)[None, :]
     row = start * TILE // width
-    # elements of that row that are in tiles before this one
+    # how many elements of that row are in earlier tiles
     passed = (start * TILE - row * width).to(tl.int32)
     if WIDE:
         following = tl.load(scale_ptr + row + 1, mask=(row + 1) * width < count, other=1.0)
@@ -60,13 +58,13 @@ def _row_factor(scale_ptr, start, count, width, inside, WIDE: tl.constexpr, TILE
 def _code(x, table_ptr, scale_ptr, start, count, width, inside, MODE: tl.constexpr, TABLE: tl.constexpr,
           KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
           TILE: tl.constexpr):  # fmt: skip
-    """TABLE: that of `encoding`."""
+    """The code of x. TABLE is what `encoding` returns."""
     if MODE == "cells":
         return _cell(x, table_ptr, TABLE)
     else:
         slope = derivative(x, KIND, A, B, FAST)
         if MODE == "grid":
-            # moved up, so that what is rounded is not negative
+            # shifted up, so that the number that is rounded is not negative
             place = slope * TABLE[1] + 256.0
             code = nearest_integer(tl.minimum(tl.maximum(place, 0.0), 1024.0)) - 256.0 + TABLE[0]
             return as_code(tl.minimum(tl.maximum(code, 0.0), 255.0))
@@ -76,7 +74,7 @@ def _code(x, table_ptr, scale_ptr, start, count, width, inside, MODE: tl.constex
             tl.static_assert(MODE == "scaled")
             scale = _row_factor(scale_ptr, start, count, width, inside, WIDE, TILE)
             place = slope * tl.math.div_rn(1.0, tl.maximum(scale, _TINY))
-            # inf * 0: the code of the largest, whose slope is inf again
+            # inf * 0 is NaN: take the code of the largest slope, which decodes to inf again
             return as_code(nearest_integer(tl.where(place == place, place, TABLE[0])))
 
 
@@ -86,7 +84,7 @@ def _codes_kernel(
     MODE: tl.constexpr, TABLE: tl.constexpr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, KNOWN: tl.constexpr,
     FAST: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """KNOWN: see `known_slopes`; where f' is NaN, that is noted in `scale`, where it has one number."""
+    """KNOWN is what `known_slopes` returns. An x whose f' is NaN makes `scale` NaN, if `scale` is one number."""
     start = tl.program_id(0).to(tl.int64)
     at = start * TILE + tl.arange(0, TILE)[None, :]
     inside = at < count
@@ -98,7 +96,7 @@ def _codes_kernel(
         if KNOWN[2]:
             lost |= x != x
         found = tl.max(tl.where(inside & lost, 1, 0), axis=1)
-        # whoever writes, writes the same
+        # several programs may write it, but all write the same
         tl.store(scale_ptr + found * 0, found * float("nan"), mask=found > 0)
     field: tl.constexpr = 2 if BITS == 3 else BITS
     place = start * (TILE * field // 8) + tl.arange(0, TILE * field // 8)[None, :]
@@ -113,7 +111,7 @@ def _bwd_kernel(
     dy_ptr, codes_ptr, scale_ptr, levels_ptr, dx_ptr, count, width, bytes, high_bytes,
     FACTOR: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """FACTOR: how `scale` multiplies the levels: "none", "one" number for all, or one of each "row"."""
+    """FACTOR: what multiplies the levels: "none", "one" number of `scale` for all, or the number of the "row"."""
     start = tl.program_id(0).to(tl.int64)
     at = start * TILE + tl.arange(0, TILE)[None, :]
     inside = at < count
@@ -138,12 +136,12 @@ def _is_wide(x: Tensor, kind: str) -> bool:
 
 
 def _field_bytes(x: Tensor, bits: int) -> tuple[int, int]:
-    """Bytes of the lower and of the upper field of codes: 3 bits are 2 and 1."""
+    """Bytes of the lower and the upper field of the codes: 3 bits are stored as 2 and 1."""
     return (packed_bytes(x.numel(), 2), packed_bytes(x.numel(), 1)) if bits == 3 else (packed_bytes(x.numel(), bits), 0)
 
 
 def _row_scale(x: Tensor, bits: int) -> Tensor:
-    """[..., 1]: the largest slope of each row, 2 relu(x), over the largest code."""
+    """[..., 1]: the largest slope of each row, 2 relu(x), divided by the largest code."""
     if x.numel() == 0 or x.dim() == 0:
         largest = x.new_zeros(x.shape[:-1] + (1,), dtype=torch.float32) if x.dim() else x.float()
     else:
@@ -180,7 +178,7 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
 def fewbit_codes(
     x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed codes of f'(x) and what multiplies their levels: a number per row, one that is 1 or NaN, or nothing."""
+    """Packed codes of f'(x), and the factor of their levels: a number per row, one that is 1 or NaN, or None."""
     codes, scale = _fewbit_codes(x, kind, list(options), bits, method)
     return codes, None if kind in TWO_VALUED else scale
 
@@ -218,23 +216,15 @@ def _fewbit_bwd(
 def fewbit_bwd(
     dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: tuple[float, ...], bits: int, method: str
 ) -> Tensor:
-    """dx = dy * q in dy's dtype, rounded once: q is the level of each code."""
+    """dx = dy * q in dy's dtype, rounded once, where q is the level of each code."""
     dx: Tensor = _fewbit_bwd(dy, codes, scale, kind, list(options), bits, method)
     return dx
 
 
-def configurations() -> Iterator[tuple[str, tuple[float, ...], int, str]]:
-    """Every (kind, options, bits, method) that there is a table of."""
-    for kind in STOCKS:
-        for method, choices in FEWBIT_METHODS.items():
-            if method != "relus" or kind in PRIMITIVE_STEPS:
-                yield from ((kind, OPTIONS.get(kind, ()), bits, method) for bits in choices)
-
-
 def _sample_codes(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    # few numbers, none of whose slopes is near a border
+    # a few different numbers, whose slopes are not near a border between codes
     x = (torch.randint(-24, 24, (rows, width), device=device) / 4 + 1 / 16).to(dtype)
-    # each way to make a code, and each width of codes
+    # every way to make a code, with every width of codes
     chosen = (
         ("gelu", 1, "steps"), ("gelu_clipped", 2, "steps"), ("tanh", 3, "steps"), ("silu", 2, "relus"),
         ("gelu", 4, "values"), ("silu", 8, "values"), ("relu", 4, "values"), ("relu_squared", 4, "values"),

@@ -1,4 +1,4 @@
-"""How x becomes a code in the few-bit kernels: numbers and tables that are found once, on the host."""
+"""How x becomes a code in the few-bit kernels: numbers and tables that are computed once, on the host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ...reference.activation import activation_bwd
 from ...reference.methods.fewbit import TABLE, TWO_VALUED, UNBOUNDED, two_values, unpacked_codes
 from ...reference.methods.tables.fewbit import GRIDS
 
-# entries of a table, which is to stay in a multiprocessor's cache
+# the most entries of a table, so that it stays in a multiprocessor's cache
 _LARGEST = 4096
 
 
 def encoding(kind: str, options: tuple[float, ...], bits: int, method: str) -> tuple[str, tuple[float, ...]]:
-    """MODE and TABLE of the kernel of codes."""
+    """The arguments MODE and TABLE of the kernel that makes codes."""
     if kind in TWO_VALUED:
         return "two_valued", two_values(kind, options)
     if kind in UNBOUNDED:
@@ -31,17 +31,17 @@ def encoding(kind: str, options: tuple[float, ...], bits: int, method: str) -> t
 
 @cache
 def cells(kind: str, options: tuple[float, ...], bits: int, method: str, device: torch.device) -> Tensor:
-    """The table of "cells" on a device."""
+    """The table for MODE "cells", on a device."""
     return torch.tensor(_cells(kind, options, bits, method)[2], dtype=torch.int64, device=device)
 
 
 @cache
 def _cells(kind: str, options: tuple[float, ...], bits: int, method: str) -> tuple[float, float, tuple[int, ...]]:
-    """The line of numbers in equal cells, of which none has two borders between codes: low, 1 / width, entries.
+    """Equal cells of the real line, each with at most one border between codes: (low, 1 / width, entries).
 
-    x is in the cell (x - low) / width, or in the first or the last. An entry has its border in the lower 32 bits, or
-    any number where there is none; then 8 bits each for the code up to the border and the code above. The cell of a
-    border is found in fp32 as the kernel finds that of x, so that rounding moves no border.
+    x is in the cell (x - low) / width, or in the first or the last one. An entry's lower 32 bits are its border, or any
+    number if it has none. Then come 8 bits for the code up to the border and 8 bits for the code above. A border's cell
+    is computed in fp32 as the kernel computes that of x, so that rounding cannot move a border to another cell.
     """
     borders, codes = _borders(kind, options, bits, method)
     low, size, own = borders[0], 1, torch.zeros_like(borders)
@@ -58,9 +58,9 @@ def _cells(kind: str, options: tuple[float, ...], bits: int, method: str) -> tup
 
 
 def _borders(kind: str, options: tuple[float, ...], bits: int, method: str) -> tuple[Tensor, Tensor]:
-    """The last fp32 number before each change of the code [n], and the codes [n + 1] between them.
+    """The last fp32 number before each change of the code [n], and the codes [n + 1] between these numbers.
 
-    So no f' is computed where codes are made. f' falls and rises: a code may come more than once.
+    With them the kernel makes codes without computing f'. f' falls and rises, so a code may occur more than once.
     """
     near = torch.arange(-(2**15), 2**15 + 1, dtype=torch.float32, device="cpu") / 2**10
     far = near[-1] * 2 ** (torch.arange(1, 984, dtype=torch.float32, device="cpu") / 8)
@@ -76,19 +76,19 @@ def _borders(kind: str, options: tuple[float, ...], bits: int, method: str) -> t
 
 
 def _order(x: Tensor) -> Tensor:
-    """fp32 numbers as int64, one apart for neighbours."""
+    """fp32 numbers as int64, such that neighbouring numbers differ by one."""
     bits = x.view(torch.int32).long()
     return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 def _at(order: Tensor) -> Tensor:
-    """The fp32 numbers of `_order`."""
+    """The fp32 numbers whose `_order` this is."""
     return torch.where(order < 0, -order - 2**31, order).to(torch.int32).view(torch.float32)
 
 
 @cache
 def known_slopes(kind: str, options: tuple[float, ...]) -> tuple[float, float, bool]:
-    """The least and the greatest number, -inf and inf among them, of which f' is not NaN; whether it is of NaN."""
+    """The least and the greatest number, -inf and inf included, whose f' is not NaN; and whether f' of NaN is NaN."""
 
     def lost(x: float) -> bool:
         at = torch.tensor([x], dtype=torch.float32, device="cpu")
@@ -96,7 +96,7 @@ def known_slopes(kind: str, options: tuple[float, ...]) -> tuple[float, float, b
 
     ends = []
     for sign in (-1, 1):
-        # positive numbers are in the order of their bits, which end with those of inf
+        # positive numbers are ordered like their bits, of which inf's are the largest
         known, end = 0, 0x7F800000
         while known < end:
             middle = (known + end + 1) // 2

@@ -1,4 +1,4 @@
-"""The branch of each input of a GELU-like activation in one bit, and its gradient from its output, each in one pass."""
+"""One bit for the branch of each input of a GELU-like activation, and its gradient from its output: a pass each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...reference.methods.inverted import INVERTED
 from ..common import INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, on, traced
 from ..groups import join_bits, nvidia_generation
 
-# of the inner polynomial where the result has 16 bits: what it is off by then is little beside the result's rounding
+# the inner polynomial's degree for 16-bit results: its error is small compared with the result's rounding
 _DEGREES = {torch.bfloat16: 7, torch.float16: 8}
 
 
@@ -26,7 +26,7 @@ _DEGREES = {torch.bfloat16: 7, torch.float16: 8}
 def _bits_kernel(x_ptr, bits_ptr, count, bytes, LIMIT: tl.constexpr, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64)
     at = start * TILE + tl.arange(0, TILE)[None, :]
-    # what is not there is on the right of the minimum
+    # elements beyond the end count as right of the minimum
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     packed = join_bits(tl.where((x >= LIMIT) & (x < float("inf")), 0, 1), 1, 1, TILE)
     place = start * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
@@ -46,7 +46,7 @@ def _log2(x, NVIDIA: tl.constexpr):
     if INTERPRETED:
         return tl.log2(x.to(tl.float64)).to(tl.float32)
     elif NVIDIA:
-        # an instruction
+        # this is one instruction
         return libdevice.fast_log2f(x)
     else:
         return tl.log2(x)
@@ -54,9 +54,9 @@ def _log2(x, NVIDIA: tl.constexpr):
 
 @triton.jit
 def _slope(y, left, FIT: tl.constexpr, LEFT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr):
-    """f' of fp32 y on the branch that `left` says: the reference's formula. FIT as `_constants` gives it."""
+    """f' from fp32 y on the branch given by `left`, by the reference's formula. FIT: as from `_constants`."""
     ratio = tl.minimum(tl.maximum(divide(y, FIT[0], False), 0.0), 1.0)
-    # log(0) is -inf; FIT[3] is where the fit of the left branch ends
+    # log(0) is -inf; the fit of the left branch ends at FIT[3]
     square = tl.where(left, -_log(ratio), y - FIT[0])
     root = tl.math.sqrt_rn(tl.maximum(square, 0.0))
     root = tl.where(left, tl.minimum(root, FIT[3]), root)
@@ -70,7 +70,7 @@ def _slope(y, left, FIT: tl.constexpr, LEFT: tl.constexpr, INNER: tl.constexpr, 
         polynomial = polynomial * z + tl.where(left, LEFT[8 - i], right)
     slope = tl.where(left, y * root, root) * polynomial
     slope = tl.where((root >= FIT[2]) & (left == 0), 1.0, slope)
-    # on a GPU the maximum of NaN and 0 is 0; an inf on the left is what inf itself is marked as
+    # on a GPU the maximum of NaN and 0 is 0, so NaN is put back; an inf marked as left was NaN or inf itself
     return tl.where((y != y) | (left & (y == float("inf"))), float("nan"), slope)
 
 
@@ -85,20 +85,20 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr, DEGREE: tl.constexpr):
 @triton.jit
 def _fast_slope(y, left, FIT: tl.constexpr, LEFT: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
                 DEGREE: tl.constexpr, NVIDIA: tl.constexpr):  # fmt: skip
-    """The same for a result of 16 bits, by approximate roots and logarithms. FIT and polynomials as `_fast` gives them.
+    """The same for a 16-bit result, with approximate roots and logarithms. FIT and polynomials: as from `_fast`.
 
-    The coordinate is negative on the left, so that nothing but its sign has to be held. All three polynomials are
-    computed: to choose each coefficient would take more.
+    The coordinate is negative on the left, so that only its sign has to be held. All three polynomials are computed,
+    because selecting each coefficient would take more instructions.
     """
     ratio = tl.minimum(tl.maximum(y * FIT[0], 0.0), 1.0)
-    # at 1, the right end, f' is 1 but for a rounding
+    # from 1, the right end, on f' is 1 up to rounding
     share = tl.minimum(tl.maximum(tl.fma(y, FIT[1], FIT[2]), 0.0), 1.0)
     root = tl.sqrt(tl.abs(tl.where(left, _log2(ratio, NVIDIA), share)))
-    # log(0) is -inf
+    # log(0) is -inf, so the coordinate is limited
     root = tl.where(left, tl.maximum(-root, FIT[3]), root)
     outer = _polynomial(tl.fma(root, FIT[5], FIT[6]), OUTER, 7)
     slope = tl.where(root > FIT[4], outer, _polynomial(root, INNER, DEGREE))
-    # NaN and inf themselves are marked as on the left, and stay NaN
+    # NaN and inf are marked as left, and stay NaN
     slope = tl.where(root < 0.0, tl.fma(y, 0.0, y * _polynomial(root, LEFT, 8)), slope)
     return root * slope
 
@@ -110,10 +110,10 @@ def _bwd_kernel(
     NVIDIA: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * TILE
-    # of those from `start` on, in 32 bits
+    # how many elements there are from `start` on, in 32 bits
     count = tl.minimum(count - start, TILE).to(tl.int32)
     byte, bit = tl.arange(0, TILE // 8), tl.arange(0, 8)[None, :]
-    # the eight elements of a byte are one thread's, who takes their bits out of it
+    # one thread has all eight elements of a byte, so it extracts their bits itself
     packed = tl.load(bits_ptr + start // 8 + byte, mask=byte * 8 < count, other=0).to(tl.int32)
     left = ((packed[:, None] >> bit) & 1) != 0
     at = byte[:, None] * 8 + bit
@@ -127,7 +127,7 @@ def _bwd_kernel(
 
 
 def _constants(kind: str) -> tuple[tuple[float, ...], ...]:
-    """The minimum's value, the split, the end, the left fit's end; centres and halves of the three pieces; the fits."""
+    """The minimum's value, the split, the end, the left fit's end; centres, halves and fits of the three pieces."""
     fit = INVERTED[kind]
     ends = (fit.y_min, fit.split, fit.end, fit.centres[0] + fit.halves[0])
     return (*ends, *fit.centres, *fit.halves), *fit.coefficients
@@ -135,9 +135,9 @@ def _constants(kind: str) -> tuple[tuple[float, ...], ...]:
 
 @cache
 def _fast(kind: str, degree: int) -> tuple[tuple[float, ...], ...]:
-    """Numbers of both coordinates, and the three polynomials: of degree 8, of that degree, and of degree 7.
+    """The numbers of both coordinates, and the three polynomials: of degree 8, of degree `degree`, and of degree 7.
 
-    On the left the coordinate is -sqrt(-log2(y / y*)), on the right sqrt(y - y*) over its end.
+    On the left the coordinate is -sqrt(-log2(y / y*)); on the right it is sqrt(y - y*) divided by its end.
     """
     fit, unit = INVERTED[kind], -math.sqrt(math.log(2.0))
     scales = [1 / half for half in fit.halves]
@@ -152,17 +152,17 @@ def _fast(kind: str, degree: int) -> tuple[tuple[float, ...], ...]:
 
 
 def _composed(coefficients: Sequence[float], scale: float, shift: float) -> list[float]:
-    """Of p(scale x + shift), those of p being given, that of x^0 first."""
+    """Coefficients of p(scale x + shift) from those of p, lowest power first."""
     found: list[float] = []
     for coefficient in reversed(coefficients):
-        # times (scale x + shift), plus the coefficient
+        # multiply by (scale x + shift), and add the coefficient
         found = [shift * low + scale * high for low, high in zip((*found, 0.0), (0.0, *found), strict=True)]
         found[0] += coefficient
     return found
 
 
 def _economised(coefficients: Sequence[float], degree: int) -> list[float]:
-    """A polynomial of a lower degree, as near as one can be on [-1, 1]: without its multiples of Chebyshev's."""
+    """The best approximation of lower degree on [-1, 1]: multiples of Chebyshev polynomials are subtracted."""
     found = list(coefficients)
     while len(found) > degree + 1:
         last, lower = [0.0, 1.0], [1.0]
@@ -183,7 +183,7 @@ def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
     bits = _fake_bits(x, kind)
     if x.numel():
         x = x.contiguous()
-        # rounded to x's dtype, as torch compares
+        # rounded to x's dtype, because torch compares in that dtype
         limit = torch.tensor(INVERTED[kind].x_min, dtype=x.dtype).item()
         with on(x):
             _bits_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
@@ -193,7 +193,7 @@ def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
 
 
 def activation_output_bits(x: Tensor, kind: str) -> Tensor:
-    """Which elements of x lie left of the minimum of f, or are inf or NaN: uint8, 8 elements per byte."""
+    """Which elements of x are left of the minimum of f, or inf, or NaN: uint8, 8 elements per byte."""
     bits: Tensor = _activation_output_bits(x, kind)
     return bits
 
@@ -218,7 +218,7 @@ def _activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Te
 
 
 def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
-    """dx = dy * f'(x) in y's dtype, rounded once, from y = f(x) and the bits of x."""
+    """dx = dy * f'(x) in y's dtype, rounded once, from y = f(x) and the bits that were made from x."""
     dx: Tensor = _activation_output_bwd(dy, y, bits, kind)
     return dx
 
@@ -237,7 +237,7 @@ def _sample_bwd(device: torch.device, dtype: torch.dtype, rows: int, width: int)
     for kind, fit in INVERTED.items():
         count = rows * width
         left = torch.arange(count, device=device).view(rows, width) % 3 == 0
-        # any output from the minimum to 12 on the right, to 0 on the left
+        # any output: from the minimum to 12 on the right, to 0 on the left
         y = torch.rand(rows, width, device=device) * torch.where(left, -fit.y_min, 12.0) + fit.y_min
         bits = torch.nn.functional.pad(left.view(-1), (0, -count % 8)).view(-1, 8).long()
         bits = (bits << torch.arange(8, device=device)).sum(1).to(torch.uint8)

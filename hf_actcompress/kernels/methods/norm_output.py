@@ -48,7 +48,7 @@ def rms_norm_output_bwd(
 def _samples(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     for dy, y, _, rstd, weight, bias in samples(*sizes):
         if weight is not None:
-            # a gain of 0 has no inverse
+            # a gain of 0 cannot be divided by
             weight[0] = 0.0
         yield dy, y, (y.size(-1),), rstd, weight, bias, (True, True, True)
 

@@ -1,4 +1,4 @@
-"""The weight gradient out of pooled tokens; dy is pooled where the product reads it."""
+"""The weight gradient from pooled tokens. The product pools dy as it reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..grad_weight import add_product, added, load_dy, options, place, plan, sam
 
 @triton.jit
 def _load_dy(dy_ptr, sequence, token, tokens, known, out, outputs, stride):
-    """Of one token of each sequence, as far as it has so many."""
+    """dy of one token of each sequence; 0 beyond the sequence's end."""
     row = sequence * tokens + token
     return load_dy(dy_ptr, row, known & (token < tokens), out, outputs, stride).to(tl.float32)
 
@@ -27,7 +27,7 @@ def _pooled_kernel(
     dy_ptr, x_ptr, out_ptr, groups, per_sequence, tokens, outputs, features, stride,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Groups of WINDOW tokens; the last of a sequence's `per_sequence` may have fewer. Sums round once, as torch's."""
+    """Sums over groups of WINDOW tokens, rounded once as in torch; a sequence's last group may have fewer tokens."""
     down, right = place(outputs, tl.cdiv(features, N), M)
     out = down * M + tl.arange(0, M)
     col = right * N + tl.arange(0, N)
@@ -39,7 +39,7 @@ def _pooled_kernel(
         sequence = (group // per_sequence).to(tl.int64)
         begin = (group % per_sequence).to(tl.int64) * WINDOW
         dy = tl.zeros([M, K], tl.float32)
-        # as many copies to shared memory are under way as it has room for
+        # as many copies to shared memory in flight as it has room for
         if WINDOW <= 4:
             for nth in tl.static_range(WINDOW):
                 dy += _load_dy(dy_ptr, sequence, begin + nth, tokens, known, out, outputs, stride)
@@ -64,7 +64,7 @@ def _pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
     if dy.numel() == 0 or pooled.numel() == 0:
         return dy.new_zeros(dy.size(-1), features)
     rows, x = as_rows(dy), pooled.contiguous()
-    # a step holds several tokens' dy
+    # a step holds dy of several tokens, so it gets fewer of them
     tile = tile_for(rows, features, short=rows.element_size() == 2)
     sums, grid, tile = plan(rows, features, x.numel() // features, tile)
     with on(rows):
@@ -76,13 +76,13 @@ def _pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
 
 
 def pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
-    """dW [O, C] of dy [..., T, O] and the means [..., ceil(T / p), C] of p = `window` tokens."""
+    """dW [O, C] from dy [..., T, O] and the means [..., ceil(T / p), C] over p = `window` tokens."""
     dweight: Tensor = _pooled_grad_weight(dy, pooled, window)
     return dweight
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:
-    """Two sequences of half of the rows."""
+    """Two sequences, each with half of the rows."""
     for window, dy in zip((2, 4, 3, 6), sample_dy(device, dtype, rows // 2 * 2), strict=False):
         x = torch.randn(2, rows // 2, width, device=device).to(dtype)
         if x.numel():

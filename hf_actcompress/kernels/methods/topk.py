@@ -1,4 +1,4 @@
-"""The largest entries of each row put back to their places; the product of dW is torch's, on dense rows."""
+"""Puts the largest entries of each row back in their places; the product for dW is torch's, on dense rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..groups import split_bits
 
 @triton.jit
 def _row_and_tile(tiles):
-    """Of this program. One axis of the grid: the others end at 65535."""
+    """This program's row and tile. The grid has one axis, because its other axes end at 65535."""
     at = tl.program_id(0).to(tl.int64)
     return at // tiles, at % tiles
 
 
 @triton.jit
 def _bits(mask_ptr, row, tile, row_bytes, TILE: tl.constexpr):
-    """[1, TILE] 0 or 1. A row ends with its byte, and what is left of that is 0."""
+    """The mask's bits [1, TILE], 0 or 1. A row ends with a byte, whose unused bits are 0."""
     place = tile * (TILE // 8) + tl.arange(0, TILE // 8)[None, :]
     packed = tl.load(mask_ptr + row * row_bytes + place, mask=place < row_bytes, other=0)
     return split_bits(packed, 1, 1, TILE)
@@ -33,7 +33,7 @@ def _bits(mask_ptr, row, tile, row_bytes, TILE: tl.constexpr):
 
 @triton.jit
 def _count_kernel(mask_ptr, count_ptr, row_bytes, tiles, TILE: tl.constexpr):
-    """How many entries each tile of a row has."""
+    """Counts the entries in each tile of a row."""
     row, tile = _row_and_tile(tiles)
     bits = _bits(mask_ptr, row, tile, row_bytes, TILE)
     tl.store(count_ptr + row * tiles + tile, tl.sum(tl.sum(bits, axis=1), axis=0))
@@ -43,13 +43,13 @@ def _count_kernel(mask_ptr, count_ptr, row_bytes, tiles, TILE: tl.constexpr):
 def _spread_kernel(
     values_ptr, mask_ptr, before_ptr, out_ptr, kept, features, row_bytes, tiles, TILE: tl.constexpr
 ):  # fmt: skip
-    """Entries in order of position; `before` is how many a row has up to the end of each tile."""
+    """Writes the entries, which are in order of position; `before` counts a row's entries up to each tile's end."""
     row, tile = _row_and_tile(tiles)
     bits = _bits(mask_ptr, row, tile, row_bytes, TILE)
     before = tl.load(before_ptr + row * tiles + tile - 1, mask=tile > 0, other=0).to(tl.int64)
     nth = before + tl.cumsum(bits, axis=1) - bits
     value = tl.load(values_ptr + row * kept + nth, mask=(bits != 0) & (nth < kept), other=0.0)
-    # of what is not finite all values are NaN, and so is what was not kept
+    # if x was not finite, all values are NaN; then the elements that were not kept become NaN, too
     first = tl.load(values_ptr + row * kept, mask=kept > 0, other=0.0).to(tl.float32)
     value = tl.where(bits != 0, value, (first - first).to(value.dtype))
     col = tile * TILE + tl.arange(0, TILE)[None, :]
@@ -62,7 +62,7 @@ def _scatter_kernel(values_ptr, index_ptr, out_ptr, kept, features, tiles, TILE:
     at = tile * TILE + tl.arange(0, TILE)
     index = tl.load(index_ptr + row * kept + at, mask=at < kept, other=0).to(tl.int32)
     if index_ptr.dtype.element_ty == tl.int16:
-        # an unsigned number, as the reference reads it
+        # the number is unsigned, as in the reference
         index &= 0xFFFF
     value = tl.load(values_ptr + row * kept + at, mask=at < kept)
     tl.store(out_ptr + row * features + index, value, mask=at < kept)

@@ -1,4 +1,5 @@
 """The largest batch that trains on this device.
 
-`find` tries, `search` says what to try next, `longest` makes batches of the longest samples, `report` shows it.
+`find` runs the trials, `search` chooses the next size to try, `longest` makes batches of the longest samples, and
+`report` holds the result.
 """

@@ -1,4 +1,4 @@
-"""`find_batch_size`: the largest batch that trains here, in a few trials that leave no trace."""
+"""`find_batch_size`: the largest batch that trains on this device, in a few trials whose effects are undone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .search import Search
 
 logger = logging.getLogger(__name__)
 
-# of what a card has: the caching allocator cannot hand out the last blocks of it
+# the share of free memory that is used: the caching allocator cannot use the last blocks
 _USABLE = 0.95
 
 
@@ -38,32 +38,33 @@ def find_batch_size(
     trials: int = 4,
     timed_steps: int = 3,
 ) -> BatchSizeReport:
-    """The largest batch size that trains, and how fast the ones on the way are: throughput often peaks before memory.
+    """The largest batch size that trains, and the speed of those tried: throughput often has its maximum at less
+    memory.
 
-    Each trial runs a few steps, the first of which makes gradients and optimizer states. From the peaks that were
-    measured a line gives the next candidate, so that few trials run out of memory; the bracket of what fits and what
-    does not corrects it. Trainable weights, buffers, gradients, optimizer states, modes and generators are afterwards
-    as before (they are copied to host memory); what else `step` changes is the caller's. Every trial is logged.
+    Each trial runs a few steps, the first of which makes gradients and optimizer states. A line through the measured
+    peaks gives the next candidate, so that few trials run out of memory; the known bounds of what fits correct it.
+    Afterwards trainable weights, buffers, gradients, optimizer states, modes and generators are restored from copies in
+    host memory. Anything else that `step` changes is left to the caller. Every trial is logged.
 
     Args:
-        model: On the device where it trains, patched as it will be; one process, not wrapped by DDP or FSDP.
-        make_batch: From a batch size, the batch on the model's device, of the longest sequences of the training.
-        step: From a batch, all that a training step does: forward, backward, `optimizer.step()`, `zero_grad()`.
-        optimizer: What `step` steps, if it does.
-        start: The first candidate, such as `max_batch_size` gives. From 1 it takes one trial more.
-        largest: Where to stop.
-        budget: What may be on the device in all, in bytes or as "22GiB". On a CUDA device by default what is free;
-            on a CPU it has to be given, and bytes are counted on the allocator's events, which is slow.
-        trials: How many candidates to try, at most.
-        timed_steps: How many steps of each are timed; the median counts.
+        model: The model on the device where it trains, patched as for the training; one process, no DDP or FSDP.
+        make_batch: Makes a batch of a given size on the model's device, of the longest sequences of the training.
+        step: Takes a batch and does a whole training step: forward, backward, `optimizer.step()`, `zero_grad()`.
+        optimizer: The optimizer that `step` uses, if any.
+        start: The first candidate, such as the result of `max_batch_size`. Starting from 1 takes one trial more.
+        largest: The largest size to try.
+        budget: Bytes that may be in use on the device in all, or a text such as "22GiB". On a CUDA device the default
+            is what is free. On a CPU it is required, and bytes are counted by the allocator's events, which is slow.
+        trials: The most candidates to try.
+        timed_steps: How many steps of each candidate are timed; their median counts.
 
     Returns:
         The trials: `.largest`, `.fastest`, `.print()`, `.to_json()`.
 
     Raises:
-        MeasurementError: On a CPU without a budget, or a device that is neither CPU nor CUDA.
-        UnsupportedModelError: Several processes.
-        ValueError: A count below 1, or a budget that is no size.
+        MeasurementError: There is no budget on a CPU, or the device is neither CPU nor CUDA.
+        UnsupportedModelError: There are several processes.
+        ValueError: A count is below 1, or the budget is no size.
     """
     search = Search(start, largest, trials)
     if timed_steps < 1:
@@ -80,7 +81,7 @@ def find_batch_size(
         while (batch_size := search.candidate(aim)) is not None:
             base = resident_bytes(model, optimizer)
             trial, state = _try(batch_size, make_batch, step, _Ruler(device, limit, base, timed_steps))
-            # what a step that ran out of memory left behind
+            # a step that ran out of memory may have left anything behind
             restore()
             _free(device)
             search.add(trial, max(state, base))
@@ -91,7 +92,7 @@ def find_batch_size(
 
 
 def _limits(device: torch.device, budget: int | str | None) -> tuple[int, int]:
-    """What may be used, and what to aim at."""
+    """(bytes that may be used, bytes that the search aims at)."""
     given = parse_size(budget) if budget is not None else None
     if device.type == "cpu":
         if given is None:
@@ -115,7 +116,7 @@ class _Ruler:
 def _try(
     batch_size: int, make_batch: Callable[[int], Any], step: Callable[[Any], object], ruler: _Ruler
 ) -> tuple[BatchSizeTrial, int]:
-    """The trial, and the bytes that are there between its steps."""
+    """The trial, and the bytes that are in use between its steps."""
     reason = ""
     try:
         batch = make_batch(batch_size)
@@ -129,12 +130,12 @@ def _try(
         if not out_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]
-    # here the exception is gone, and with it the frames that held the step's tensors
+    # outside of the handler the exception is freed, and with it the frames that held the step's tensors
     return BatchSizeTrial(batch_size, False, None, reason=reason), 0
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether it says that there was no memory left, on a CUDA device or on the host."""
+    """Whether the error says that memory ran out, on a CUDA device or on the host."""
     texts = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
 
@@ -143,7 +144,7 @@ def _peak_on_cpu(step: Callable[[Any], object], batch: Any, ruler: _Ruler) -> tu
     inputs = list(batch.values()) if isinstance(batch, Mapping) else [batch]
     there = ruler.base + sum(x.nbytes for x in inputs if isinstance(x, Tensor))
     peak = 0
-    # the second step has gradients and optimizer states from its start
+    # the second step has gradients and optimizer states from its beginning
     for _ in range(2):
         seen = measure_step(lambda: step(batch), ruler.device)
         peak, there = max(peak, there + seen.peak_bytes), there + seen.left_bytes
@@ -167,7 +168,7 @@ def _seconds(step: Callable[[Any], object], batch: Any, device: torch.device) ->
 
 
 def _tokens(batch: Any) -> int | None:
-    """Those that are no padding."""
+    """The number of tokens that are not padding; None if it is not known."""
     if not isinstance(batch, Mapping):
         return None
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")

@@ -1,4 +1,4 @@
-"""Batches of a data set's longest samples: what fits with them fits with all others."""
+"""Batches of a data set's longest samples: if a batch of them fits, all others of that size fit."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ def longest_batches(
     *,
     length: Callable[[Any], int] | str | None = None,
 ) -> Callable[[int], dict[str, Any]]:
-    """From a batch size, the batch of that many of the longest samples: a `make_batch` for `find_batch_size`.
+    """A `make_batch` for `find_batch_size`: from a batch size, the batch of that many of the longest samples.
 
-    A padded batch is as long as its longest sample, so no other batch of that size needs more memory. Train one first
-    (`measure_step(lambda: step(make_batch(8)), device)`), and a run does not end after hours for lack of memory.
+    A padded batch is as long as its longest sample, so no other batch of that size needs more memory. If you train one
+    such batch first (`measure_step(lambda: step(make_batch(8)), device)`), a run does not fail for lack of memory hours
+    later.
 
     Args:
         dataset: A sized collection of samples with `__getitem__`: a list, a torch or `datasets` data set.
         collate: The data collator of the training.
         device: Where the batches go.
-        length: Of a sample: a function, or the name of a column with the number. By default that of its `input_ids`.
+        length: Length of a sample: a function, or the name of a column that has it. By default the length of
+            `input_ids`.
 
     Returns:
         A function from a batch size to a batch on the device. A batch size beyond the data set takes samples again.

@@ -1,4 +1,4 @@
-"""What a search for the batch size found, and how it is shown."""
+"""The result of a search for the batch size, and how it is shown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class BatchSizeTrial:
     """One candidate.
 
     Args:
-        batch_size: Of the batches.
+        batch_size: Size of the batches.
         fits: Whether the steps ran below the limit.
-        peak_bytes: The highest point, all that is on the device included; None if it ran out of memory.
-        seconds: Of one step, the median; None if it does not fit.
-        tokens: In one batch, None if that is not known.
+        peak_bytes: The highest number of bytes in use on the device; None if memory ran out.
+        seconds: Median time of a step; None if it does not fit.
+        tokens: Tokens of a batch; None if that is not known.
         reason: Why it does not fit.
     """
 
@@ -49,12 +49,12 @@ class BatchSizeTrial:
 
 @dataclass(frozen=True)
 class BatchSizeReport(Report):
-    """What was tried. Prints with rich, serialises.
+    """The result of a search. It prints with rich and serialises.
 
     Args:
-        trials: In the order in which they ran.
-        limit_bytes: What may be used.
-        settled: Whether one more than `largest` was found, or is bound by the peaks that were measured, not to fit.
+        trials: The trials in the order in which they ran.
+        limit_bytes: Bytes that may be used.
+        settled: Whether a batch of `largest` + 1 was tried, or is excluded by the measured peaks.
     """
 
     trials: tuple[BatchSizeTrial, ...]
@@ -75,7 +75,7 @@ class BatchSizeReport(Report):
         return max(fitting, key=lambda t: (t.tokens_per_second or 0.0, t.samples_per_second or 0.0)).batch_size
 
     def derived(self) -> dict[str, Any]:
-        """What follows from the trials, and their rates."""
+        """What is computed from the trials, and their rates."""
         trials = [
             {**asdict(t), "tokens_per_second": t.tokens_per_second, "samples_per_second": t.samples_per_second}
             for t in self.trials
@@ -92,7 +92,7 @@ class BatchSizeReport(Report):
         )
 
     def tables(self) -> tuple[Table, ...]:
-        """A row per trial."""
+        """The table, with a row per trial."""
         numbers = ("batch size", "peak", "seconds", "tokens/s", "samples/s")
         rows = [_cells(t) for t in sorted(self.trials, key=lambda t: t.batch_size)]
         return (Table((*numbers, "fits"), rows, numbers),)

@@ -1,23 +1,23 @@
-"""Which batch size to try next, from those that were tried: pure arithmetic."""
+"""Chooses the next batch size to try from those that were tried. It is arithmetic only."""
 
 from __future__ import annotations
 
 from .report import BatchSizeTrial
 
-# of one trial over the next, where the peaks give no bound
+# growth from one trial to the next if the peaks give no bound
 _GROWTH = 16
 
 
 class Search:
-    """Which batch size to try next: by a line through the measured peaks, within the bracket of what is known.
+    """Chooses the next batch size to try: by a line through the measured peaks, between the known bounds.
 
     Args:
-        start: The first.
-        largest: The last that is of interest.
-        trials: How many there are.
+        start: The first size to try.
+        largest: The largest size to try.
+        trials: The most trials.
 
     Attributes:
-        tried: So far.
+        tried: The trials so far.
     """
 
     def __init__(self, start: int, largest: int | None, trials: int) -> None:
@@ -29,7 +29,7 @@ class Search:
         self._state = 0
 
     def add(self, trial: BatchSizeTrial, state_bytes: int) -> None:
-        """Note a trial, and what is on the device without any activations."""
+        """Note a trial, and the bytes in use on the device without any activations."""
         self.tried.append(trial)
         self._state = max(self._state, state_bytes)
 
@@ -43,7 +43,7 @@ class Search:
         return min((trial.batch_size for trial in self.tried if not trial.fits), default=beyond)
 
     def settled(self, aim: int) -> bool:
-        """Whether nothing is left to be found between what fits and what does not."""
+        """Whether no size between the largest that fits and the smallest that does not is left to try."""
         fits, fails = self._fits, self._fails
         if fails is not None and fits + 1 >= fails:
             return True
@@ -51,7 +51,7 @@ class Search:
         return fits > 0 and len(self._points) > 1 and line is not None and line <= fits
 
     def candidate(self, aim: int) -> int | None:
-        """The next batch size for a peak of `aim` bytes, None when there is nothing left to learn."""
+        """The next batch size for a peak of `aim` bytes; None if there is nothing left to learn."""
         left = self.trials - len(self.tried)
         if left <= 0:
             return None
@@ -60,7 +60,7 @@ class Search:
         if self._fits == 0:
             return self._smaller(left, aim)
         if self.settled(aim):
-            # of use for its throughput
+            # half of it is tried only for its throughput
             half = self._fits // 2
             return half if half and all(trial.batch_size != half for trial in self.tried) else None
         return self._between(aim)
@@ -79,7 +79,7 @@ class Search:
     def _between(self, aim: int) -> int:
         fits, fails, line = self._fits, self._fails, self._line(aim)
         if line is not None and line <= fits:
-            # by a line through one point, which is too steep: a second one, that cannot fail
+            # a line through one point is too steep; this second trial, which cannot fail, gives a second point
             return fits // 2 if fits > 1 else 2
         top = min(fits * _GROWTH, fails - 1 if fails is not None else fits * _GROWTH)
         if line is not None and line <= top:
@@ -87,7 +87,7 @@ class Search:
         ran_out = [trial for trial in self.tried if not trial.fits and trial.batch_size == fails]
         if not ran_out:
             return top
-        # the line was wrong by a little if it was wrong once
+        # a line that was wrong once is taken to be a little wrong again
         failed = sum(not trial.fits for trial in self.tried)
         return max((fits + top + 1) // 2, top * 7 // 8 if failed == 1 else 0)
 
@@ -96,7 +96,7 @@ class Search:
         return sorted((t.batch_size, t.peak_bytes) for t in self.tried if t.peak_bytes is not None)
 
     def _line(self, aim: int) -> int | None:
-        """The batch size whose peak is `aim`; None if the peaks say nothing."""
+        """The batch size whose peak would be `aim`; None if the peaks do not tell."""
         if not self._points:
             return None
         (b0, p0), (b1, p1) = [(0, self._state), *self._points][-2:]

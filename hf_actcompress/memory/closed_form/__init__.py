@@ -1,1 +1,1 @@
-"""The estimate as a formula: fits `quick/data/` to traces of `estimate`; `python -m` of this package writes it."""
+"""The estimate as a formula: it fits `quick/data/` to traces of `estimate`. `python -m` of this package writes it."""

@@ -1,7 +1,7 @@
-"""`python -m hf_actcompress.memory.closed_form`: fits the formula anew and writes its data, minutes for each class.
+"""`python -m hf_actcompress.memory.closed_form` fits the formula again and writes its data. A class takes minutes.
 
-With `--modes` or `--strategies` only those are fitted anew, and the rest of the data stays: after a change that touches
-no others.
+With `--modes` or `--strategies` only these are fitted, and the rest of the data stays, for a change that does not
+affect the others.
 """
 
 from __future__ import annotations

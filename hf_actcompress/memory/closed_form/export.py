@@ -27,7 +27,7 @@ from .traces import FEWEST, Trace, by_layers, trace
 
 DATA = Path(__file__).parents[2] / "quick" / "data"
 
-# fields of configs on which bytes depend, which a formula has to have as they were traced
+# fields of configs on which bytes depend, and which the formula can only use with the values that were traced
 STRUCTURE = (
     "hidden_act", "activation_function", "attention_bias", "mlp_bias", "attention_dropout", "hidden_dropout_prob",
     "attention_probs_dropout_prob", "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "is_decoder",
@@ -35,16 +35,16 @@ STRUCTURE = (
     "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention", "activation", "dropout",
     "seq_classif_dropout", "decoder_sparse_step", "mlp_only_layers", "output_router_logits",
 )  # fmt: skip
-# those with states of their own
+# optimizers with their own states
 _OPTIMIZERS = [name for name in OPTIMIZERS if name != FOREACH]
-# and others that are read
+# further fields that are read
 _READ = ("tie_word_embeddings", "sliding_window", "use_sliding_window")
 
-# name -> what it is patched with, checkpointing, the codec of the checkpoints: as the table of the command has them
+# name -> (what the model is patched with, checkpointing, codec of the checkpoints), as in the command's table
 STRATEGIES: dict[str, tuple[str | None, bool, str | None]] = json.loads(
     (DATA.parent / "strategies.json").read_text(encoding="utf-8")
 )
-# name -> dtype of the weights, of autocast, whether there is LoRA, quantisation
+# name -> (dtype of the weights, dtype of autocast, whether there is LoRA, quantisation)
 MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
     "fp32": (torch.float32, None, False, None),
     "bf16": (torch.bfloat16, None, False, None),
@@ -56,7 +56,7 @@ MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
 
 
 class Writer:
-    """Numbers what it is given, and the same only once. It may go on with the data of a class."""
+    """Gives numbers to terms and sums, and equal ones the same number. It may continue with the data of a class."""
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         data = data or {}
@@ -71,7 +71,7 @@ class Writer:
         return known.index(found)
 
     def polynomial(self, polynomial: Polynomial) -> int:
-        """The number of a sum: the number of a term and its coefficient, in turn."""
+        """The number of a sum, which is stored as the number of each term followed by its coefficient."""
         row: list[float] = []
         for term, coefficient in sorted(polynomial.items()):
             powers = {name: power for name, power in zip(SYMBOLS, term, strict=True) if power}
@@ -86,7 +86,7 @@ def export(
     strategies: Sequence[str] = tuple(STRATEGIES),
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The data of one class: of all modes and strategies, or with those anew beside the rest of what is `known`."""
+    """The data of one class, for all modes and strategies; or these ones traced again, beside the rest of `known`."""
     family, writer = FAMILIES[name], Writer(known)
     cases: dict[str, Any] = dict(known["cases"]) if known else {}
     for variant in family.variants:
@@ -156,7 +156,7 @@ def _state(models: Sequence[nn.Module], reader: Reader, writer: Writer, period: 
 
 
 def described(name: str) -> dict[str, Any]:
-    """What was traced: the versions, the fields of a config, and what it means where it says nothing."""
+    """A description of what was traced: the versions, the fields of a config, and the defaults of missing fields."""
     family = FAMILIES[name]
     stated = {field: getattr(family.config, field, None) for field in [*family.fields.values(), *_READ]}
     config = probe(name, next(iter(family.variants)), False, FEWEST)
@@ -174,7 +174,7 @@ def described(name: str) -> dict[str, Any]:
         "reserved": family.reserved,
         "period": family.period,
         "tile": family.tile,
-        # of a class whose heads were traced at one size alone
+        # None if heads of several sizes were traced; otherwise the only size
         "head": None if "head" in family.fields else HEAD,
         "fields": dict(family.fields),
         "defaults": {field: value for field, value in stated.items() if field in with_default},
@@ -184,7 +184,7 @@ def described(name: str) -> dict[str, Any]:
 
 
 def write(name: str, folder: Path, modes: Sequence[str] = (), strategies: Sequence[str] = ()) -> None:
-    """Trace a class and write its file; with some of the modes or strategies, only those of the file anew."""
+    """Trace a class and write its file; with some modes or strategies, replace only these in the file."""
     file, known = folder / f"{name}.json", None
     if modes or strategies:
         known = json.loads(file.read_text(encoding="utf-8"))
@@ -193,7 +193,7 @@ def write(name: str, folder: Path, modes: Sequence[str] = (), strategies: Sequen
 
 
 def without_unused(data: dict[str, Any]) -> dict[str, Any]:
-    """The same data without states, steps, sums and terms that no case needs any more, numbered anew."""
+    """The same data without states, steps, sums and terms that no case uses any more, and with new numbers."""
     writer = Writer()
     cases: dict[str, dict[str, tuple[int, int]]] = {}
 

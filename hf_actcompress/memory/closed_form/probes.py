@@ -1,4 +1,4 @@
-"""The architecture classes that have a formula, and the sizes that each is traced at.
+"""The architecture classes that have a formula, and the sizes at which each of them is traced.
 
 A row says how to make a config of given sizes, and which of its fields hold them. Nothing here is a number of bytes.
 """
@@ -13,7 +13,7 @@ import transformers
 
 from .symbols import Size
 
-# 2^25 elements are the most of one chunk of logits: so many columns or rows of them. All values are checked below.
+# a chunk of logits has at most 2^25 elements: so many columns or rows of them. The code below checks all values.
 _SHARED = {
     "batch": Size(11, 11, {}),
     "seq": Size(128 * 43, 43, {}),
@@ -29,7 +29,7 @@ _SHARED = {
     "experts": Size(41, 41, {}),
     "active": Size(19, 19, {}),
 }
-# heads of their own size, and several that share one key
+# sizes for heads of which several share one key
 GROUPED = {
     **_SHARED,
     "head": Size(64 * 3, 3, {}),
@@ -40,7 +40,7 @@ GROUPED = {
 }
 # the same, where no key is shared
 SINGLE = {name: size for name, size in GROUPED.items() if name != "groups"}
-# the heads together are as wide as the hidden state, and each has 64 features, as in all models that are published
+# all heads together are as wide as the hidden state, and each has 64 features, as in all published models
 HEAD = 64
 JOINED = {**_SHARED, "kv_heads": Size(8 * 7, 7, {}), "rank": Size(37, 37, {})}
 
@@ -50,16 +50,17 @@ class Family:
     """One architecture class.
 
     Args:
-        config: Its config class.
+        config: The config class.
         fields: Size -> field of the config.
-        variants: Name of a variant -> what a config has there; each is traced for itself.
+        variants: Name of a variant -> its fields of the config; each variant is traced by itself.
         options: Fields that every probe has.
         task: What the class is for.
-        grouped: Whether heads share keys; both are traced for themselves.
-        learned_positions: Whether they are a table, which no sequence may exceed.
+        grouped: Whether heads may share keys; heads with and without shared keys are traced by themselves.
+        learned_positions: Whether positions are a table, which no sequence may exceed.
         reserved: Rows of that table that belong to no token.
-        period: Layers from one that attends to everything to the next, where the others have windows; 0: no layer has.
-        tile: What the preset `long` takes the rows of a tile from: the input of the first weight of the MLP.
+        period: Number of layers from one that attends to everything to the next, if the others have windows; 0: none
+            has.
+        tile: The input of the MLP's first weight, by which the preset `long` computes the rows of a tile.
     """
 
     config: type[Any]
@@ -115,34 +116,34 @@ FAMILIES: dict[str, Family] = {
     },
 }
 _OF_EXPERTS = ("experts", "active")
-# chunks of rows, and how wide the tensors are that are made of one
+# sizes of chunks of rows, and the widths of the tensors that are made from a chunk
 _IN_TURNS, _OF_ROWS = ("rows", "few_rows", "tile"), ("vocab", "hidden", "ffn")
-# within which no probe's sequence is, or each is
+# windows that no probe's sequence, or every probe's sequence, fits into
 _NARROW, _WIDE = 64, 2**20
 
 
 def sizes_of(family: Family, grouped: bool) -> Mapping[str, Size]:
-    """The probe's sizes."""
+    """The sizes of the probe."""
     found = JOINED if "kv_heads" not in family.fields else GROUPED if grouped else SINGLE
-    # a size that the model does not have would be read by chance, out of a chunk's last turn
+    # a size that the model does not have could be found by chance in the bytes of a chunk's last turn
     return {name: size for name, size in found.items() if name not in _OF_EXPERTS or name in family.fields}
 
 
 def left_over(sizes: Mapping[str, Size]) -> frozenset[int]:
-    """Bytes of the tensors of a chunk's last turn, which has the rows that are left over and no size of its own.
+    """Bytes of the tensors of a chunk's last turn, which has the remaining rows and no size of its own.
 
     128 rows of logits would be read as a constant times the vocabulary, and that is more than a whole chunk of a small
-    batch. A last turn is never larger than the turns before it, so the formula does without it.
+    batch. A last turn is never larger than the turns before it, so the formula does not need it.
     """
     value = {name: size.value for name, size in sizes.items()}
     rows = {value["batch"] * value[of] % value[chunk] for of in ("seq", "labels") for chunk in _IN_TURNS}
-    # of 1 to 8 bytes an element, or of two results side by side
+    # an element has 1 to 8 bytes, or two results lie side by side
     widths = {value[name] << doubled for name in _OF_ROWS if name in value for doubled in range(5)}
     return frozenset(count * width for count in rows for width in widths if count)
 
 
 def probe(name: str, variant: str, grouped: bool, layers: int, windowed: bool = False) -> Any:
-    """A config of the class at the probe's sizes, whose sequences are longer than its windows or not."""
+    """A config of the class at the probe's sizes; if `windowed`, its sequences are longer than its windows."""
     family = FAMILIES[name]
     sizes = sizes_of(family, grouped)
     values = {size: value.value for size, value in sizes.items()}
@@ -154,7 +155,7 @@ def probe(name: str, variant: str, grouped: bool, layers: int, windowed: bool = 
     options = {"pad_token_id": 0, **family.options, **family.variants[variant]}
     if family.period:
         options["sliding_window"] = _NARROW if windowed else _WIDE
-    # any width that heads divide, and then the one that they do not
+    # first a width that the heads divide, and then the real one, which they do not divide
     width = {family.fields["hidden"]: values["heads"] * values["head"]}
     config = family.config(**{**fields, **width}, **options)
     setattr(config, family.fields["hidden"], values["hidden"])

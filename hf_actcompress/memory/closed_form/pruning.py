@@ -1,4 +1,4 @@
-"""Of hundreds of moments the few that are ever the highest, and of each polynomial the terms that count."""
+"""Selects, from hundreds of moments, the few that are ever the highest, and from each polynomial the large terms."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from ...quick.formula import with_chunks
 from .symbols import SYMBOLS, Polynomial, Term
 
-# shares of a sum below which a moment or a term is left out, at every one of the points
+# a moment or a term is left out if it is below this share of the sum at every point
 _MOMENT, _TERM = 4e-3, 2e-4
 _POINTS = 600
 
 
 def points(grouped: bool, joined: bool) -> list[Mapping[str, float]]:
-    """Sizes as models have them, at random but always the same."""
+    """Sizes as models have them; they are random, but always the same."""
     draw = random.Random(0)
     found: list[Mapping[str, float]] = []
     for _ in range(_POINTS):
@@ -39,13 +39,13 @@ def points(grouped: bool, joined: bool) -> list[Mapping[str, float]]:
 
 
 def pruned(polynomials: Sequence[Polynomial], at: Sequence[Mapping[str, float]]) -> list[Polynomial]:
-    """Those whose highest value is that of all, at each of the points, within some thousandths."""
+    """A few polynomials whose highest value at each point is that of all polynomials, up to some thousandths."""
     terms = sorted({term for polynomial in polynomials for term in polynomial})
     values = _matrix(polynomials, terms) @ _products(terms, at)
     highest = values.amax(0)
     left = torch.zeros_like(highest)
     chosen: list[int] = []
-    # the one that is the highest at most of the points that are not served yet, and so on
+    # repeatedly take the polynomial that is the highest at most of the remaining points
     while (open_points := left < highest * (1 - _MOMENT)).any():
         serves = (values >= highest * (1 - _MOMENT))[:, open_points].sum(1)
         best = int(serves.argmax())
@@ -55,7 +55,7 @@ def pruned(polynomials: Sequence[Polynomial], at: Sequence[Mapping[str, float]])
 
 
 def shortened(polynomial: Polynomial, at: Sequence[Mapping[str, float]]) -> Polynomial:
-    """Without the terms that are a tiny part of it at every point."""
+    """The polynomial without the terms that are a tiny part of it at every point."""
     terms = sorted(polynomial)
     if not terms:
         return polynomial
@@ -72,7 +72,7 @@ def _matrix(polynomials: Sequence[Polynomial], terms: Sequence[Term]) -> Tensor:
 
 
 def _products(terms: Sequence[Term], at: Sequence[Mapping[str, float]]) -> Tensor:
-    """[terms, points]."""
+    """The value of each term at each point: [terms, points]."""
     sizes = torch.tensor([[point[name] for name in SYMBOLS] for point in at], dtype=torch.float64)
     exponents = torch.tensor(terms, dtype=torch.float64)
     return (exponents @ sizes.log().T).exp()

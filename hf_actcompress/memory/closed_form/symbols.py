@@ -1,7 +1,7 @@
-"""From the bytes of one tensor to a product of sizes: which sizes of a model a number of bytes is made of.
+"""Reads a number of bytes as a product of a model's sizes.
 
-Every size of a model (its width, its batch, ...) is given a value with a prime factor that no other size has. So the
-factors of a number of bytes say which sizes it is the product of, and what is left is the coefficient.
+Every size of a model (its width, its batch, ...) gets a value with a prime factor that no other size has. So the
+factors of a number of bytes say of which sizes it is the product; the rest is the coefficient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SYMBOLS = (
 )  # fmt: skip
 
 Term = tuple[int, ...]
-# nothing is stored in fewer bytes per element than the scales of scales
+# the scales of scales take the fewest bytes per element
 _LEAST = Fraction(1, 2**13)
 
 
@@ -37,7 +37,7 @@ class Size:
 
 
 class Polynomial(dict[Term, Fraction]):
-    """A sum of products of sizes: term -> coefficient. What adds up to nothing is left out."""
+    """A sum of products of sizes: term -> coefficient. Terms whose coefficients add up to zero are left out."""
 
     def add(self, other: Polynomial, times: int | Fraction = 1) -> None:
         for term, coefficient in other.items():
@@ -62,8 +62,8 @@ class Reader:
     """Reads numbers of bytes as products of a probe's sizes.
 
     Args:
-        sizes: By name.
-        left_over: Numbers of bytes that are read as none: of the last turns of chunks (`left_over` of probes.py).
+        sizes: Name -> size.
+        left_over: Numbers of bytes that are skipped: those of the last turns of chunks (`left_over` of probes.py).
     """
 
     def __init__(self, sizes: Mapping[str, Size], left_over: Container[int] = ()) -> None:
@@ -73,13 +73,13 @@ class Reader:
         self._known: dict[int, Polynomial | None] = {}
 
     def read(self, nbytes: int) -> Polynomial | None:
-        """The product, None if it is none."""
+        """The product; None if the number is no product of sizes."""
         if nbytes not in self._known:
             self._known[nbytes] = self._read(nbytes)
         return self._known[nbytes]
 
     def total(self, sizes: Iterable[int]) -> Polynomial:
-        """The sum of all that can be read."""
+        """The sum of all numbers that can be read."""
         result = Polynomial()
         for size in sizes:
             found = self.read(abs(size))
@@ -104,7 +104,7 @@ class Reader:
         if any(exponent < 0 for exponent in exponents.values()) or not self._is_plain(coefficient):
             return None
         if coefficient and coefficient < _LEAST:
-            # of a chunk's last, shorter turn, which has a size's factor by chance
+            # the bytes of a chunk's last, shorter turn can have a size's factor by chance
             return None
         term = tuple(exponents.get(name, 0) for name in SYMBOLS)
         return Polynomial({term: coefficient}) if nbytes else Polynomial()

@@ -19,11 +19,11 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes of a step as polynomials in the sizes, the number of layers among them.
+    """Bytes of a step as polynomials in the sizes, of which the number of layers is one.
 
     Args:
-        kept: By role.
-        moments: What is alive at each allocation.
+        kept: Role -> kept bytes.
+        moments: Live bytes at each allocation.
     """
 
     kept: dict[str, Polynomial]
@@ -31,7 +31,7 @@ class Trace:
 
 
 def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader, period: int = 1) -> Trace:
-    """The trace of a model out of two with two and three times `period` layers, which are on the meta device."""
+    """The trace of a model, from two models on the meta device with two and three times `period` layers."""
     base, more = (run_step(model, setting, roles=True) for model in (short, longer))
     growth = growth_of(base, more)
     first, end = _moments(base, reader)
@@ -58,7 +58,7 @@ def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader,
 
 
 def by_layers(base: Polynomial, growth: Polynomial, period: int = 1) -> Polynomial:
-    """The polynomial of any number of layers, from that of the fewest and what `period` more of them add."""
+    """The polynomial for any number of layers, from the one for the fewest and what `period` more layers add."""
     return base.plus(growth, -FEWEST).plus(growth.times("layers"), Fraction(1, period))
 
 
@@ -71,7 +71,7 @@ def _roles(step: FakeStep, reader: Reader) -> dict[str, Polynomial]:
 
 
 def _moments(step: FakeStep, reader: Reader) -> tuple[list[Polynomial], Polynomial]:
-    """What is alive at each mark, and at the end of the forward."""
+    """Live bytes at each mark, and at the end of the forward."""
     history: Any = step.history
     live, done, at_marks = Polynomial(), 0, []
     end = reader.total(history.changes[: history.at_end])

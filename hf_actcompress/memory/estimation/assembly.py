@@ -1,4 +1,4 @@
-"""From the steps of short models to the estimate of the whole one."""
+"""Builds the estimate of the whole model from the steps of shortened models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def extrapolated(
     units: Mapping[LayerRun, Unit] | None = None,
     step: RunStep = run_step,
 ) -> Extrapolated:
-    """The step of a model on the meta device; the other arguments as for `whole_step` and of `Copies.run_step`."""
+    """The step of a model on the meta device. The other arguments are those of `whole_step` and `Copies.run_step`."""
 
     def run(part: nn.Module, wanted: bool) -> FakeStep:
         return step(part, setting, roles=roles and wanted)
@@ -41,7 +41,7 @@ def extrapolated(
 
 
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
-    """The estimate of a model on the meta device; `name` is what its config is called."""
+    """The estimate of a model on the meta device; `name` is the name that the estimate shows for its config."""
     setting, config = with_names(setting, whole)
     found = extrapolated(whole, setting, find_runs(whole, config), True)
     return assembled(found, whole, setting, state_bytes(whole, setting, rule), name)
@@ -50,7 +50,7 @@ def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: s
 def assembled(
     found: Extrapolated, whole: nn.Module, setting: Setting, states: States, name: str, notes: Sequence[str] = ()
 ) -> Estimate:
-    """The estimate of a model out of its step and what it holds beside it."""
+    """The estimate of a model, put together from its step and from what is held beside the step."""
     return Estimate(
         model=type(root_module(whole)).__name__,
         device="cuda" if setting.cuda else "cpu",

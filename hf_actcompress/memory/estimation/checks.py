@@ -1,4 +1,4 @@
-"""Of options that need or exclude each other."""
+"""Checks of options that need or exclude each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICES = ("cuda", "cpu")
 
 
 def is_compiled(model: Any, device: str, engine: str | None) -> bool:
-    """Whether it is estimated as a compiled model; raises for a device or an engine that nobody knows."""
+    """Whether to estimate the model as a compiled one. Raises UnknownOptionError for an unknown device or engine."""
     if device not in DEVICES:
         raise UnknownOptionError("device", device, DEVICES)
     if engine is None:
@@ -25,7 +25,7 @@ def is_compiled(model: Any, device: str, engine: str | None) -> bool:
 
 
 def check_processes(compiled: bool, fsdp: int, zero: int | None, processes: int, trl: bool) -> None:
-    """Raise ModelConfigError for a division among processes that there is not."""
+    """Raise ModelConfigError if the model cannot be divided among processes in the way that is asked for."""
     if fsdp < 1 or (fsdp > 1 and compiled):
         raise ModelConfigError(f'fsdp is a number of processes, and not for engine="compile"; got {fsdp}')
     if processes < 1 or (fsdp > 1 and (zero is not None or processes > 1)):

@@ -1,4 +1,4 @@
-"""Copies of a model that are made once for all batches: to make one takes as long as to run a step on it."""
+"""Copies of a model, each made once for all batches, because making one takes as long as running a step on it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from .layers import LayerRun, shortened
 
 
 class RunStep(Protocol):
-    """`run_step`, or what stands in for it."""
+    """The signature of `run_step`, for what can be called in its place."""
 
     def __call__(self, model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep: ...
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy, and how many units of each run it has."""
+    """A copy of the model, and how many units it has of each run of layers."""
 
     ready: Ready
     units: dict[LayerRun, int]
 
     def is_of(self, units: dict[LayerRun, int], roles: bool) -> bool:
-        """Whether such a step can be run on it, or on a part of it."""
+        """Whether a step with these units and roles can be run on this copy, or on a part of it."""
         return all(self.units[run] >= count for run, count in units.items()) and (not roles or bool(self.ready.roles))
 
 
 class Copies:
-    """Of one model, under the config that was asked for last."""
+    """The copies of one model, under the config that was asked for last."""
 
     def __init__(self) -> None:
         self._under: Any = None
         self._copy: _Copy | None = None
 
     def run_step(self, whole: nn.Module, setting: Setting, checkpointing: bool, layers: Sequence[LayerRun]) -> RunStep:
-        """A `run_step` for the model under that setting, shortened in these runs of layers or not.
+        """A `run_step` for the model under that setting, which may shorten the model in these runs of layers.
 
-        The copy has one unit of each run more than the shortest model has: for both depths it is patched once.
+        The copy has one unit of each run more than the shortest model: so it is patched once and serves both depths.
         """
         if not is_reusable(setting):
             return run_step
@@ -53,7 +53,7 @@ class Copies:
 
         def step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
             units = {run: run.units_of(model.get_submodule(run.name)) for run in layers}
-            # of one in which a step has failed nobody knows what is left
+            # a step that fails may leave its copy in any state, so the copy is dropped first
             copy, self._copy = self._copy, None
             if copy is None or not copy.is_of(units, roles):
                 deep = {run: max(count, FEWEST + 1) if can_be_short(run) else count for run, count in units.items()}

@@ -1,4 +1,4 @@
-"""`estimate`: what training will need, before there are weights or a GPU."""
+"""`estimate`: what a training will need, before any weights or a GPU are at hand."""
 
 from __future__ import annotations
 
@@ -50,51 +50,51 @@ def estimate(
     processes: int = 1,
     trl: bool = False,
 ) -> Estimate:
-    """Memory of training by part, without weights, a GPU or a step: seconds for a model of any size.
+    """Memory of a training by part. It needs no weights, no GPU and no real step; a model of any size takes seconds.
 
     The model runs one forward and backward on fake tensors, which have shapes and no data, with two to four of its
-    layers; where its layers are of one kind each further one adds the same bytes, which is checked, and where they are
-    not all are run. The batch has no padding and all its labels count: with padding `drop_padding` keeps less than
-    this, so it is an upper bound there.
+    layers. Where its layers are of one kind, each further layer adds the same bytes, which is checked; where they are
+    not, all layers are run. The batch has no padding and all its labels count. With padding `drop_padding` keeps less
+    than this, so for it the estimate is an upper bound.
 
     Args:
-        model: A module (stock or patched; it is not touched), a transformers config, or a name: a folder with a
+        model: A module (stock or patched; it is not changed), a transformers config, or a name: a folder with a
             config.json, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
-        batch_size, seq_len: Of the batch; for images seq_len is ignored. In front of a vision-language model's tokens
-            there is one picture in each sequence, whose tokens are among the `seq_len`; a note says how large.
-        config: What the model is patched with: a preset's name, a config or what carries one. None or "stock": it
-            is not patched.
-        dtype: Of the weights, a torch dtype or its name; by default the module's own, or what the config says.
+        batch_size, seq_len: Sequences, and tokens per sequence; for images seq_len is ignored. In a vision-language
+            model each sequence has one picture, whose tokens are among the `seq_len`; a note says how large it is.
+        config: What the model is patched with: a preset's name, a config, or an object that carries one. None or
+            "stock": the model is not patched.
+        dtype: Dtype of the weights, or its name; by default the module's own, or what the config says.
         optimizer: "adamw", "adamw_8bit", "adafactor", "sgd_momentum" or "sgd".
-        lora: True (peft's defaults on all linear layers), a rank, or a peft LoraConfig; the rest is frozen.
-        gradient_checkpointing: Switch it on; False leaves a module as it is.
-        device: "cuda": by the table of rules in estimating/cuda_rules.py. "cpu": what the CPU's allocator would show.
-        autocast: Dtype of mixed precision (with weights in fp32), by the CPU's list of ops. None: none.
-        engine: "eager", or "compile": under `torch.compile` with Inductor; by default whichever the model is for, and
-            "eager" if it is no module. In the second case the model is traced, no code is generated; what is kept
-            is what the graphs keep, and the peak is that of their buffers, where pointwise ops are fused into what
+        lora: True (peft's defaults on all linear layers), a rank, or a peft LoraConfig; all other weights are frozen.
+        gradient_checkpointing: True switches it on; False leaves a module as it is.
+        device: "cuda": the rules of fake_step/cuda_rules.py. "cpu": what the CPU's allocator would show.
+        autocast: Dtype of mixed precision (with weights in fp32), by the CPU's list of ops. None: no autocast.
+        engine: "eager", or "compile" for `torch.compile` with Inductor; by default the engine that the module is set up
+            for, and "eager" if `model` is no module. With "compile" the model is traced and no code is generated: what
+            is kept is what the graphs keep, and the peak is that of their buffers, with pointwise ops fused into what
             reads them.
         quantization: Of frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a `quantization_config`
             of transformers (bitsandbytes, GPTQ, AWQ, torchao, mxfp4). None: what the config or the module has.
         trust_remote_code: Run code that comes with the model's config, where transformers has none of its own.
-        target_len: Tokens of the labels of an encoder-decoder model; by default as many as of the inputs.
-        fsdp: Processes over which `fully_shard` (FSDP2) shards the model, each layer for itself; the batch is that of
-            one process, and so are all bytes. What a backend takes inside of a collective is not in them.
-        zero: Stage 2 or 3 of DeepSpeed's ZeRO, by its documented defaults, which nobody has measured here; a note says
-            so. With `autocast` all weights have that dtype, as DeepSpeed's `bf16` and `fp16` hold them.
-        processes: Over which ZeRO divides, or each of which has the whole model under DistributedDataParallel; the
-            batch and all bytes are those of one.
-        trl: With the loss of TRL's trainers, whose fused head makes no logits whole, stock or patched; else with the
-            model's own.
+        target_len: Tokens of the labels of an encoder-decoder model; by default as many as the inputs have.
+        fsdp: Number of processes over which `fully_shard` (FSDP2) shards the model, each layer by itself. The batch and
+            all bytes are those of one process. What a backend allocates inside a collective is not counted.
+        zero: Stage 2 or 3 of DeepSpeed's ZeRO, by its documented defaults. No DeepSpeed run has confirmed them, and a
+            note says so. With `autocast` all weights have that dtype, as DeepSpeed's `bf16` and `fp16` hold them.
+        processes: Number of processes: ZeRO divides the states among them; without `zero`, DistributedDataParallel
+            gives each the whole model. The batch and all bytes are those of one process.
+        trl: Use the loss of TRL's trainers, whose fused head never makes the whole logits, for stock and patched
+            models. By default the model's own loss is used.
 
     Returns:
-        The estimate: `.print()`, `.to_json()`, bytes by part and role.
+        The estimate: bytes by part and by role, `.print()`, `.to_json()`.
 
     Raises:
-        ModelConfigError: No config can be had under that name, the model computes no loss from labels, or it needs
+        ModelConfigError: No config can be found under that name, the model computes no loss from labels, or it needs
             code of its own that was not trusted. With engine="compile" also: it cannot be traced as one graph.
-        UnknownOptionError: Unknown preset, optimizer, dtype, device or engine.
-        MissingExtraError: LoRA without peft.
+        UnknownOptionError: An unknown preset, optimizer, dtype, device or engine.
+        MissingExtraError: LoRA was asked for and peft is not installed.
     """
     several = Estimates(
         model,
@@ -116,14 +116,14 @@ def estimate(
 
 
 class Estimates:
-    """Estimates of one model for several configs and sizes, which share what does not depend on these.
+    """Estimates of one model for several configs and sizes. They share all work that does not depend on these.
 
     Args:
         model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code,
             target_len, fsdp, zero, processes, trl: As for `estimate`.
 
     Raises:
-        As `estimate`.
+        The errors of `estimate`.
     """
 
     def __init__(
@@ -153,22 +153,22 @@ class Estimates:
         self._rule = optimizer_rule(optimizer)
         self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len, fsdp, trl)
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
-        # by whether checkpointing is switched on
+        # whether checkpointing is switched on -> the model
         self._models: dict[bool, nn.Module] = {}
         self._states: dict[bool, States] = {}
-        # (config, checkpointing) -> the latest step, of whatever batch
+        # (config, checkpointing) -> the latest step, whatever its batch was
         self._latest: dict[Any, Extrapolated] = {}
-        # what a config has for single layers -> the runs of equal layers
+        # what a config sets for single layers -> the runs of equal layers
         self._runs: dict[Any, list[LayerRun]] = {}
         # (setting, checkpointing, whether the roles were asked for) -> the step
         self._steps: dict[Any, Extrapolated] = {}
         self._copies = Copies()
 
     def changed(self, *, optimizer: str | None = None, lora: Any = None, quantization: Any = None) -> Estimates:
-        """Estimates with something else than these; what was found out and holds there is not found out again.
+        """The same with other options; results that do not depend on them are taken over.
 
         Args:
-            optimizer, lora, quantization: As for `estimate`. None: as here.
+            optimizer, lora, quantization: As for `estimate`. None: the option stays.
         """
         other = copy.copy(self)
         if optimizer is not None:
@@ -193,7 +193,7 @@ class Estimates:
         config: CompressionConfig | Configured | str | None,
         gradient_checkpointing: bool = False,
     ) -> Estimate:
-        """As the function."""
+        """The estimate for this batch and config; see the function `estimate`."""
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing, roles=True)
         whole, states = self._model(gradient_checkpointing), self._state_bytes(gradient_checkpointing)
@@ -208,7 +208,7 @@ class Estimates:
         config: CompressionConfig | Configured | str | None,
         gradient_checkpointing: bool = False,
     ) -> int:
-        """`Estimate.device_bytes` alone, in less time."""
+        """`Estimate.device_bytes` alone, which takes less time than the whole estimate."""
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing, roles=False)
         return self._state_bytes(gradient_checkpointing).at_peak(found.step.peak) + context_bytes(setting)
@@ -221,16 +221,16 @@ class Estimates:
         gradient_checkpointing: bool,
         room: int,
     ) -> int | None:
-        """About the largest batch within `room`, out of the step of this one."""
+        """The largest batch within `room` bytes, roughly, from the step of this batch; None if it does not tell."""
         setting, states = self._case(batch_size, seq_len, config), self._state_bytes(gradient_checkpointing)
         found = self._step(setting, gradient_checkpointing, roles=False)
         at_rest = sum(states[:3]) + states.workspace + context_bytes(setting)
         return largest_batch(found, batch_size, room - at_rest, self._model(gradient_checkpointing).parameters())
 
     def evaluation_bytes(self, batch_size: int, seq_len: int) -> int:
-        """What a device has to have for an evaluation of such a batch with labels, beside the training's states.
+        """Bytes that a device needs to evaluate such a batch with labels while it also holds the training's states.
 
-        The outputs, logits among them, are there as a whole, as `Trainer.evaluate` has them of a stock model.
+        The outputs exist as a whole, logits included, as in `Trainer.evaluate` with a stock model.
         """
         setting, whole = self._case(batch_size, seq_len, None), self._model(False)
         found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))
@@ -238,7 +238,7 @@ class Estimates:
         return sum(states[:3]) + found.step.peak + states.in_evaluation + context_bytes(setting)
 
     def frozen_elsewhere(self) -> int:
-        """Bytes of frozen weights that could be on the host, with those of two layers on the card at a time."""
+        """Bytes of frozen weights that could stay on the host if the device holds those of two layers at a time."""
         return frozen_elsewhere(self._model(False))
 
     def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
@@ -249,7 +249,7 @@ class Estimates:
 
     def _model(self, checkpointing: bool) -> nn.Module:
         if checkpointing not in self._models:
-            # out of the other one, which is there already
+            # the model with checkpointing is a copy of the one without, which is made first
             source = (self._model(False), None, None, True) if checkpointing else self._source
             self._models[checkpointing] = skeleton(*source)
             if self._zero is not None:
@@ -274,7 +274,7 @@ class Estimates:
         single = config.overrides, config.checkpoint
         if single not in self._runs:
             self._runs[single] = find_runs(whole, config)
-        # layers that are alike under one config are alike under another; that they are not is looked at again
+        # layers that are alike under one config are taken to be alike under another; a "no" is checked again
         key = setting.config, checkpointing
         latest = self._latest.get(key)
         alike = latest.alike if latest else any(found.alike for found in self._latest.values()) or None

@@ -1,4 +1,4 @@
-"""From two to four layers to all of them, exactly: every further layer of a run adds the same bytes."""
+"""Computes the step of all layers from steps of two to four: each further layer of a run adds the same bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .fake_step.step import FakeStep
 from .growth import Growth, Unit, growth_of, peak_with, unit_of
 from .layers import LayerRun, shortened
 
-# the first layer differs where nothing before it needs a gradient (LoRA), so one layer says nothing about the others
+# the first layer differs where nothing before it needs a gradient (LoRA), so one layer alone says too little
 FEWEST = 2
 
 Run = Callable[[nn.Module, bool], FakeStep]
 
 
 def can_be_short(run: LayerRun) -> bool:
-    """Whether a few of its layers can stand for all: of fewer, all are run."""
+    """Whether a few of its layers can stand for all; a run with fewer layers is run in full."""
     return run.units > FEWEST + 2
 
 
@@ -27,11 +27,11 @@ class Extrapolated:
     """The step of the whole model.
 
     Args:
-        step: Its bytes.
-        per_layer: What one layer keeps, on average over the runs; 0 where no runs were found.
-        alike: Whether further layers were found to add the same; otherwise all layers were run.
-        units: Where each run's layers are in the timelines; not of a run in which they could not be told.
-        base, more: The step of the shortest model, and what is added to it how often.
+        step: The bytes of the whole model's step.
+        per_layer: Bytes that one layer keeps, on average over the runs; 0 if no runs were found.
+        alike: Whether further layers were found to add the same bytes; if not, all layers were run.
+        units: For each run, where its layers are in the timelines; a run whose places could not be told is missing.
+        base, more: The step of the shortest model, and each growth with how often it is added to that step.
     """
 
     step: FakeStep
@@ -49,19 +49,20 @@ def whole_step(
     alike: bool | None = None,
     units: Mapping[LayerRun, Unit] | None = None,
 ) -> Extrapolated:
-    """The bytes of a step of the model, out of models with fewer layers where the layers are of one kind.
+    """The bytes of a step of the model, computed from shorter models where the layers are of one kind.
 
-    What is kept grows along a line. The peak need not: with few layers it may be where none of them counts, in the
-    backward of an embedding, and with many where all of them do. So each allocation of the shortest model is followed:
-    at the end of the forward and the start of the backward a further layer's tensors are there too, elsewhere not.
+    Kept bytes grow linearly with the number of layers. The peak need not: with few layers it may be at a moment at
+    which no layer's tensors are alive, such as the backward of an embedding; with many layers it is where all of them
+    are. So each allocation of the shortest model is followed. From the end of the forward to the start of the backward
+    a further layer's tensors are alive as well; at other moments they are not.
 
     Args:
-        model: On the meta device.
-        run: Gives the step of a model; its second argument asks for the roles.
-        layers: Its runs of equal layers, under the config that `run` patches with.
-        alike: What another batch or config said of this model; None: find out.
-        units: What another batch said of this model and config: then the shortest model is enough, and its second
-            layer says what a further one adds, but not by role.
+        model: The model on the meta device.
+        run: Runs a step of a model; its second argument says whether to attribute bytes to roles.
+        layers: The model's runs of equal layers, under the config that `run` patches with.
+        alike: What was found out about this model with another batch or config; None: find out.
+        units: What was found out with another batch of the same model and config. The shortest model is enough then:
+            its second layer says what a further one adds, but not by role.
     """
     runs = [found for found in layers if can_be_short(found)]
     if not runs or alike is False:
@@ -97,7 +98,7 @@ def _all_run(model: nn.Module, run: Run) -> Extrapolated:
 def _read_off(
     base: FakeStep, runs: Sequence[LayerRun], units: Mapping[LayerRun, Unit]
 ) -> dict[LayerRun, Growth] | None:
-    """What a further unit of each run adds; None if that is not known of all of them."""
+    """What a further unit of each run adds; None if that is not known for every run."""
     growths: dict[LayerRun, Growth] = {}
     for run in runs:
         growth = units[run].growth(base) if run in units else None
@@ -120,5 +121,5 @@ def _whole(base: FakeStep, growths: Mapping[LayerRun, Growth], units: Mapping[La
 def _with(model: nn.Module, runs: list[LayerRun], longer: LayerRun, more: int, run: Run) -> FakeStep:
     units = {found: FEWEST + (more if found is longer else 0) for found in runs}
     with shortened(model, units):
-        # the roles need two sizes
+        # bytes by role can only be computed from two sizes
         return run(model, more == 1)

@@ -1,4 +1,4 @@
-"""What one more unit of a run of layers adds to a step, and how it is read off a step with another batch."""
+"""What one more unit of a run of layers adds to a step, and how to read it off a step with another batch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from itertools import takewhile
 
 from .fake_step.step import FakeStep
 
-# places that agree on a unit's bytes
+# how many places of the backward have to agree on a unit's bytes
 _ENOUGH = 4
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What one more unit of a run adds, and where in the timeline of the shorter model.
+    """What one more unit of a run adds, and where it adds it in the timeline of the shorter model.
 
     Args:
-        step: Its bytes.
-        forward: (so many of the last allocations of the forward, bytes that they have on top).
-        backward: (so many of the first ones of the backward, bytes that they have on top).
-        behind: (so many of the last ones of the backward, bytes that they have on top): what a unit's backward leaves.
+        step: The bytes that it adds to the whole step.
+        forward: (n, bytes): the last n allocations of the forward have so many bytes more.
+        backward: (n, bytes): the first n allocations of the backward have so many bytes more.
+        behind: (n, bytes): the last n allocations of the backward have so many bytes more, which a unit's backward
+            leaves.
     """
 
     step: FakeStep
@@ -29,12 +30,12 @@ class Growth:
     behind: tuple[int, int] = (0, 0)
 
     def on_top(self, base: FakeStep, at: int) -> int:
-        """What a further unit adds at an allocation of the shorter model, counted through forward and backward."""
+        """Bytes that a further unit adds at allocation `at` of the shorter model's forward and backward."""
         ahead, behind = len(base.forward), len(base.backward)
         if at < ahead:
             return self.forward[1] if ahead - at <= self.forward[0] else 0
         at -= ahead
-        # of the same allocation there are several in the longer model, before a further unit and after it
+        # the longer model has this allocation several times: before the further unit's and after it
         before = self.backward[1] if at < self.backward[0] else 0
         return max(before, self.behind[1]) if behind - at <= self.behind[0] else before
 
@@ -43,14 +44,15 @@ class Growth:
 class Unit:
     """Where two units that follow each other are in the backward of the shorter model.
 
-    A batch of another size moves them little: what comes before the layers and after them may take more turns (the
-    loss of more tokens), so places in the forward are counted from its start, in the backward from its end.
+    A batch of another size moves these places little: what runs before and after the layers may have more
+    allocations (the loss of more tokens). So places in the forward are counted from its start, and places in the
+    backward from its end.
 
     Args:
-        places: In the backward, at which there is a unit's bytes more than at their like in the next unit.
-        apart: Allocations of one unit in the backward.
-        moved: The first place in the forward to which a further unit adds bytes, and the first one in the backward to
-            which it does not.
+        places: Places of the backward at which one unit's bytes more are alive than at the same place of the next unit.
+        apart: How many allocations one unit makes in the backward.
+        moved: The first place of the forward to which a further unit adds bytes, and the first place of the backward to
+            which it adds none.
         freed: Bytes of a unit that the end of the forward frees: the casts of an autocast, whatever the batch is.
     """
 
@@ -62,7 +64,7 @@ class Unit:
     def growth(self, base: FakeStep) -> Growth | None:
         """What a further unit adds to the step of the shorter model with another batch.
 
-        None if the places are not what they were: then it has to be run.
+        Returns None if the places differ from those found before; then the longer model has to be run.
         """
         ahead, behind = len(base.forward), len(base.backward)
         if self.places[-1] > behind or self.moved[0] > ahead:
@@ -76,9 +78,9 @@ class Unit:
 
 
 def growth_of(base: FakeStep, longer: FakeStep) -> Growth:
-    """What the longer one has more than the shorter one."""
+    """What the longer model's step has more than the shorter one's."""
     step = longer.plus(base, -1)
-    # an autocast holds its casts until the forward has ended
+    # autocast holds its casts until the forward ends
     at_end = longer.forward[-1] - base.forward[-1]
     forward = _in_common(reversed(base.forward), reversed(longer.forward), at_end)
     backward = _in_common(base.backward, longer.backward, step.kept)
@@ -88,10 +90,10 @@ def growth_of(base: FakeStep, longer: FakeStep) -> Growth:
 
 
 def unit_of(base: FakeStep, longer: FakeStep, growth: Growth) -> Unit | None:
-    """Where the units are, or None if the last one of the shorter model is not like the one that is added."""
+    """Where the units are; None if the last unit of the shorter model differs from the one that is added."""
     (reach, at_end), (end, kept) = growth.forward, growth.backward
     behind, apart = len(base.backward), len(longer.backward) - len(base.backward)
-    # what all layers share is freed in the backward of the first one, so the longest row is taken
+    # tensors that all layers share are freed in the backward of the first layer and interrupt the row: take the longest
     rows = [range(0)]
     for at in range(apart + 1, behind + 1):
         if base.backward[behind - at] - base.backward[behind - at + apart] == kept:
@@ -105,12 +107,12 @@ def unit_of(base: FakeStep, longer: FakeStep, growth: Growth) -> Unit | None:
 
 
 def _in_common(shorter: Iterable[int], longer: Iterable[int], apart: int) -> int:
-    """How many allocations, from the start, are the same but for `apart` bytes."""
+    """How many allocations, from the start, differ by exactly `apart` bytes."""
     return sum(1 for _ in takewhile(lambda pair: pair[1] - pair[0] == apart, zip(shorter, longer, strict=False)))
 
 
 def peak_with(base: FakeStep, more: Sequence[tuple[Growth, int]]) -> int:
-    """Of the model with so many further units of each run."""
+    """The peak in bytes of the model with so many further units of each run."""
     return max(
         live + sum(times * growth.on_top(base, at) for growth, times in more)
         for at, live in enumerate((*base.forward, *base.backward))

@@ -1,4 +1,4 @@
-"""Which batch may be the largest that fits, out of one step: where a search for it looks next."""
+"""Guesses the largest batch that fits from one step, as the next point for a search."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from torch import Tensor
 
 from .extrapolation import Extrapolated
 
-# bytes of an element in which a weight is cast, or has a gradient
+# bytes per element of the dtypes that a weight is cast to or has its gradient in
 _WIDTHS = (1, 2, 4)
 
 
 def largest_batch(found: Extrapolated, batch_size: int, room: int, weights: Iterable[Tensor]) -> int | None:
-    """The batch for which the peak of a step is about `room` bytes; None if the step says nothing.
+    """The batch for which the peak of a step is about `room` bytes; None if the step does not tell.
 
-    What is as large as a weight is taken for its gradient or a copy of it, and stays; all else grows with the batch.
+    An allocation as large as a weight is taken to be its gradient or a copy of it, and does not depend on the batch;
+    all others grow with the batch.
 
     Args:
         found: The step of a batch of `batch_size`.
-        batch_size: Sequences.
-        room: For the step, beside all states.
-        weights: Of the model.
+        batch_size: Number of sequences.
+        room: Bytes for the step, beside all states.
+        weights: The model's weights.
     """
     sizes = {width * weight.numel() for weight in weights for width in _WIDTHS}
     fits = [(room - fixed) * batch_size // growing for fixed, growing in _moments(found, sizes) if growing > 0]
@@ -29,7 +30,7 @@ def largest_batch(found: Extrapolated, batch_size: int, room: int, weights: Iter
 
 
 def _moments(found: Extrapolated, sizes: set[int]) -> Iterator[tuple[int, int]]:
-    """What is alive at each allocation of the whole model: what stays, and what grows with the batch."""
+    """The live bytes at each allocation of the whole model: the fixed ones, and those that grow with the batch."""
     base = found.base
     if base is None or base.history is None:
         return

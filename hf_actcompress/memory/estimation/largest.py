@@ -1,4 +1,4 @@
-"""The largest batch or sequence that fits, out of a few estimates."""
+"""The largest batch or the longest sequences that fit, found with a few estimates."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _STEP = 64
 
 
 def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: Any) -> int:
-    """The largest batch that fits, by a few estimates.
+    """The largest batch that fits, found with a few estimates.
 
     Args:
         model: As for `estimate`.
         seq_len: Tokens of a sequence.
         budget: Bytes of the device, or a text such as "22GiB".
-        options: Of `estimate`: config, dtype, optimizer, lora, gradient_checkpointing, device, autocast.
+        options: Options of `estimate`: config, dtype, optimizer, lora, gradient_checkpointing, device, autocast.
 
     Returns:
-        Sequences; 0 if not even one fits.
+        The number of sequences; 0 if not even one fits.
 
     Raises:
-        As `estimate`.
+        The errors of `estimate`.
     """
 
     needed = _needed(model, **options)
@@ -34,28 +34,28 @@ def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: An
 def max_seq_len(
     model: Any, *, batch_size: int, budget: int | str, limit: int | None = None, step: int = _STEP, **options: Any
 ) -> int:
-    """The longest sequences that fit, by a few estimates.
+    """The longest sequences that fit, found with a few estimates.
 
     Args:
         model: As for `estimate`.
-        batch_size: Sequences.
+        batch_size: Number of sequences.
         budget: Bytes of the device, or a text such as "22GiB".
-        limit: No longer than this; by default as many positions as the model's config has.
+        limit: The answer is at most this; by default the number of positions in the model's config.
         step: The answer is a multiple of this, or the limit.
-        options: Of `estimate`.
+        options: Options of `estimate`.
 
     Returns:
-        Tokens; 0 if not even `step` fit.
+        The number of tokens; 0 if not even `step` tokens fit.
 
     Raises:
-        As `estimate`.
+        The errors of `estimate`.
     """
     needed = _needed(model, **options)
     return longest(model, lambda seq_len: needed(batch_size, seq_len), parse_size(budget), limit, step)
 
 
 def longest(model: Any, needed: Callable[[int], int], budget: int, limit: int | None = None, step: int = _STEP) -> int:
-    """The longest sequences with ``needed(seq_len) <= budget``; limit and step as for `max_seq_len`."""
+    """The longest sequences with ``needed(seq_len) <= budget``; `limit` and `step` are as for `max_seq_len`."""
     limit = limit or _positions(model)
 
     def length(steps: int) -> int:
@@ -68,7 +68,7 @@ def longest(model: Any, needed: Callable[[int], int], budget: int, limit: int | 
 def _needed(
     model: Any, *, config: Any = "exact", gradient_checkpointing: bool = False, **options: Any
 ) -> Callable[[int, int], int]:
-    """Bytes that a device has to have for so many sequences of so many tokens."""
+    """A function of (sequences, tokens) that gives the bytes a device needs."""
     several = Estimates(model, **options)
     return lambda batch_size, seq_len: several.device_bytes(batch_size, seq_len, config, gradient_checkpointing)
 
@@ -76,8 +76,8 @@ def _needed(
 def largest(needed: Callable[[int], int], budget: int, limit: int | None = None) -> int:
     """The largest n >= 1, up to `limit`, with ``needed(n) <= budget``; 0 if there is none.
 
-    `needed` grows with n, nearly along a line: the next n to look at is where the line through the last two says, and
-    the middle of what is left if that does not help.
+    `needed` grows with n, almost linearly. The next n is where the line through the last two points meets the budget;
+    if that does not narrow the interval, it is the middle of the interval.
     """
     low, at_low = 0, 0
     high, at_high = limit + 1 if limit is not None else None, 0
@@ -93,7 +93,7 @@ def largest(needed: Callable[[int], int], budget: int, limit: int | None = None)
             slope = (at_high - at_low) / (high - low) if low else 0.0
             n = low + int((budget - at_low) / slope) if slope > 0 else (low + high) // 2
         if high is not None and not low < n < high:
-            # next to the border that the line points at
+            # outside of the interval: take the end to which the line points
             n = low + 1 if n <= low else high - 1
     return low
 

@@ -1,4 +1,4 @@
-"""Runs of equal layers: what lets two or three of them stand for all."""
+"""Runs of equal layers, so that two or three of them can stand for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...models.checkpointing import below, layers_asked_for
 from ..measurement.saved_tensors import layer_names
 from .fake_step.setting import Setting
 
-# attributes in which equal layers differ
+# attributes in which otherwise equal layers may differ
 _POSITIONS = ("layer_idx", "layer_id", "layer_index", "idx", "training")
 _LONGEST_PERIOD = 8
 
@@ -24,10 +24,10 @@ class LayerRun:
     """Equal layers at the end of one ModuleList.
 
     Args:
-        name: Of the list.
+        name: The list's name in the model.
         count: How many layers the list has.
-        prefix: How many there are before the run.
-        period: Layers after which the kinds repeat (1: all are of one kind).
+        prefix: How many layers come before the run.
+        period: Number of layers after which the kinds repeat (1: all are of one kind).
     """
 
     name: str
@@ -37,20 +37,20 @@ class LayerRun:
 
     @property
     def units(self) -> int:
-        """Repetitions in the run."""
+        """How many times the period repeats in the run."""
         return self.units_of(range(self.count))
 
     def units_of(self, layers: Any) -> int:
-        """Repetitions in so many layers of the list."""
+        """How many times the period repeats if the list has so many layers."""
         return (len(layers) - self.prefix) // self.period
 
 
 def find_runs(model: nn.Module, config: CompressionConfig | None = None) -> list[LayerRun]:
-    """The runs of the model's outermost lists of layers; none for a list whose layers are all of their own kind.
+    """The runs of the model's outermost lists of layers. A list in which no kinds repeat has none.
 
     Args:
-        model: Stock, or patched in the same way throughout.
-        config: What it will be patched with: layers that it treats differently are of different kinds.
+        model: The model, stock, or with all layers patched in the same way.
+        config: The config that it will be patched with. Layers that it treats differently are of different kinds.
     """
     modules = dict(model.named_modules())
     lists: dict[str, list[str]] = {}
@@ -66,7 +66,7 @@ def find_runs(model: nn.Module, config: CompressionConfig | None = None) -> list
 
 
 def _picked_by_number(model: Any, modules: dict[str, Any], layer: str) -> bool:
-    """Whether the model takes a tower's output from a layer that it finds by the number of layers in the config."""
+    """Whether the model reads a tower's output from a layer whose index it computes from the config's layer count."""
     config: Any = getattr(model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None)
     if not hasattr(config, "vision_feature_layer"):
         return False
@@ -79,9 +79,9 @@ def _picked_by_number(model: Any, modules: dict[str, Any], layer: str) -> bool:
 
 
 def with_names(setting: Setting, whole: nn.Module) -> tuple[Setting, CompressionConfig]:
-    """The setting with the names of the layers that are checkpointed, and its config.
+    """The setting with the names of the checkpointed layers, and its config.
 
-    A shorthand such as "every:2" counts the layers of the whole model, and an estimate runs a few of them.
+    A shorthand such as "every:2" counts the layers of the whole model, while an estimate runs only a few of them.
     """
     config = setting.config or CompressionConfig()
     if setting.config is not None and isinstance(config.checkpoint, str):
@@ -91,7 +91,7 @@ def with_names(setting: Setting, whole: nn.Module) -> tuple[Setting, Compression
 
 
 def _treatment(layer: nn.Module, name: str, config: CompressionConfig | None) -> Any:
-    """What a config has for one layer alone: its overrides for each module there, and whether it is checkpointed."""
+    """What a config sets for one layer alone: the overrides for its modules, and whether it is checkpointed."""
     if config is None or not (config.overrides or config.checkpoint):
         return None
     inside = [f"{name}.{module}" if module else name for module, _ in layer.named_modules()]
@@ -107,7 +107,7 @@ def _run(name: str, kinds: list[Any]) -> LayerRun | None:
         prefix = count - period
         while prefix > 0 and kinds[prefix - 1] == kinds[prefix - 1 + period]:
             prefix -= 1
-        # whole units
+        # the run has whole periods only
         prefix += (count - prefix) % period
         if (count - prefix) // period >= 2:
             return LayerRun(name, count, prefix, period)
@@ -115,7 +115,7 @@ def _run(name: str, kinds: list[Any]) -> LayerRun | None:
 
 
 def _kind(layer: nn.Module) -> Any:
-    """What two layers have in common that need the same memory."""
+    """A value that is equal for two layers which need the same memory."""
     parameters = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in layer.named_parameters())
     return parameters, tuple((name, type(module), _attributes(module)) for name, module in layer.named_modules())
 
@@ -134,8 +134,8 @@ def shortened(
 
     Args:
         model: The model.
-        units: By run.
-        lists: By run, where the model itself has been shortened already: its lists from before.
+        units: The number of units by run.
+        lists: The original list by run, if the model itself has been shortened already.
     """
     before: dict[LayerRun, Any] = {run: model.get_submodule(run.name) for run in units}
     try:

@@ -1,7 +1,7 @@
-"""Models made on the meta device in a given dtype, while torch's defaults stay what they are.
+"""Makes models on the meta device in a given dtype and leaves torch's defaults alone.
 
-The default dtype belongs to the process: transformers sets it while it makes a model, and a training in another thread
-would make its tensors in it. This mode belongs to its thread.
+The default dtype belongs to the process. transformers sets it while it makes a model, so a training in another thread
+would make its tensors in that dtype. This mode belongs to its own thread.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-# they take the dtype of data that has one
+# these functions take the dtype of data that has one
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _DEFAULT = "get_default_dtype"
 
 
 class OnMeta(TorchFunctionMode):
-    """Tensors that are made without a device are made on the meta device, and those of the default dtype in `dtype`."""
+    """Makes tensors for which no device is given on the meta device, and those of the default dtype in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class OnMeta(TorchFunctionMode):
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor) or result.dtype != self._default or self._dtype == self._default:
             return result
-        # a function that names the default dtype has asked for it
+        # a function whose code names the default dtype asks for that dtype on purpose
         asked = _DEFAULT in sys._getframe(1).f_code.co_names
         if made and (asked or kwargs.get("dtype") is None) and not (func in _OF_DATA and hasattr(args[0], "dtype")):
             return func(*args, **{**kwargs, "dtype": self._dtype})

@@ -1,4 +1,4 @@
-"""From whatever names a model to the model itself on the meta device: modules and shapes, no weights."""
+"""Builds the model that a name, config or module stands for on the meta device: modules and shapes, no weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..measurement.compiled import uncompiled
 from .meta_device import OnMeta
 from .quantized import packed_weights, quantize, stand_ins
 
-# a config without usable `architectures` becomes the first of these that knows it
+# a config without usable `architectures` becomes the first of these classes that accepts it
 _TASKS = (
     "IMAGE_TEXT_TO_TEXT",
     "MASKED_LM",
@@ -42,7 +42,7 @@ _TRUST = (
     "command line)"
 )
 
-# seconds for an answer of the hub
+# seconds to wait for an answer of the hub
 _PATIENCE = 5
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -50,7 +50,7 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "flo
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype from a dtype or its name ("bfloat16", "bf16"). Raises UnknownOptionError."""
+    """The dtype for a dtype or its name ("bfloat16", "bf16"). Raises UnknownOptionError for another name."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     name = dtype.removeprefix("torch.")
@@ -71,17 +71,17 @@ def skeleton(
     """The model that `source` stands for, on the meta device, in train mode.
 
     Args:
-        source: A module (it is copied, its weights are not), a transformers config, or the name of one: a folder with
-            a config.json, that file or another JSON, or a model of the Hugging Face hub.
-        dtype: Of the parameters. None: as they are; of a config, what it says or fp32.
+        source: A module (it is copied without its weights), a transformers config, or the name of one: a folder with
+            a config.json, that file or another JSON file, or a model of the Hugging Face hub.
+        dtype: Dtype of the parameters. None: a module's own; for a config, what it says, or fp32.
         lora: None, True, a rank, or a peft LoraConfig.
-        gradient_checkpointing: Switch it on. False leaves a module as it is.
-        quantization: Of the linear layers' weights: "nf4", "fp4", "int8" or a `quantization_config`. None: as they
-            are; of a config, what it says.
+        gradient_checkpointing: True switches it on. False leaves a module as it is.
+        quantization: How the weights of linear layers are stored: "nf4", "fp4", "int8" or a `quantization_config`.
+            None: a module's own; for a config, what it says.
         trust_remote_code: Run code that comes with a config, where transformers has none of its own.
 
     Raises:
-        ModelConfigError: No config can be had under that name, transformers has no model with a loss for it, or a
+        ModelConfigError: No config can be found under that name, transformers has no model with a loss for it, or a
             module has sparse parameters or buffers.
     """
     if isinstance(source, nn.Module):
@@ -117,7 +117,7 @@ def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def empty_like(x: Tensor, device: str) -> Tensor:
-    """x without its data, a parameter if it is one."""
+    """An empty tensor like x on `device`; a parameter if x is one."""
     return _empty_like(x, x.dtype, device)
 
 
@@ -132,11 +132,11 @@ def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
         raise ModelConfigError(f"{cls.__name__} cannot have {layers} layers (num_hidden_layers)")
     config = copy.deepcopy(config)
     config.__dict__.pop("quantization_config", None)
-    # as the Trainer has it
+    # the Trainer sets this as well
     config.use_cache = False
     try:
         with OnMeta(dtype):
-            # without a dtype transformers does not exchange torch's default one
+            # with dtype=None transformers does not change torch's default dtype
             model: nn.Module = cls._from_config(config, dtype=None)
     except Exception as error:  # of any model's code, about a config that it does not take
         raise ModelConfigError(f"{cls.__name__} cannot be made from this config: {_first_line(error)}") from error
@@ -146,7 +146,7 @@ def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _note_dtype(config: Any, dtype: torch.dtype) -> None:
-    """What transformers writes into the configs of a model that it makes in that dtype."""
+    """Write into the config and its parts what transformers writes when it makes a model in that dtype."""
     config.dtype = dtype
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
@@ -180,10 +180,10 @@ def _config(name: Any, trust_remote_code: bool) -> Any:
     if looks_local and not path.expanduser().exists():
         raise ModelConfigError(f"no such file or folder: {name}; it should be a config.json or a folder that has one")
     local = looks_local or path.exists()
-    # without a connection transformers tries for half a minute before it says so
+    # without a connection transformers retries for half a minute before it fails
     options: dict[str, Any] = {} if local or _reachable(str(name)) else {"local_files_only": True}
     try:
-        # without an answer to it, transformers would ask on the console
+        # if this is not set, transformers asks the user on the console
         options["trust_remote_code"] = trust_remote_code
         return AutoConfig.from_pretrained(str(path.expanduser() if looks_local else name), **options)
     except Exception as error:  # the checks of configs raise errors of their own
@@ -191,7 +191,7 @@ def _config(name: Any, trust_remote_code: bool) -> Any:
 
 
 def _reachable(name: str) -> bool:
-    """Whether the hub answers for that model, be it that there is none; one short attempt."""
+    """Whether the hub answers a request about that model (also with "not found"); one short attempt."""
     if is_offline_mode():
         return False
     try:
@@ -199,7 +199,7 @@ def _reachable(name: str) -> bool:
     except (HfHubHTTPError, HFValidationError):
         return True
     except Exception:
-        # what is raised without a connection depends on the HTTP library that the hub's client uses
+        # without a connection the exception's type depends on the HTTP library that the hub's client uses
         return False
     return True
 
@@ -224,16 +224,16 @@ def _help(name: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says, in one line; checks of a field say which in the first and why in the second."""
+    """An error's message in one line. A config's check names the field in line one and the reason in line two."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, KeyError) or not lines:
-        # which says the key alone
+        # the message of a KeyError is the key alone
         lines = [type(error).__name__, *lines]
     return " ".join(lines[:2])
 
 
 def _checkpoint(model: Any) -> None:
-    # the name of transformers 5.23, and of before
+    # transformers 5.23 has this name, earlier versions the other one
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
         model, "gradient_checkpointing_enable", None
     )

@@ -1,4 +1,4 @@
-"""Bytes of an optimizer's states, and of what its own step makes for a while, by a table."""
+"""A table of optimizers: the bytes of their states, and of the temporary tensors of their own step."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from ...errors import UnknownOptionError
 from ...quick.optimizers import FOREACH, OF_TRAINER
 
-# of bitsandbytes' blockwise 8-bit states: one fp32 scale per block, and small tensors in fp32
+# bitsandbytes' blockwise 8-bit states: one fp32 scale per block; tensors below the second size stay in fp32
 _BLOCK, _SMALLEST = 256, 4096
 
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """What an optimizer keeps of one trainable parameter from its first step on, and what its steps take.
+    """What an optimizer keeps for one trainable parameter from its first step on, and what its step takes for a while.
 
     Args:
-        states: The sizes in bytes of its states for a parameter.
-        what: In words.
-        step: The sizes of what a step has at once beside states and gradients, of all parameters in order, and whether
-            they are on a CUDA device.
+        states: Gives the sizes in bytes of the states of a parameter.
+        what: A description for people.
+        step: Gives the sizes of the tensors that a step holds at the same time beside states and gradients. Its
+            arguments are all parameters in order, and whether they are on a CUDA device.
     """
 
     states: Callable[[Tensor], Iterable[int]]
@@ -35,7 +35,7 @@ def _copies(count: int) -> Callable[[Tensor], Iterable[int]]:
 
 
 def _fused_adamw(p: Tensor) -> Iterable[int]:
-    # and a step count in fp32
+    # two moments, and a step count in fp32
     return [p.nbytes, p.nbytes, 4]
 
 
@@ -54,15 +54,15 @@ def _adafactor(p: Tensor) -> Iterable[int]:
 
 
 def _foreach(parameters: Sequence[Tensor], cuda: bool) -> Iterable[int]:
-    """Roots of all second moments at once; on a CPU, where torch goes through them in turn, of one."""
+    """The square roots of the second moments: on CUDA those of all at once; on a CPU, one parameter after the other."""
     if cuda:
         return [p.nbytes for p in parameters]
     return _in_turn([p.nbytes for p in parameters], 2)
 
 
 def _adafactor_step(parameters: Sequence[Tensor], cuda: bool) -> Iterable[int]:
-    """Squares and updates in fp32 of one parameter, and copies of it and its gradient if they are narrower."""
-    # what is made of the parameter before is still there
+    """Squares and updates of one parameter in fp32, and fp32 copies of it and its gradient if they are narrower."""
+    # the previous parameter's temporary tensors are still alive
     sizes = [4 * p.numel() for p in parameters]
     copies = 2 if all(p.itemsize >= 4 for p in parameters) else 4
     return _in_turn(sizes, copies)
@@ -91,7 +91,7 @@ OPTIMIZERS: dict[str, OptimizerRule] = {
 
 
 def optimizer_rule(name: str) -> OptimizerRule:
-    """The row of that name, or of one that transformers' Trainer knows it by. Raises UnknownOptionError."""
+    """The row for that name, or for the name that transformers' Trainer has for it. Raises UnknownOptionError."""
     row = OF_TRAINER.get(name, name)
     if row not in OPTIMIZERS:
         raise UnknownOptionError("optimizer", name, [*OPTIMIZERS, *OF_TRAINER])

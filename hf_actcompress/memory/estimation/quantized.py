@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights, as an estimate has them: their bytes, and the copy that they make in use.
+"""Linear layers with quantised weights in an estimate: their bytes, and the temporary copy that a product needs.
 
 A quantised weight is frozen. Its product needs the weight in the activations' dtype, which is made for the product and
 dropped again, in the forward and in the backward, or held from one to the other: `quantized_formats` says which.

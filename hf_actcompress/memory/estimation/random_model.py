@@ -1,4 +1,4 @@
-"""A real model of random weights from a config, to measure what it keeps where nothing can be downloaded."""
+"""A real model with random weights made from a config, to measure what it keeps where nothing can be downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .fake_step.batch import fake_batch
 from .fake_step.setting import Setting
 from .meta_model import dtype_of, skeleton
 
-# what configs call their number of layers
+# names under which configs hold their number of layers
 _LAYERS = (
     "num_hidden_layers",
     "n_layer",
@@ -39,13 +39,14 @@ def local_model(
     """The model that `source` stands for, with random weights, on the CPU, in train mode.
 
     Args:
-        source, dtype, lora, gradient_checkpointing: As of `estimate`.
-        layers: How many the model is to have; by default all.
-        most_bytes: Refuse weights and gradients of more than half of it.
+        source, dtype, lora, gradient_checkpointing: As for `estimate` (`source` is its `model`).
+        layers: How many layers the model gets; by default as many as the config says.
+        most_bytes: Raise an error if weights and gradients take more than half of this.
 
     Raises:
-        ModelConfigError: No config, no such model, too large, or a config whose layers cannot be counted.
-        MissingExtraError: LoRA without peft.
+        ModelConfigError: There is no config or no model for it, the model is too large, or the layers of the config
+            cannot be counted.
+        MissingExtraError: LoRA was asked for and peft is not installed.
     """
     modules: Any = skeleton(source, dtype_of(dtype), None, gradient_checkpointing)
     if layers is None:
@@ -65,11 +66,11 @@ def random_batch(model: nn.Module, batch_size: int, seq_len: int) -> dict[str, T
     """Inputs and labels for a model on the CPU, without padding.
 
     Args:
-        model: What `local_model` made.
-        batch_size, seq_len: Of the batch; for images seq_len is ignored.
+        model: A model made by `local_model`.
+        batch_size, seq_len: Sequences, and tokens per sequence; for images seq_len is ignored.
 
     Raises:
-        ModelConfigError: The model takes other inputs, or no such length.
+        ModelConfigError: The model takes other inputs, or does not take sequences of this length.
     """
     outer: Any = model
     config = outer.config

@@ -1,4 +1,4 @@
-"""What an estimate holds, and how it is shown."""
+"""The result of `estimate`, and how it is shown."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from ...quick.sizes import readable_size
 
 @dataclass(frozen=True)
 class Estimate(Report):
-    """Memory of training, by part. Prints with rich, serialises.
+    """Memory of a training, in bytes by part. It prints with rich and serialises.
 
     Args:
         model: Class of the model.
-        device: By whose rules.
-        batch_size, seq_len: Of the batch.
-        config: The preset's name or the config, "stock" for the unpatched model.
+        device: The device by whose rules bytes are counted.
+        batch_size, seq_len: Sequences, and tokens per sequence.
+        config: The preset's name or the config; "stock" for the unpatched model.
         engine: "eager" or "compile".
-        weights_bytes: Parameters and buffers, shared ones once.
-        gradients_bytes: One per trainable parameter.
+        weights_bytes: Parameters and buffers; shared ones count once.
+        gradients_bytes: One gradient per trainable parameter.
         optimizer_bytes: The optimizer's states after its first step.
         kept_bytes: What is alive between forward and backward above these: kept activations and the loss.
-        kept_by_role: The same by role (linear, norm, mlp, attention, loss, checkpoint, ...); adds up to `kept_bytes`.
-        kept_per_layer: Of it in one layer, on average; 0 for a model of a few layers, all of which are run.
+        kept_by_role: `kept_bytes` by role (linear, norm, mlp, attention, loss, checkpoint, ...); the sum is the same.
+        kept_per_layer: The part of `kept_bytes` of one layer, on average; 0 for a model of so few layers that all are
+            run.
         layers: How many layers the model has.
         step_peak_bytes: The highest allocation during forward and backward above the state before the step, with the
             gradients already allocated.
-        optimizer_step_bytes: What the optimizer's own step makes for a while, behind the backward. It is not there at
-            the same time as activations.
+        optimizer_step_bytes: Temporary tensors of the optimizer's step, which runs after the backward, when activations
+            are gone.
         context_bytes: An allowance for what the device takes beside tensors (CUDA context, library workspaces).
         notes: What limits the figures.
     """
@@ -60,7 +61,7 @@ class Estimate(Report):
 
     @property
     def transient_bytes(self) -> int:
-        """What the peak of a step has above what is kept: the workspace of one layer's or the loss's backward."""
+        """Bytes of the peak above what is kept: the workspace of the backward of one layer or of the loss."""
         return self.step_peak_bytes - self.kept_bytes
 
     @property
@@ -70,11 +71,11 @@ class Estimate(Report):
 
     @property
     def device_bytes(self) -> int:
-        """What the card has to have: the tensors and the allowance."""
+        """What the card must have: the tensors and the allowance."""
         return self.total_peak_bytes + self.context_bytes
 
     def rows(self) -> tuple[tuple[str, int], ...]:
-        """The parts of the peak in order, their names and bytes; they add up to `device_bytes`."""
+        """The parts of the peak in order, as names and bytes; their sum is `device_bytes`."""
         kept = sorted(self.kept_by_role.items(), key=lambda item: -item[1])
         above = self.optimizer_step_bytes - self.step_peak_bytes
         return (
@@ -88,7 +89,7 @@ class Estimate(Report):
         )
 
     def derived(self) -> dict[str, Any]:
-        """The sums."""
+        """The sums, for the JSON form."""
         names = ("state_bytes", "transient_bytes", "total_peak_bytes", "device_bytes")
         return {name: getattr(self, name) for name in names}
 
@@ -101,7 +102,7 @@ class Estimate(Report):
         return "\n".join([head, *self.notes])
 
     def tables(self) -> tuple[Table, ...]:
-        """The parts of the peak."""
+        """The table of the parts of the peak."""
         parts = [(name, readable_size(size)) for name, size in self.rows()]
         return (
             Table(

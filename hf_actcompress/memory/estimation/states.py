@@ -1,4 +1,4 @@
-"""What is held between the steps: weights, gradients, optimizer states; and the allowance for the device itself."""
+"""What is held between the steps (weights, gradients, optimizer states), and the allowance for the device itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .fake_step.setting import Setting
 from .fake_step.sharding import share
 from .optimizers import OptimizerRule
 
-# an allowance and no measurement: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
+# an allowance that was not measured: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
 CONTEXT_BYTES = 640 * 2**20
 
 # `gradient_as_bucket_view` is off by default, in torch and in accelerate; torch's documentation says what that costs
@@ -26,10 +26,10 @@ class States(NamedTuple):
     """Bytes on one of the processes.
 
     Args:
-        weights, gradients, optimizer: Of all; between the steps, too.
-        optimizer_step: What an optimizer's own step makes for a while.
-        workspace: What is there beside a forward and backward throughout.
-        in_evaluation: The same of an evaluation.
+        weights, gradients, optimizer: Bytes of all of these, which are held between the steps, too.
+        optimizer_step: Temporary tensors of the optimizer's own step.
+        workspace: What is held throughout a forward and backward.
+        in_evaluation: What is held throughout an evaluation.
     """
 
     weights: int
@@ -40,13 +40,13 @@ class States(NamedTuple):
     in_evaluation: int = 0
 
     def at_peak(self, step_peak: int) -> int:
-        """With the larger one of a step's forward and backward, and the optimizer's step behind it."""
+        """Bytes at the peak: the states, and the larger of forward and backward and the optimizer's step after them."""
         largest = max(step_peak + self.workspace, self.optimizer_step)
         return self.weights + self.gradients + self.optimizer + largest
 
 
 def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> States:
-    """Bytes of weights and buffers, gradients and what belongs to the optimizer."""
+    """Bytes of weights and buffers, of gradients, and of the optimizer's states and step."""
     parameters: list[Tensor] = list(whole.parameters())
     if setting.ranks > 1:
         parameters = [share(p, setting.ranks).requires_grad_(p.requires_grad) for p in parameters]
@@ -60,17 +60,17 @@ def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> Stat
 
 
 def in_buckets(states: States) -> States:
-    """Under DistributedDataParallel, which copies each gradient into a bucket and reduces that."""
+    """The states under DistributedDataParallel, which copies each gradient into a bucket and reduces the buckets."""
     return states._replace(gradients=2 * states.gradients)
 
 
 def context_bytes(setting: Setting) -> int:
-    """The allowance for what a device takes beside tensors."""
+    """The allowance in bytes for what a device takes beside tensors."""
     return CONTEXT_BYTES if setting.cuda else 0
 
 
 def frozen_elsewhere(whole: nn.Module) -> int:
-    """Bytes of the layers' frozen weights without those of the two largest: one is used, the next one is on its way."""
+    """Bytes of the layers' frozen weights, without those of the two largest layers: one in use, one being copied."""
     layers = (whole.get_submodule(name) for name in layer_names(whole))
     frozen = [storage_sizes(p for p in layer.parameters() if not p.requires_grad) for layer in layers]
     return sum(sorted(sum(sizes.values()) for sizes in frozen)[:-2])

@@ -1,6 +1,6 @@
-"""One process of several under DeepSpeed's ZeRO, by arithmetic: no DeepSpeed is run, and none was measured.
+"""One process of several under DeepSpeed's ZeRO, by arithmetic: DeepSpeed is not run, and no run was measured.
 
-The rules are DeepSpeed's documented behaviour with its own defaults, in elements. N processes; n elements are trained.
+The rules are DeepSpeed's documented behaviour with its defaults, in elements. N: processes. n: trained elements.
 
 | what | stage 2 | stage 3 | option of DeepSpeed |
 |---|---|---|---|
@@ -39,7 +39,7 @@ _BUCKET, _LIVE, _PERSISTENT, _SUB_GROUP = 5 * 10**8, 10**9, 10**5, 10**9
 
 @dataclass(frozen=True)
 class Zero:
-    """How a model is divided.
+    """How ZeRO divides a model.
 
     Args:
         stage: 2 or 3.
@@ -57,7 +57,7 @@ class Zero:
             )
 
     def prepare(self, model: nn.Module) -> None:
-        """All weights of a model on the meta device in one dtype, as DeepSpeed has them.
+        """Give all weights of a model on the meta device one dtype, as DeepSpeed does.
 
         Raises:
             ModelConfigError: Quantised weights would have to be divided.
@@ -68,7 +68,7 @@ class Zero:
         model.to(max(floating, key=Tensor.numel).dtype)
 
     def states(self, model: nn.Module, setting: Setting, rule: OptimizerRule) -> States:
-        """Bytes on one process."""
+        """Bytes on the process with the largest shares."""
         trained = [p for p in model.parameters() if p.requires_grad]
         itemsize = max((p.itemsize for p in trained), default=0)
         part = self._share(sum(p.numel() for p in trained))
@@ -89,7 +89,7 @@ class Zero:
         )
 
     def note(self, states: States) -> str:
-        """What is said below an estimate."""
+        """The note that is printed below an estimate."""
         return (
             f"one of {self.processes} processes under ZeRO-{self.stage} by DeepSpeed's documented defaults, not "
             f"measured: {readable_size(states.workspace)} of the peak are its bucket of gradients"
@@ -109,7 +109,7 @@ class Zero:
         return [*storage_sizes(whole).values(), *(self._share(p.numel()) * p.itemsize for p in divided)]
 
     def _gathered(self, model: nn.Module) -> int:
-        """Bytes of weights that are whole at the same time, at most: those of one layer in any case."""
+        """The most bytes of weights that are whole at the same time; at least those of one layer."""
         if self.stage != 3:
             return 0
         layers = [model.get_submodule(name) for name in layer_names(model)]

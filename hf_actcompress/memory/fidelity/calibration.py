@@ -44,7 +44,7 @@ class Calibration(Report):
     Args:
         rows: What was measured and decided.
         config: The config that stores each group in its bits.
-        average_bits: Of the codes, over all elements of the rows.
+        average_bits: Mean bits of the codes over all elements of the rows.
         predicted_error: Relative gradient error if the groups' errors are independent; attention's comes on top.
     """
 

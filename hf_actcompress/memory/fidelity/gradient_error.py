@@ -31,7 +31,7 @@ class ParameterFidelity:
 
     Args:
         name: The parameter's name.
-        cosine: Of the angle between the two, mean over seeds.
+        cosine: Cosine of the angle between the two, mean over seeds.
         relative_error: ``|g - exact| / |exact|``, mean over seeds.
         bias: ``|mean(g) - exact| / |exact|``: what does not average out over the seeds.
     """

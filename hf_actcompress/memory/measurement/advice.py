@@ -116,7 +116,7 @@ def _within(module: str, outer: str) -> bool:
 
 
 def _logits(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:
-    """Of a language model: [B, S, vocabulary], held by the outputs and not by the graph."""
+    """The logits' shape [B, S, vocabulary] of a language model; the outputs hold them, and the graph does not."""
     vocabulary = getattr(_config(model), "vocab_size", None)
     if seen.logits_shape and len(seen.logits_shape) == 3 and seen.logits_shape[-1] == vocabulary:
         yield Advice(

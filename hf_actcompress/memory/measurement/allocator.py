@@ -96,7 +96,7 @@ def allocator_events(profiler: Any, kind: str = "cpu") -> tuple[list[Allocation]
 
     Args:
         profiler: The profiler.
-        kind: Of the device whose allocator is asked for: "cpu" or "cuda".
+        kind: The kind of device whose allocator is read: "cpu" or "cuda".
 
     Returns:
         Its allocations and frees, and the spans in which autograd's engine or an optimizer ran.
@@ -150,7 +150,7 @@ def measure_step(step: Callable[[], object], device: torch.device | str) -> Step
 
     Args:
         step: Runs the step once. For a figure of activations alone, run it once before, so that the gradients exist.
-        device: Where the model is: a CPU or a CUDA device.
+        device: The model's device: a CPU or a CUDA device.
 
     Returns:
         Its peak and what it leaves behind, in bytes.
@@ -175,7 +175,7 @@ def kept_bytes(forward: Callable[[], Any], device: torch.device | str) -> int:
     Args:
         forward: Runs the forward once and returns the loss, or an output with a ``loss``. Only the loss is held on
             to: logits and hidden states are counted only if backward needs them.
-        device: Where the model is: a CPU or a CUDA device.
+        device: The model's device: a CPU or a CUDA device.
 
     Returns:
         Bytes above what was allocated before: no weights, gradients or optimizer state, unless the forward makes them.

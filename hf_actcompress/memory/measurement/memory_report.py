@@ -109,7 +109,7 @@ def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, Role]
     for name, module in model.named_modules():
         found = sites[name]
         role = found.settings.role if isinstance(found, Site) else getattr(found, "role", None)
-        # what is asked of a layer as a whole says nothing of the tensors that its own code keeps
+        # a question about a layer as a whole does not tell which tensors its own code keeps
         whole = role in (Role.CHECKPOINT_INPUT, Role.TOKENS)
         roles[name] = _role_by_type(name, module) if role is None or whole else role
     return roles

@@ -136,7 +136,7 @@ class MemoryReport(Report):
         """Bars per role, stock above patched, as a picture.
 
         Args:
-            path: Where to write; the suffix decides the format (png, svg, pdf).
+            path: The file to write; its suffix decides the format (png, svg, pdf).
 
         Raises:
             MissingExtraError: matplotlib is not installed.

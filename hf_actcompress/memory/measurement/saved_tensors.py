@@ -30,7 +30,7 @@ class SavedTensor:
 
     Args:
         module: Name of the innermost module that was running when it was first saved; "" is the model.
-        shape, dtype: Of the tensor that was saved first; views of the same storage are not counted again.
+        shape, dtype: Shape and dtype of the tensor that was saved first; other views of its storage are not counted.
         nbytes: Size of the storage.
         call: ``dropout`` or ``softmax`` if it was saved by that function of ``torch.nn.functional``.
     """
@@ -55,7 +55,7 @@ class SavedTensors:
         hidden_size: Width of the first layer's input.
         hidden_from_view: Some modules ran where their saved tensors are not seen (gradient checkpointing, offloading).
         logits: Size of ``outputs.logits`` if nothing that is kept holds it, else 0.
-        logits_shape: Its shape.
+        logits_shape: Shape of the logits.
     """
 
     tensors: list[SavedTensor] = field(default_factory=list)
@@ -102,7 +102,7 @@ class _Collector:
         self.is_idle = False
 
     def keeps(self, tensors: Sequence[Tensor | None], modules: Sequence[str], *, checkpointed: bool = False) -> None:
-        """For `current.watcher`: code that runs several modules of the one that is running."""
+        """See `Watching`: one op runs the code of several modules below the one that is running."""
         self.keepers = {}
         hidden = self._is_hidden()
         self.seen.hidden_from_view |= hidden or checkpointed
@@ -114,7 +114,7 @@ class _Collector:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """For `current.watcher`."""
+        """See `Watching`."""
         self.is_idle = True
         try:
             yield
@@ -123,7 +123,7 @@ class _Collector:
 
     @contextmanager
     def within(self, module: str) -> Iterator[None]:
-        """For `current.watcher`."""
+        """See `Watching`."""
         self.stack.append(self._inside(module))
         try:
             yield

@@ -26,7 +26,7 @@ class MemoryTimeline(Report):
     Args:
         seconds: Since the first event. The profiler makes the step slower than it is.
         bytes: Held after each event.
-        backward: From when to when autograd's engine ran, in seconds; None if it did not.
+        backward: Start and end of the autograd engine's run, in seconds; None if it did not run.
         optimizer: The same for the optimizer's step.
     """
 
@@ -93,7 +93,7 @@ def memory_timeline(step: Callable[[], object], device: torch.device | str) -> M
     Args:
         step: Runs the step once: forward and backward, perhaps the optimizer. Run it once before for a curve without
             the gradients' own making.
-        device: Where the model is: a CPU or a CUDA device.
+        device: The model's device: a CPU or a CUDA device.
 
     Returns:
         The curve: `.plot(path)`, `.to_json()`, peak, and what was held when backward began.

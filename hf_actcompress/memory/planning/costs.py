@@ -1,21 +1,21 @@
-"""What a way to keep a layer costs in time and in gradients. A model of a device, no measurement.
+"""What one way to keep a layer costs in time and in gradient error. It is a model of a device; nothing is measured.
 
-Time is counted against the layer's own forward and backward, 3 F with F = 2 P T + 4 S T h floating-point operations (P
-weights, T tokens, S tokens of a sequence, width h):
+Time is a fraction of the layer's own forward and backward, 3 F, where F = 2 P T + 4 S T h floating-point operations (P
+weights, T tokens, sequences of S tokens, width h):
 
 | way | time |
 |---|---|
-| checkpoint | F again; without 4 S T h where attention's output is kept |
-| compressed or offloaded checkpoint | F again, and its input packed and unpacked, or moved, as below |
-| int8, fp8, int4 | the tensor is read and written twice over, once to pack and once to unpack: 2 (raw + packed) bytes |
-| of attention's tensors, on a device | its products again, 4 S T h |
-| offload | what its copies take longer than the computation beside them (below), and the raw bytes read and written |
+| checkpoint | F again; 4 S T h less where attention's output is kept |
+| compressed or offloaded checkpoint | F again, and its input is packed and unpacked, or moved, as below |
+| int8, fp8, int4 | packing and unpacking each read one form and write the other: 2 (raw + packed) bytes |
+| attention's tensors on a device | its products are computed again, 4 S T h |
+| offload | the raw bytes are read and written, and the copies take longer than what runs beside them (below) |
 
-Copies to the host run beside the layer's forward, F, and copies back beside its backward, 2 F: each way costs what it
-takes longer than that.
+Copies to the host run beside the layer's forward, F, and copies back run beside its backward, 2 F. Only the time by
+which a copy is longer than what it runs beside is counted.
 
-Gradients: the relative error that the codec leaves in normal numbers, measured when it is asked for. It is averaged
-over norm, MLP and attention tensors, and over the layers.
+Gradient error: the relative error that the codec leaves in normally distributed numbers. It is measured when it is
+asked for, and averaged over norm, MLP and attention tensors, and over the layers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ import torch
 
 from ...codecs import CODECS
 
-# tensors of which each has a codec
+# groups of tensors; each group has its own codec
 GROUPS = ("norm", "mlp", "attention")
 
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """The published figures of a device; only their ratios matter. By default an A100's with PCIe 4.
+    """The published figures of a device; only their ratios matter. The defaults are those of an A100 with PCIe 4.
 
     Args:
         flops: Operations per second of half-precision matrix products.
-        bandwidth: Of its memory, bytes per second.
-        host_bandwidth: Of the link to the host's memory, bytes per second.
+        bandwidth: Bytes per second that the device's memory reads or writes.
+        host_bandwidth: Bytes per second of the link to the host's memory.
     """
 
     flops: float = 312e12
@@ -48,11 +48,11 @@ class DeviceModel:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The arithmetic of one layer's forward, in operations.
+    """The arithmetic of one layer's forward, in floating-point operations.
 
     Args:
-        products: With the weights.
-        attention: Of queries with keys and of probabilities with values.
+        products: Operations of the products with the weights.
+        attention: Operations of queries times keys and of probabilities times values.
     """
 
     products: float
@@ -74,10 +74,10 @@ def storage_time(
     """Extra time of a layer whose tensors are packed, as a fraction of its forward and backward.
 
     Args:
-        work: Of the layer.
-        raw, packed: Bytes by group, of those that are packed.
-        offloaded: The groups of them that go to the host.
-        device: Where.
+        work: The layer's arithmetic.
+        raw, packed: Bytes of the packed tensors by group, before and after packing.
+        offloaded: The groups that go to host memory.
+        device: The speeds to count with.
     """
     forward = work.forward / device.flops
     moved = sum(raw[g] for g in offloaded)
@@ -85,7 +85,7 @@ def storage_time(
     seconds = (packing + 2 * moved) / device.bandwidth
     if "attention" in raw:
         seconds += work.attention / device.flops
-    # both ways run beside the computation: backward begins the copies of what it will read next
+    # copies run beside the computation in both directions: backward starts the copies of what it will read next
     transfer = moved / device.host_bandwidth
     seconds += max(0.0, transfer - forward) + max(0.0, transfer - 2 * forward)
     return seconds / (3 * forward)
@@ -93,7 +93,7 @@ def storage_time(
 
 @cache
 def codec_error(name: str) -> float:
-    """Relative error (root mean square) of a codec on normal numbers, [64, 1024] in fp32."""
+    """Relative error (root mean square) that a codec leaves in normally distributed numbers, [64, 1024] in fp32."""
     codec = CODECS[name]
     if codec.lossless:
         return 0.0

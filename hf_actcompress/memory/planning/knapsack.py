@@ -1,4 +1,4 @@
-"""The cheapest choice of one option per layer within a number of bytes: a dynamic programme."""
+"""Dynamic programming: the cheapest choice of one option per layer within a number of bytes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# sizes are rounded up to the capacity over this, so that a choice of L layers wastes at most L of these units
+# the unit of sizes is the capacity divided by this; sizes are rounded up, so L layers waste at most L units
 _UNITS = 1 << 15
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """One option of a layer.
+    """An option of a layer, as the choice sees it.
 
     Args:
-        nbytes: What it keeps.
-        cost: Any number at least 0.
+        nbytes: Bytes that the layer keeps.
+        cost: A number that is not negative.
     """
 
     nbytes: int
@@ -29,7 +29,7 @@ def choose(layers: Sequence[Sequence[Weighed]], capacity: int) -> list[int] | No
     """The option of each layer, by index, with the least total cost among those that keep at most `capacity` bytes.
 
     Returns:
-        None if nothing fits.
+        One index per layer, or None if no choice fits.
     """
     if sum(min(option.nbytes for option in options) for options in layers) > capacity:
         return None
@@ -42,13 +42,13 @@ def choose(layers: Sequence[Sequence[Weighed]], capacity: int) -> list[int] | No
         best, choice = costs.min(0)
         choices.append(choice)
     if not best[-1].isfinite():
-        # the rounding has cost what was left
+        # the rounding up has used the rest of the capacity
         return [min(range(len(options)), key=lambda i: options[i].nbytes) for options in layers]
     return _traced_back(layers, choices, unit)
 
 
 def _shifted(best: Tensor, units: int) -> Tensor:
-    """The costs as they are with so many units taken."""
+    """The costs after an option of this many units: entry c is what was entry c - units."""
     taken = torch.full_like(best, torch.inf)
     if units < best.numel():
         taken[units:] = best[: best.numel() - units]
@@ -66,7 +66,7 @@ def _traced_back(layers: Sequence[Sequence[Weighed]], choices: list[Tensor], uni
 
 
 def undominated(options: Sequence[Weighed]) -> list[int]:
-    """Indices of the options to which no other one is at least as good in bytes and cost, by bytes."""
+    """Indices, ordered by bytes, of the options that no other option equals or beats in both bytes and cost."""
     order = sorted(range(len(options)), key=lambda i: (options[i].nbytes, options[i].cost))
     kept: list[int] = []
     for i in order:

@@ -1,4 +1,4 @@
-"""The ways to keep a layer, with the bytes that steps on fake tensors show."""
+"""The ways to keep a layer, with the bytes that training steps on fake tensors show."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..estimation.layers import LayerRun, find_runs, shortened
 from .costs import GROUPS, DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
 from .knapsack import Weighed
 
-# presets that store every tensor otherwise
+# presets that differ in how each tensor is stored
 STORAGE = ("exact", "int8", "fp8", "int4", "offload")
-# ways to compute the layer again, and what is set for that layer alone beside `checkpoint`
+# ways to run the layer's forward again in backward, and the fields that are set for that layer beside `checkpoint`
 CHECKPOINTS: dict[str, tuple[tuple[str, str], ...]] = {
     "checkpoint": (),
     "checkpoint_with_attention": (("checkpoint_attention", "kept"),),
@@ -28,10 +28,10 @@ CHECKPOINTS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 OPTIONS = (*STORAGE, *CHECKPOINTS)
 
-# a step's time that any error is worth avoiding for: more than that of all layers of a model
+# the cost of an error of 1 if errors are to be avoided: more than any extra time of all layers of a model
 _AVOIDED = 1e6
 
-# group -> the fields of a config that name the codecs of its roles
+# group -> the fields of a config that name the codecs of the group's roles
 _FIELDS = {group: tuple(dict.fromkeys(role.field for role in Role if role.group == group)) for group in GROUPS}
 
 
@@ -40,9 +40,11 @@ class LayerOption:
     """One way to keep a layer.
 
     Args:
-        name: One of CHECKPOINTS, or the presets of its groups: "int8", or "int8/exact/int8" for norm, MLP, attention.
-        settings: What is set for that layer alone, as (field of a CompressionConfig, value); mostly codecs of roles.
-        nbytes: What it keeps.
+        name: A key of CHECKPOINTS, or the presets of the groups: "int8", or "int8/exact/int8" for norm, MLP,
+            attention.
+        settings: What is set for that layer alone, as (field of a CompressionConfig, value); mostly codecs of
+            roles.
+        nbytes: Bytes that the layer keeps.
         time: Extra time, as a fraction of the layer's forward and backward.
         error: Relative error of the stored tensors, averaged over the groups.
     """
@@ -54,18 +56,18 @@ class LayerOption:
     error: float
 
     def weighed(self, objective: str) -> Weighed:
-        """By an objective: "speed" trades a percent of error for a percent of time, "fidelity" avoids all error."""
+        """The cost: under "speed" a percent of error is worth a percent of time, under "fidelity" error comes first."""
         cost = self.time + (self.error if objective == "speed" else _AVOIDED * self.error)
         return Weighed(self.nbytes, cost)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A model under one preset.
+    """What a model under one preset takes.
 
     Args:
         whole: The step of the whole model.
-        layers: What one more layer of each run adds.
+        layers: What one more layer of each run of equal layers adds.
     """
 
     whole: FakeStep
@@ -73,7 +75,7 @@ class Measured:
 
 
 def measure(model: nn.Module, run: Callable[[nn.Module], FakeStep]) -> Measured:
-    """A model's step and its layers'. Raises UnsupportedModelError if no two layers are alike."""
+    """Run a model's step and find what a layer adds. Raises UnsupportedModelError if no two layers are alike."""
     runs = [found for found in find_runs(model) if found.units >= 2]
     if not runs:
         raise UnsupportedModelError(f"{type(model).__name__} has no two layers of one kind; there is nothing to plan")
@@ -95,14 +97,14 @@ def layer_options(
     work: LayerWork,
     device: DeviceModel,
 ) -> list[LayerOption]:
-    """Every way to keep a layer of the run that `measured` has."""
+    """Every way to keep a layer of this run, with what `measured` says of each preset."""
     presets = [name for name in STORAGE if name in measured]
     exact = measured["exact"].layers[run]
     sizes = {name: _by_group(measured[name].layers[run]) for name in presets}
     found: dict[tuple[tuple[str, str], ...], LayerOption] = {}
     for choice in product(presets, repeat=len(GROUPS)):
         option = _stored(dict(zip(GROUPS, choice, strict=True)), exact.kept, sizes, work, device)
-        # presets share codecs
+        # two names can mean the same settings, because presets share codecs; the first one stays
         found.setdefault(option.settings, option)
     options = list(found.values())
     kept = {name: measured[name].layers[run].kept for name in CHECKPOINTS if name in measured}
@@ -111,7 +113,7 @@ def layer_options(
 
 def _checkpoint(name: str, kept: dict[str, int], work: LayerWork, device: DeviceModel) -> LayerOption:
     settings, raw = CHECKPOINTS[name], kept["checkpoint"]
-    # attention's kernel runs again where nothing of it was kept
+    # attention's kernel runs again unless its output is kept, which shows in the layer's bytes
     keeps_attention = ("checkpoint_attention", "kept") in settings and kept[name] > raw
     time = checkpoint_time(work, attention_again=not keeps_attention)
     codec = dict(settings).get("checkpoint_input", "identity")
@@ -161,7 +163,7 @@ def layer_work(layer: nn.Module, batch_size: int, seq_len: int, width: int) -> L
 
 
 def config_of(layers: Iterable[tuple[str, LayerOption]]) -> CompressionConfig:
-    """The config that keeps each layer as chosen."""
+    """The config that keeps each named layer as its option says."""
     chosen = list(layers)
     return CompressionConfig(
         overrides=tuple((name, field, value) for name, option in chosen for field, value in option.settings),

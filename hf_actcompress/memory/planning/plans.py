@@ -1,4 +1,4 @@
-"""`plan`: the cheapest way to keep each layer that fits a budget."""
+"""`plan`: for each layer the cheapest way to keep it, so that training fits a budget."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ __all__ = ["Plan", "PlanRow", "plan"]
 
 OBJECTIVES = ("speed", "fidelity")
 _ROUNDS = 5
-# unused share of the budget that is not worth another round
+# the search ends when less than one part in this many of the budget is unused
 _CLOSE = 64
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """What is planned: the model on the meta device, how its step is run, the options of each layer in order."""
+    """What is planned for: the model on the meta device, how its step is run, the options of each layer in order."""
 
     model: nn.Module
     setting: Setting
@@ -78,14 +78,14 @@ class _Problem:
         return _ordered(self, [min(options, key=lambda option: option.nbytes) for options in self.options])
 
     def cheapest(self, room: int) -> list[LayerOption]:
-        """The cheapest choice whose layers keep at most `room` bytes; the smallest one if none does."""
+        """The cheapest choice whose layers keep at most `room` bytes; the smallest choice if none fits."""
         picks = choose([[o.weighed(self.objective) for o in options] for options in self.options], max(room, 0))
         if picks is None:
             return self.smallest()
         return _ordered(self, [options[i] for options, i in zip(self.options, picks, strict=True)])
 
     def transient(self, picks: Iterable[LayerOption]) -> int:
-        """What the peak is expected to have above what is kept."""
+        """The bytes that the peak is expected to have above what is kept."""
         used = {name for option in picks for name in option.name.split("/")}
         return max(self.transients[name] for name in used)
 
@@ -110,33 +110,34 @@ def plan(
 ) -> Plan:
     """How to keep each layer's tensors so that training fits, at the least cost. Needs no weights and no GPU.
 
-    A few steps on fake tensors say what each option keeps per layer; a dynamic programme picks one option per layer
-    and, among norm, MLP and attention tensors, per role; the whole plan is then run on fake tensors, and corrected
-    until it fits. Layers that are checkpointed come first and the least exact ones next: their peaks and errors reach
-    the fewest others.
+    A few steps on fake tensors say what each option keeps per layer. Dynamic programming picks one option per layer
+    and, among norm, MLP and attention tensors, one per role. The whole plan is then run on fake tensors, and corrected
+    until it fits. Checkpointed layers come first and the least exact layers next, because there their peaks and
+    errors reach the fewest other layers.
 
     Args:
         model: As for `estimate`.
-        batch_size, seq_len: Of the batch.
-        budget: Bytes of the device, or a text such as "22GiB", its context included. None: all of the first CUDA
-            device.
+        batch_size, seq_len: Size of the batch: sequences, and tokens per sequence.
+        budget: Bytes of the device, or a text such as "22GiB". CUDA's context takes its part of them. None: the
+            whole memory of the first CUDA device.
         headroom: The share of the budget that is left free, because an allocator cannot use every gap.
-        objective: "fidelity": an exact plan if one fits, and then the one that takes the least time. "speed": a percent
-            of error in what is stored counts as much as a percent of time.
-        allow: The options: exact, int8, fp8, int4, offload, checkpoint, checkpoint_with_attention (attention's output
-            is kept, too, and its kernel does not run again), compressed_checkpoint (its input in 8 bits),
-            offloaded_checkpoint (its input in host memory). "exact" always is one.
+        objective: "fidelity": an exact plan if one fits, and among those the one that takes the least time.
+            "speed": a percent of error in what is stored counts as much as a percent of time.
+        allow: The options: exact, int8, fp8, int4, offload, checkpoint, checkpoint_with_attention (attention's
+            output is kept as well, so its kernel does not run again), compressed_checkpoint (the layer's input is
+            kept in 8 bits), offloaded_checkpoint (it is kept in host memory). "exact" is always allowed.
         dtype, optimizer, lora, device, autocast, quantization, trust_remote_code: As for `estimate`.
-        device_model: Speeds by which time is reckoned; by default those of planning/costs.py.
+        device_model: The speeds that times are computed with; by default those of planning/costs.py.
 
     Returns:
         The plan; pass it to `patch_model`.
 
     Raises:
-        DoesNotFitError: The smallest plan is too large; says by how much, and which batch or sequence would fit.
+        DoesNotFitError: Even the smallest plan is too large. The message says by how much, and which batch or
+            sequence would fit.
         UnknownOptionError: An objective or option that does not exist, or a headroom outside of [0, 1).
         UnsupportedModelError: No two layers of the model are alike.
-        As `estimate`.
+        The errors of `estimate`.
     """
     if objective not in OBJECTIVES:
         raise UnknownOptionError("objective", objective, OBJECTIVES)
@@ -167,7 +168,7 @@ def _problem(
     device: DeviceModel,
 ) -> _Problem:
     names = tuple(layer_names(model))
-    # names as `patch_model` sees them below any wrapper
+    # a user's wrapper adds a prefix to the names; `patch_model` names the layers below it
     prefix = next((name for name, module in model.named_modules() if module is root_module(model)), "")
     parts = tuple(name.removeprefix(f"{prefix}.") for name in names)
     checkpoints = checkpointable(model)
@@ -184,7 +185,7 @@ def _problem(
 
 
 def _to_measure(allow: Sequence[str], may_checkpoint: bool) -> list[str]:
-    """What is allowed; with any checkpoint also the plain one, which says how large a layer's input is."""
+    """The options to run: those allowed, and beside any checkpoint the plain one, which shows a layer's input."""
     asked = dict.fromkeys(allow)
     if not may_checkpoint:
         return [option for option in asked if option not in CHECKPOINTS]
@@ -216,7 +217,7 @@ def _options(
 
 
 def _ordered(problem: _Problem, picks: list[LayerOption]) -> list[LayerOption]:
-    """The same options in another order: within a list of layers the layers are alike."""
+    """The same options in another order. Layers of one list are alike, so any of them can take any option."""
     lists: dict[str, list[LayerOption]] = {}
     for name, option in zip(problem.names, picks, strict=True):
         lists.setdefault(name.rpartition(".")[0], []).append(option)
@@ -229,10 +230,10 @@ def _solve(problem: _Problem, whole_budget: int) -> Plan:
     setting, budget = problem.setting, usable(whole_budget, problem.headroom)
     fixed = sum(state_bytes(problem.model, setting, problem.rule)) + context_bytes(setting) + problem.outside
     room = budget - fixed - problem.transients["exact"]
-    # with the workspace of what is then picked
+    # now with the workspace of the layers that were picked
     picks = problem.cheapest(room)
     room = budget - fixed - problem.transient(picks)
-    # what was too large once is not picked again
+    # the bound for the next rounds, so that a choice that was too large is not picked again
     most = budget
     best: tuple[list[LayerOption], Estimate] | None = None
     tried: list[list[LayerOption]] = []

@@ -1,4 +1,4 @@
-"""What a plan holds, and how it is shown."""
+"""The result of `plan`, and how it is shown."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """What becomes of one layer.
+    """How one layer is kept.
 
     Args:
-        layer: Its name.
+        layer: The layer's name in the model.
         option: "exact", "checkpoint", or how norm, MLP and attention tensors are stored ("int8", "exact/int8/exact").
-        kept_bytes: What it keeps for backward.
+        kept_bytes: Bytes that the layer keeps for backward.
         time: Expected extra time, as a fraction of the layer's own forward and backward.
         error: Relative error of the stored tensors, averaged over norm, MLP and attention.
     """
@@ -38,14 +38,14 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan(Report):
-    """How to keep each layer so that training fits a budget. `patch_model` takes it; prints, serialises, draws.
+    """How to keep each layer so that training fits a budget. Pass it to `patch_model`; it prints, serialises, draws.
 
     Args:
-        budget_bytes: What the device has.
+        budget_bytes: Bytes that the device has.
         objective: "speed" or "fidelity".
-        rows: One per layer.
-        config: What `patch_model` does with it.
-        estimate: Of the model under this config, all layers as planned.
+        rows: One row per layer.
+        config: The config that `patch_model` applies.
+        estimate: The estimate of the model under this config, with every layer as planned.
     """
 
     budget_bytes: int
@@ -61,7 +61,7 @@ class Plan(Report):
 
     @property
     def error(self) -> float:
-        """Relative error of what is stored, averaged over the layers; 0: gradients are exact."""
+        """Relative error of what is stored, averaged over the layers; 0 means that gradients are exact."""
         return sum(row.error for row in self.rows) / len(self.rows)
 
     def groups(self) -> tuple[tuple[str, str, int], ...]:
@@ -81,19 +81,19 @@ class Plan(Report):
         return "\n".join(lines)
 
     def tables(self) -> tuple[Table, ...]:
-        """How the layers are kept, neighbours that are alike in one row."""
+        """How the layers are kept; neighbours that are kept alike share a row."""
         rows = [(names, option, readable_size(size)) for names, option, size in self.groups()]
         return (Table(("layers", "kept as", "kept"), rows, ("kept",), "plan"),)
 
     def print(self) -> None:
-        """The table and the first line: the others say what the table says."""
+        """Print the table and the first line; the other lines repeat what the table says."""
         print_tables(self.tables(), str(self).splitlines()[0])
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """A bar per layer, its height what the layer keeps, its colour how.
+        """Draw one bar per layer: its height is what the layer keeps, its colour says how.
 
         Args:
-            path: Where to write; the suffix decides the format (png, svg, pdf).
+            path: The file to write; its suffix decides the format (png, svg, pdf).
 
         Raises:
             MissingExtraError: matplotlib is not installed.

@@ -76,7 +76,7 @@ class ChosenTokensMixin(CheckpointInputMixin):
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
-        """For transformers, which checkpoints the layer as a whole: only the run on the chosen tokens is."""
+        """The function that checkpoints the whole layer; a plain call if only the chosen tokens' run is."""
         return super()._gradient_checkpointing_func if current_choice() is None else _called
 
     @_gradient_checkpointing_func.setter

@@ -29,7 +29,7 @@ class Choice:
     """The tokens of one forward.
 
     Args:
-        share: Of the tokens of each sequence, rounded up.
+        share: The share of the tokens of each sequence, rounded up.
         scores: (B, S, device) -> [B, S]: the tokens with the largest ones of each sequence are chosen.
         shape: B, S of the tokens that the model was given; None if it was given none: whatever its layers get.
         real: bool [B, S], False for padding, which is chosen last; None if there is none.

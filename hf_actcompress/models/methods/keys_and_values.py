@@ -21,7 +21,7 @@ class KeysAndValues:
     """The keys and values of all tokens in one run of a layer, attention by attention.
 
     Args:
-        choice: Of the forward.
+        choice: The tokens that this forward has chosen.
         rows: int64 [B, K], the chosen tokens.
         tokens: S.
 

@@ -23,9 +23,9 @@ from ...records import hooks_outside
 from ...reference.rng import Generators
 
 _log = logging.getLogger(__name__)
-# of a group whose rounding is measured; what other widths would do follows from it
+# bits of a group whose rounding is measured; the effect of other widths is computed from it
 _PROBE = 4
-# what torch says of a gradient with respect to given tensors through reentrant checkpointing
+# torch's message about a gradient with respect to given tensors through reentrant checkpointing
 _REENTRANT = "incompatible with .grad()"
 
 
@@ -43,7 +43,7 @@ def refresh_bits(
         model: The PreTrainedModel that is called, in training.
         forward: Its forward on the batch.
         config: What the model was patched with.
-        generators: Of the patched model.
+        generators: The generators of the patched model.
 
     Saves:
         For the time of it two copies of the gradient.
@@ -71,7 +71,7 @@ def refresh_bits(
 
 
 def mean_bits(config: CompressionConfig) -> float:
-    """Of the roles of a config whose bits are measured."""
+    """The roles of a config whose bits are measured."""
     codecs = [CODECS[getattr(config, role)] for role in CODEC_FIELDS]
     return max(codec.bits for codec in codecs if isinstance(codec, IntMeasured))
 
@@ -93,7 +93,7 @@ def _sensitivities(widths: dict[str, Width], gradients: Callable[[], list[Tensor
         return {}
     norm, found = _norm(exact), {}
     if not norm or not math.isfinite(norm):
-        # of a batch without a gradient, or that overflows, nothing is learnt
+        # a batch without a gradient, or with an overflow, teaches nothing
         return {}
     # the next passes count them again; of two towers only one may run
     elements = {place: width.elements for place, width in widths.items() if width.elements}

@@ -97,7 +97,7 @@ def attention_tempo(
     """
     dtype = autocast_dtype(q)
     if softmax_dtype is None:
-        # of a product, and of its sum with the mask
+        # the dtype of a product, and of its sum with the mask
         scores_dtype = dtype or q.dtype
         scores_dtype = torch.promote_types(scores_dtype, mask.dtype) if mask is not None else scores_dtype
         # asked of torch: autocast runs softmax in fp32 on CUDA and leaves it alone on a CPU

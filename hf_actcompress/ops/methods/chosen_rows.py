@@ -79,7 +79,7 @@ def merged_rows(y: Tensor, others: Tensor, rows: Tensor, dim: int = 1) -> Tensor
         y: ``[B, K, *]``; with ``dim=2`` heads ``[B, H, K, D]``.
         others: The same with S in place of K. Its rows of those numbers are not read.
         rows: int64 ``[B, K]``.
-        dim: Where K stands in the shape of y.
+        dim: The dimension of y that has K.
 
     Returns:
         A new tensor of the shape of `others`.

@@ -1,1 +1,1 @@
-"""What published methods compute, in plain torch: a file for each function of theirs."""
+"""The functions of published methods in plain torch, one file each."""

@@ -1,4 +1,4 @@
-"""Eager attention that keeps the probabilities once: not the dropped ones, no mask, no scores."""
+"""Eager attention that keeps the probabilities once: neither the dropped ones, nor the mask, nor the scores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def attention_tempo_fwd(
     softmax_dtype: torch.dtype,
     probs_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, H, S, D], and [B, H, S, K]: the probabilities in v's dtype and the dropped ones; stock's calls.
+    """out [B, H, S, D]; and [B, H, S, K] twice: the probabilities in v's dtype, and after dropout. The calls are
+    stock's.
 
     q [B, H, S, D], k and v [B, Hkv, K, D], mask additive, broadcastable to [B, H, S, K]. Softmax runs in
     `softmax_dtype`, dropout in `probs_dtype`.
@@ -51,9 +52,9 @@ def attention_tempo_bwd(
     softmax_dtype: torch.dtype,
     probs_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv shaped like q, k, v, and the gradient of scores + mask. `ddropped`: of the returned probabilities."""
+    """dq, dk, dv like q, k, v; and the gradient of scores + mask. `ddropped`: the returned probabilities' gradient."""
     groups = q.size(1) // k.size(1)
-    # the mask over 1 - p, drawn once: both products below are the stock dropout's
+    # the mask divided by 1 - p, drawn once; both products below are those of the stock dropout
     keep = None
     if rng_state is not None:
         keep = dropout_replay(torch.ones(probs.shape, dtype=probs_dtype, device=probs.device), rng_state, p)

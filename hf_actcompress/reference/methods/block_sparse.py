@@ -1,4 +1,4 @@
-"""Tiles of tokens and features: which are kept, and the weight gradient of the kept ones alone."""
+"""Tiles of tokens and features: the choice of those to keep, and the weight gradient from these alone."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> 
 
     Args:
         x: bf16, fp16, fp32 or fp64.
-        block: Rows and features of a tile; tiles at the end are filled with zeros.
-        k: Tiles kept per row of tiles ("row"), per column of tiles ("column") or in all ("global").
-        quota: One of these.
+        block: Rows and features of a tile. Tiles at the end are filled up with zeros.
+        k: How many tiles are kept per row of tiles ("row"), per column of tiles ("column") or in all ("global").
+        quota: "row", "column" or "global".
 
     Returns:
         values [N, br, bc], all NaN if x has a NaN or inf; index int32 [N], row-major among all tiles, ascending
@@ -27,7 +27,7 @@ def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> 
     x = torch.nn.functional.pad(x, (0, -features % bc, 0, -rows % br)) if features % bc or rows % br else x
     tiles = torch.unflatten(torch.unflatten(x, 1, (across, bc)), 0, (down, br)).transpose(
         1, 2
-    )  # [nr, nc, br, bc], a view
+    )  # a view [nr, nc, br, bc]
     norms = torch.linalg.vector_norm(tiles, dim=(2, 3), dtype=work_dtype(x.dtype))
     if quota == "global":
         index = _largest(norms.reshape(1, -1), k)
@@ -36,12 +36,12 @@ def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> 
     else:
         index = _largest(norms.t(), k) * across + torch.arange(across, device=x.device).unsqueeze(1)
     index = index.reshape(-1)
-    # a tile with a NaN or inf has the largest norm: where there is one, one is kept
+    # a tile with a NaN or inf has the largest norm, so if there is one, it is among the kept tiles
     return spoiled(tiles[index // across, index % across]), index.to(torch.int32)
 
 
 def _largest(norms: Tensor, k: int) -> Tensor:
-    """Ascending positions [n, k] of the k largest of each row; NaN is the largest."""
+    """Ascending positions [n, k] of the k largest numbers of each row; NaN counts as the largest."""
     return norms.topk(k, dim=1, sorted=False).indices.sort(dim=1).values
 
 
@@ -55,7 +55,7 @@ def block_sparse_unpack(values: Tensor, index: Tensor, rows: int, features: int)
 
 
 def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
-    """dW [O, D] = dy^T x out of the kept tiles alone: their share of the dense product's operations. dy [R, O]."""
+    """dW [O, D] = dy^T x from the kept tiles alone, with their share of the dense product's operations. dy [R, O]."""
     _, br, bc = values.shape
     across = -(-features // bc)
     dy = torch.nn.functional.pad(dy, (0, 0, 0, -dy.size(0) % br)) if dy.size(0) % br else dy
@@ -65,7 +65,7 @@ def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features
 
 
 def _by_column(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tensor:
-    """As many tiles in every column of tiles: one product of [O, k br] and [k br, bc] for each, no sums to merge."""
+    """Every column has as many tiles: one product of [O, k br] and [k br, bc] per column, and no sums to add up."""
     out = blocks.new_empty(blocks.size(2), across, values.size(2))
     tiles = torch.unflatten(values, 0, (across, -1))  # [nc, k, br, bc]
     rows = (index // across).view(across, -1)
@@ -76,14 +76,14 @@ def _by_column(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Te
 
 
 def _by_row(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tensor:
-    """As many tiles in every row of tiles: one product of [k bc, br] and [br, O] for each, added to its k columns."""
+    """Every row has as many tiles: one product of [k bc, br] and [br, O] per row, added to its k columns."""
     down, _, outputs = blocks.shape
     out = nothing(values, across, values.size(2), outputs).to(work_dtype(blocks.dtype))
     tiles = torch.unflatten(values.transpose(1, 2), 0, (down, -1))  # [nr, k, bc, br]
     columns = (index % across).view(down, -1)
     for row in range(down):
         products = tiles[row].flatten(0, 1).mm(blocks[row]).view(-1, *out.shape[1:])
-        # no column twice in one row: the order of the sums is fixed
+        # no column occurs twice in a row of tiles, so the order of the sums is fixed
         out.index_add_(0, columns[row], products.to(out.dtype))
     return out.flatten(0, 1).t().to(blocks.dtype)
 
@@ -91,7 +91,7 @@ def _by_row(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tenso
 def _by_tile(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tensor:
     """One product of [O, br] and [br, bc] per tile, added to its column of tiles; a few tiles at a time.
 
-    The operations are the kept tiles' share, but so small that the dense product is as fast in torch.
+    It has the kept tiles' share of the operations, but the products are so small that torch's dense one is as fast.
     """
     outputs, (count, _, bc) = blocks.size(2), values.shape
     out = nothing(values, across, outputs, bc).to(work_dtype(blocks.dtype))
@@ -99,6 +99,6 @@ def _by_tile(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tens
     for start in chunk_starts(count, step):
         part = index[start : start + step]
         products = blocks[part // across].transpose(1, 2).bmm(values[start : start + step])  # [n, O, bc]
-        # index_put sums in a fixed order on every device, index_add does not
+        # index_put sums in a fixed order on every device; index_add does not
         out.index_put_((part % across,), products.to(out.dtype), accumulate=True)
     return out.transpose(0, 1).flatten(1).to(blocks.dtype)

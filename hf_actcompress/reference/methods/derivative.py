@@ -1,4 +1,4 @@
-"""f'(x) of pointwise activations as a tensor to keep: computed in fp32, rounded once to x's dtype."""
+"""f'(x) of pointwise activations as a tensor that is kept: computed in fp32, rounded once to x's dtype."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from ..activation import activation_bwd
 
 
 def activation_derivative(x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
-    """f'(x) by the row `kind` of `ACTIVATIONS`."""
+    """f'(x), by the row `kind` of `ACTIVATIONS`."""
     wide = x if x.dtype == torch.float64 else x.float()
     return activation_bwd(torch.ones_like(wide), wide, kind, options).to(x.dtype)

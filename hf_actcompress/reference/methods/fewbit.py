@@ -1,8 +1,8 @@
 """Pointwise activations whose derivative is kept in a few bits per element.
 
-Two ways to make a code of k bits out of x:
-  steps   the cell of x; f' is replaced by the step function nearest to it (few-bit backward, arXiv 2202.00441)
-  values  f'(x) itself, rounded to the nearest of 2**k levels, 0 (and 1) among them; at 8 bits a uniform grid
+Two ways to make a code of k bits from x:
+  steps   the index of x's cell; f' is replaced by the nearest step function (few-bit backward, arXiv 2202.00441)
+  values  f'(x) rounded to the nearest of 2**k levels, 0 (and 1) among them; at 8 bits they are a uniform grid
 and, for comparison, "relus": two bits, the derivative of the sum of ReLUs nearest to f (ReGELU2, arXiv 2406.16282).
 """
 
@@ -21,20 +21,20 @@ from .tables.fewbit import CENTRES, GRIDS, LEVELS, PRIMITIVE_STEPS, STEPS
 
 FEWBIT_METHODS: dict[str, tuple[int, ...]] = {"steps": (1, 2, 3, 4), "values": (2, 3, 4, 8), "relus": (2,)}
 
-# f' takes two values and one bit is exact, whatever was asked
+# f' has two values, so one bit is exact, whatever number of bits is asked for
 TWO_VALUED = ("relu", "relu6", "leaky_relu", "hardsigmoid")
-# kinds with constants of which the table holds for these alone
+# kinds with options whose table holds only for these options
 TABLE_OPTIONS = {"elu": (1.0,), "softplus": (1.0, 20.0)}
-# f' outside the bounds is 0
+# kinds whose f' is 0 outside of the bounds
 CLIPPED = ("gelu_clipped",)
-# the row whose table is used
+# kind -> the kind whose table is used
 TABLE = {"gelu_clipped": "gelu", **SAME_FUNCTION}
-# f' has no bound: the grid is scaled per row
+# kinds whose f' has no bound: the grid is scaled per row
 UNBOUNDED = ("relu_squared",)
 
 
 def fewbit_stored_bits(kind: str, bits: int, method: str) -> int:
-    """Bits per element that `fewbit_codes` keeps. Raises UnknownOptionError for what there is no table of."""
+    """Bits per element that `fewbit_codes` keeps. Raises UnknownOptionError if there is no such table."""
     if method not in FEWBIT_METHODS:
         raise UnknownOptionError("few-bit method", method, FEWBIT_METHODS)
     if bits not in FEWBIT_METHODS[method]:
@@ -48,10 +48,10 @@ def fewbit_stored_bits(kind: str, bits: int, method: str) -> int:
 def fewbit_codes(
     x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed codes of f'(x) and what their levels are multiplied by. `kind` as in `ACTIVATIONS`.
+    """Packed codes of f'(x), and the factor of their levels. `kind` as in `ACTIVATIONS`.
 
-    The factor is fp32 (fp64 for fp64): the scale of each row [..., 1] where f' has no bound; else [1], which is 1, or
-    NaN if f' of any element is. No factor where the code is exact: there f' of NaN is one of the two values.
+    The factor is fp32 (fp64 for fp64). If f' has no bound, it is the scale of each row [..., 1]. Otherwise it is [1]:
+    1, or NaN if f' of any element is NaN. It is None if the code is exact: then f' of NaN is one of the two values.
     """
     stored = fewbit_stored_bits(kind, bits, method)
     x = (x if x.dtype == torch.float64 else x.float()).contiguous()
@@ -61,7 +61,8 @@ def fewbit_codes(
     elif kind in UNBOUNDED:
         slope = activation_bwd(torch.ones_like(x), x, kind, options)
         scale = _row_maximum(slope).div_(2**bits - 1)
-        # a row of zeros: any factor will do. inf * 0: the code of the largest, whose slope is inf again
+        # for a row of zeros any factor will do. inf * 0 is NaN: take the code of the largest slope, which decodes to
+        # inf
         reciprocal = scale.clamp(min=torch.finfo(scale.dtype).tiny).reciprocal()
         codes = (slope * reciprocal).round_().nan_to_num_(2**bits - 1)
     else:
@@ -73,7 +74,7 @@ def fewbit_codes(
 def fewbit_bwd(
     dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: tuple[float, ...], bits: int, method: str
 ) -> Tensor:
-    """dx = dy * q in dy's dtype, rounded once: q is the level of each code. dy has x's shape."""
+    """dx = dy * q in dy's dtype, rounded once, where q is the level of each code. dy has x's shape."""
     wide = torch.promote_types(dy.dtype, torch.float32)
     levels = torch.tensor(fewbit_levels(kind, options, bits, method), dtype=wide, device=dy.device)
     stored = fewbit_stored_bits(kind, bits, method)
@@ -84,12 +85,12 @@ def fewbit_bwd(
 
 
 def two_values(kind: str, options: tuple[float, ...]) -> tuple[float, float]:
-    """The two that f' takes."""
+    """The two values of f'."""
     return options[0] if kind == "leaky_relu" else 0.0, 1 / 6 if kind == "hardsigmoid" else 1.0
 
 
 def _one_or_nan(x: Tensor, kind: str, options: tuple[float, ...]) -> Tensor:
-    """[1]: NaN if f' of an element of x is NaN, which x's extremes show: NaN itself, and inf for most kinds."""
+    """[1]: NaN if f' of an element of x is NaN, else 1. x's extremes show it: NaN itself, and inf for most kinds."""
     if x.numel() == 0:
         return x.new_ones(1)
     extremes = torch.stack(x.aminmax())
@@ -104,7 +105,7 @@ def _row_maximum(slope: Tensor) -> Tensor:
 
 
 def unpacked_codes(x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str) -> Tensor:
-    """A number per element of x, fp32 or fp64, for kinds whose f' takes many values within bounds."""
+    """One code per element of x, as fp32 or fp64, for kinds whose f' has many values within bounds."""
     if method == "values":
         return _value_codes(activation_bwd(torch.ones_like(x), x, kind, options), kind, bits)
     return _step_codes(x, kind, options, bits, method)
@@ -137,7 +138,7 @@ def flat_code(kind: str, options: tuple[float, ...], bits: int, method: str) -> 
 
 
 def fewbit_borders(kind: str, bits: int, method: str) -> tuple[float, ...]:
-    """Between the cells of x, or of f' for "values" (where 8 bits have a grid instead)."""
+    """The borders between cells of x, or of f' for "values" (with 8 bits there is a grid instead)."""
     base = TABLE.get(kind, kind)
     if method == "values":
         return tuple((low + high) / 2 for low, high in pairwise(LEVELS[base][bits]))
@@ -145,7 +146,7 @@ def fewbit_borders(kind: str, bits: int, method: str) -> tuple[float, ...]:
 
 
 def fewbit_levels(kind: str, options: tuple[float, ...], bits: int, method: str) -> tuple[float, ...]:
-    """What each code stands for; times its row's scale where f' has no bound."""
+    """The level of each code; if f' has no bound, it is multiplied by its row's scale."""
     if kind in TWO_VALUED:
         return two_values(kind, options)
     if kind in UNBOUNDED:

@@ -1,4 +1,4 @@
-"""Integers of 8 bits with one range per group of features for all rows, which is given."""
+"""Integers of 8 bits in given ranges: one range per group of features, for all rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def group_ranges(x: Tensor, group_size: int) -> Tensor:
 
 
 def int_running_pack(x: Tensor, ranges: Tensor, group_size: int) -> Tensor:
-    """Codes uint8 [R, D] of x [R, D] with stochastic rounding; what lies outside of its range [2, n] is clamped."""
+    """Codes uint8 [R, D] of x [R, D] with stochastic rounding. Values outside of their range [2, n] are clamped."""
     zero, scale = spread(ranges, x.size(1), group_size)
     inverse = scale.reciprocal()
     codes = x.new_empty(x.shape, dtype=torch.uint8)
@@ -32,7 +32,7 @@ def int_running_pack(x: Tensor, ranges: Tensor, group_size: int) -> Tensor:
 
 
 def int_running_unpack(codes: Tensor, ranges: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
-    """The rows [R, D] in `dtype`; where the range of a group is not finite, all of it is NaN."""
+    """The rows [R, D] in `dtype`. A group whose range is not finite is NaN."""
     zero, scale = spread(ranges, codes.size(1), group_size)
     out = codes.new_empty(codes.shape, dtype=dtype)
     for part in row_slices(codes.size(0), codes.size(1), codes.device):

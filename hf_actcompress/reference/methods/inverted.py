@@ -1,4 +1,4 @@
-"""The derivative of a GELU-like activation from its output and one bit: on which side of the minimum the input was."""
+"""The derivative of a GELU-like activation from its output and one bit: on which side of the minimum the input is."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ INVERTED: dict[str, InvertedFit] = _FITTED | {name: _FITTED[same] for name, same
 
 
 def activation_output_bits(x: Tensor, kind: str) -> Tensor:
-    """Which elements of x lie left of the minimum of f: uint8, 8 elements per byte. `kind` is a row of `INVERTED`.
+    """Which elements of x are left of the minimum of f: uint8, 8 elements per byte. `kind` is a row of `INVERTED`.
 
-    inf is marked as if it did, which no output of inf does: f' of inf is NaN, that of an f(x) that overflowed is 1. So
-    is NaN.
+    inf is marked as left, which no finite x with the output inf is: f' of inf is NaN, but f' of a finite x whose f(x)
+    overflowed is 1. NaN is marked as left, too.
     """
-    # the limit is rounded to x's dtype; f' is 0 there to within half a step of x
+    # the limit is rounded to x's dtype; within half a step of x around it f' is close to 0
     return pack_mask(((x >= INVERTED[kind].x_min) & (x < torch.inf)).logical_not_())
 
 
@@ -29,12 +29,12 @@ def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Ten
 
 
 def inverted_derivative(y: Tensor, left: Tensor, kind: str) -> Tensor:
-    """f'(f^-1(y)) on the branch that `left` says, fp32 (fp64 for fp64). y may be rounded to below the minimum."""
+    """f'(f^-1(y)) on the branch given by `left`, fp32 (fp64 for fp64). A rounded y may be below the minimum."""
     fit = INVERTED[kind]
     y = y if y.dtype == torch.float64 else y.float()
     # right: s = sqrt(y - y*), f' = s P(s)
     s = (y - fit.y_min).clamp_(min=0).sqrt_()
-    # left: w = sqrt(-log(y / y*)), f' = y w Q(w); no further than the fit reaches, where y is 1e-9
+    # left: w = sqrt(-log(y / y*)), f' = y w Q(w); w is limited to the fit's range, at whose end y is 1e-9
     reach = fit.centres[0] + fit.halves[0]
     w = (y / fit.y_min).clamp_(min=0, max=1).log_().neg_().sqrt_().clamp_(max=reach)
     outer = s > fit.split
@@ -45,7 +45,7 @@ def inverted_derivative(y: Tensor, left: Tensor, kind: str) -> Tensor:
         polynomial = polynomial.mul_(z).add_(torch.where(left, in_left, right))
     factor = torch.where(left, y * w, s).mul_(polynomial)
     factor = torch.where((s >= fit.end) & ~left, 1.0, factor)
-    # an inf on the left is what inf itself is marked as; f' of it is inf * 0 in stock
+    # an inf on the left was inf itself, whose f' is inf * 0 in stock
     return torch.where(left & (y == torch.inf), torch.nan, factor)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 _Shape = tuple[int, ...]
 
-# a rounding of y is |x^ + bias / weight| times as large a rounding of x^
+# a rounding error of y is |x^ + bias / weight| times as large in x^
 LARGEST_RATIO = 10.0
 SMALLEST_GAIN = 1e-3
 
@@ -15,7 +15,7 @@ SMALLEST_GAIN = 1e-3
 def layer_norm_output_reasons(weight: Tensor | None, bias: Tensor | None) -> list[str]:
     """Why a LayerNorm with these parameters should keep its input instead of its output; empty if there is no reason.
 
-    One bad channel is enough: its weight's gradient would be lost, and dx of the row with it.
+    One bad channel is enough: the gradient of its weight would be wrong, and with it dx of every row.
     """
     reasons = _gain_reasons(weight)
     if weight is not None and bias is not None:
@@ -52,7 +52,7 @@ def layer_norm_output_bwd(
     bias: Tensor | None,
     needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx like y, dweight, dbias; those not `needed` are None. y [..., *shape], rstd one value per row."""
+    """dx like y, dweight, dbias; None for those not `needed`. y [..., *shape]; rstd has one value per row."""
     dims = tuple(range(-len(shape), 0))
     rows = tuple(range(y.dim() - len(shape)))
     dy32 = _wide(dy)
@@ -88,10 +88,10 @@ def rms_norm_output_bwd(
 
 
 def _normed(scaled: Tensor, gain: Tensor | None) -> Tensor:
-    """x^ from x^ * gain. A gain that became tiny during training gives a poor x^, but a finite one."""
+    """x^ from x^ * gain. If a gain became tiny during training, x^ is inaccurate but finite."""
     if gain is None:
         return scaled
-    # no |x^| exceeds the root of how many elements were normalised
+    # no |x^| is larger than the square root of the number of normalised elements
     bound = gain.numel() ** 0.5
     return (scaled / torch.where(gain == 0, 1.0, gain)).clamp_(-bound, bound)
 

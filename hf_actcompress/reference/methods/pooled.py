@@ -1,4 +1,4 @@
-"""Means of neighbouring tokens, or of squares of a feature map."""
+"""Means of neighbouring tokens, or of squares of pixels of a feature map."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..groups import work_dtype
 
 
 def pooled_pack(x: Tensor, window: int) -> Tensor:
-    """[..., ceil(T / p), C]: means of p = `window` neighbours in x [..., T, C], the last of what is left."""
+    """[..., ceil(T / p), C]: means of p = `window` neighbours in x [..., T, C]; the last group may be smaller."""
     whole = x.size(-2) // window * window
     parts = []
     if whole:
@@ -21,9 +21,9 @@ def pooled_pack(x: Tensor, window: int) -> Tensor:
 
 
 def pooled_real_pack(x: Tensor, real: Tensor, window: int) -> Tensor:
-    """As `pooled_pack`, the means of those tokens alone that are `real` [..., T], bool; zero where a group has none."""
+    """As `pooled_pack`, but only tokens that are `real` [..., T], bool, count. A group without such a token is zero."""
     real = real.unsqueeze(-1)
-    # whatever is in the others, NaN too
+    # other tokens may have any value, NaN included
     sums = pooled_pack(torch.where(real, x, torch.zeros((), dtype=x.dtype, device=x.device)), window)
     share = pooled_pack(real.to(work_dtype(x.dtype)), window)
     return (sums / torch.where(share > 0, share, 1)).to(x.dtype)
@@ -35,7 +35,7 @@ def pooled_unpack(pooled: Tensor, tokens: int, window: int) -> Tensor:
 
 
 def pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
-    """dW [O, C] of dy [..., T, O]: the product of the sums of dy and the means of x, T / p rows instead of T."""
+    """dW [O, C] from dy [..., T, O]: the product of dy's sums and x's means, with T / p rows instead of T."""
     tokens = dy.size(-2)
     whole = tokens // window * window
     sums = dy.new_empty(*dy.shape[:-2], pooled.size(-2), dy.size(-1))
@@ -46,9 +46,9 @@ def pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
 
 
 def pooled_image_pack(x: Tensor, window: int) -> Tensor:
-    """[..., ceil(H / p), ceil(W / p)]: means of p x p squares of x [..., H, W], at the edges of what is left."""
+    """[..., ceil(H / p), ceil(W / p)]: means of p x p squares of x [..., H, W]; squares at the edges may be smaller."""
     maps = x.reshape(-1, 1, *x.shape[-2:])
-    # a padding of zeros that does not count: ceil_mode divides by what lies inside
+    # with ceil_mode the padding does not count: a sum is divided by the number of pixels inside
     means = avg_pool2d(maps.to(work_dtype(x.dtype)), window, ceil_mode=True, count_include_pad=False)
     return means.to(x.dtype).view(*x.shape[:-2], *means.shape[-2:])
 

@@ -1,4 +1,4 @@
-"""A fixed number of rows that stand for all in a sum over rows, without bias."""
+"""A fixed number of rows that represents all rows in a sum over rows, without bias."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import Tensor
 from ..groups import work_dtype
 from ..rng import uniform
 
-# what the probabilities of all rows add up to, as integers
+# the sum of all rows' probabilities as integers
 _MASS = 1 << 48
 
 
 def row_sample_pack(
     x: Tensor, k: int, winner_take_all: bool, stratified: bool, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose k rows of x [R, D], k <= R, with probabilities p proportional to their norms, times `factor` [R] >= 0.
+    """Choose k rows of x [R, D], k <= R, with probabilities p proportional to their norms times `factor` [R] >= 0.
 
-    The c rows of largest norm are kept for certain, c the minimiser of (1 - P_c) / (k - c) with P_c their probability
-    (none without `winner_take_all`), and k - c are drawn with replacement among the others by the codecs'
-    generator. c is a tensor: no shape follows from it.
+    The c rows of largest norm are always kept; c minimises (1 - P_c) / (k - c), where P_c is the sum of their
+    probabilities (without `winner_take_all`, c is 0). The other k - c rows are drawn with replacement by the codecs'
+    generator. c is a tensor: no shape depends on it.
 
     Returns:
         rows [k, D], each times its weight: 1 if certain, (1 - P_c) / ((k - c) p) if drawn. index int32 [k].
@@ -34,22 +34,22 @@ def row_sample_pack(
     rest = mass.scatter(0, largest.indices, torch.where(is_certain, 0, largest.values))
     drawn = _draw(rest.cumsum(0), slot - certain, k - certain, total.dtype, stratified)
     index = torch.where(is_certain, largest.indices, drawn)
-    # nothing is left to draw where all other rows are zero: the place stays empty
+    # if all other rows are zero, there is nothing to draw, and the place stays empty
     weight = torch.where(rest[drawn] > 0, rest.sum() / ((k - certain) * rest[drawn]).clamp_min(1), 0)
-    # a NaN or inf of x makes the sum of norms one, and so every row that is kept
+    # a NaN or inf of x makes the sum of norms NaN or inf, and with it every kept row
     weight = torch.where(is_certain, 1, weight) + total * 0
     rows = x.index_select(0, index).to(work_dtype(x.dtype))
     return rows.mul_(weight.unsqueeze(1)).to(x.dtype), index.to(torch.int32)
 
 
 def _masses(x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The probability of each row as an integer, int64 [R]; the sum of the norms.
+    """The probability of each row as an integer, int64 [R], and the sum of the norms.
 
-    Integers, because their sums are exact and the same in any order: a float prefix sum on a device is not, and a
-    checkpoint's recomputation has to draw the same rows. Rows below 2^-49 of the sum count as zero.
+    They are integers because sums of integers are exact and the same in any order. A prefix sum of floats on a GPU is
+    not, and a checkpoint's second pass must draw the same rows. Rows below 2^-49 of the sum count as zero.
     """
     norms = torch.linalg.vector_norm(x, dim=1, dtype=work_dtype(x.dtype))
-    # as wide as the device has it
+    # in the widest dtype of the device
     norms = norms if x.device.type == "mps" else norms.double()
     if factor is not None:
         norms = norms * factor.to(norms.dtype)
@@ -59,30 +59,30 @@ def _masses(x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _certain(largest: Tensor, total: Tensor) -> Tensor:
-    """How many of the largest masses [k], descending, are kept for certain: at most k - 1."""
+    """How many of the largest masses [k], descending, are always kept: at most k - 1."""
     k = largest.size(0)
-    # what is left after c = 0 ... k - 1
+    # the mass that is left after c = 0 ... k - 1 rows
     left = total - torch.nn.functional.pad(largest.cumsum(0)[:-1], (1, 0))
     return (left / torch.arange(k, 0, -1, device=largest.device)).argmin()
 
 
 def _draw(edges: Tensor, slot: Tensor, draws: Tensor, dtype: torch.dtype, stratified: bool) -> Tensor:
-    """Rows int64 [k] by the prefix sums `edges` [R] of their masses; places with a negative slot do not count."""
+    """Rows int64 [k], found by the prefix sums `edges` [R] of their masses; negative slots mark unused entries."""
     point = uniform((slot.size(0),), dtype, edges.device)
     if stratified:
-        # one in each of `draws` equal parts
+        # one draw in each of `draws` equal parts
         point = (point + slot) / draws
     point = (point * edges[-1]).to(torch.int64).clamp(min=0).minimum(edges[-1] - 1)
     return torch.searchsorted(edges, point, right=True).clamp_max(edges.size(0) - 1)
 
 
 def row_sample_unpack(rows: Tensor, index: Tensor, count: int) -> Tensor:
-    """x [R, D] in expectation: the kept rows at their places, those drawn twice added up, zeros elsewhere."""
+    """x [R, D] in expectation: kept rows in their places (those drawn twice are added), zeros elsewhere."""
     out = rows.new_zeros(count, rows.size(1))
-    # index_put sums in a fixed order on every device, index_add does not
+    # index_put sums in a fixed order on every device; index_add does not
     return out.index_put_((index,), rows, accumulate=True)
 
 
 def row_sample_grad_weight(dy: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    """dW [O, D], unbiased: the product over the k kept rows alone. dy [R, O]."""
+    """dW [O, D] without bias: the product over the k kept rows alone. dy [R, O]."""
     return dy.index_select(0, index).t().mm(rows)

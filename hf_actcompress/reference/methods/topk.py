@@ -1,4 +1,4 @@
-"""The largest entries of each row, as values and a bit mask, or values and the index in the row."""
+"""The largest entries of each row: their values, and their places as a bit mask or as indices in the row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..not_finite import nothing, spoiled
 
 
 def index_dtype(features: int) -> torch.dtype:
-    """The narrowest integer that tells that many positions apart (int16 wraps around: read it as unsigned)."""
+    """The narrowest integer dtype for so many positions (int16 wraps around: read it as unsigned)."""
     if features <= 1 << 8:
         return torch.uint8
     return torch.int16 if features <= 1 << 16 else torch.int32
@@ -26,8 +26,9 @@ def topk_pack(x: Tensor, k: int, masked: bool, sigmas: float | None = None) -> t
         x: bf16, fp16, fp32 or fp64.
         k: Entries per row, at most D.
         masked: Whether positions are kept as one bit per element, or as an index per entry.
-        sigmas: None: the k largest magnitudes. Else those further than that many standard deviations of the whole
-            tensor from its mean, first come first kept, which takes no sort; what is left of k is filled with others.
+        sigmas: None: keep the k largest magnitudes. Otherwise: keep the first k entries that differ from the tensor's
+            mean by more than so many standard deviations, which takes no sort; if there are fewer, the first others
+            follow.
 
     Returns:
         values [R, k] in order of position, all NaN if x has a NaN or inf; mask uint8 [R, ceil(D / 8)] or index [R, k]
@@ -46,15 +47,15 @@ def topk_pack(x: Tensor, k: int, masked: bool, sigmas: float | None = None) -> t
         else:
             mean, bound = moments
             index = _first_outside(chunk, mean, bound, k)
-            # a NaN or inf anywhere makes the bound one
+            # a NaN or inf anywhere makes the bound NaN or inf
             values[part] = chunk.gather(1, index) + (bound * 0).to(x.dtype)
         if masked:
-            # a row ends with its byte
+            # a row ends with a whole byte
             mask = torch.zeros(chunk.size(0), where.size(1) * 8, dtype=torch.bool, device=x.device)
             where[part] = pack_mask(mask.scatter_(1, index, True)).view(chunk.size(0), -1)
         else:
             where[part] = index.to(where.dtype)
-    # NaN and inf are the largest: a row that has one keeps one
+    # NaN and inf count as the largest, so a row that has one keeps one
     return spoiled(values), where
 
 
@@ -72,7 +73,7 @@ def _first_outside(chunk: Tensor, mean: Tensor, bound: Tensor, k: int) -> Tensor
     count = outside.cumsum(1, dtype=torch.int32)
     others = torch.arange(1, chunk.size(1) + 1, dtype=torch.int32, device=chunk.device) - count
     keep = torch.where(outside, count <= k, others <= k - count[:, -1:])
-    # the entries that are not kept all go to one place too many
+    # all entries that are not kept go to one extra place, which is cut off
     place = torch.where(keep, keep.cumsum(1) - 1, k)
     position = torch.arange(chunk.size(1), device=chunk.device).expand_as(place)
     return position.new_empty(chunk.size(0), k + 1).scatter_(1, place, position)[:, :k]
@@ -87,17 +88,17 @@ def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> T
 
 
 def topk_grad_weight(dy: Tensor, values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
-    """dW [O, D] = dy^T x of dy [R, O] and the kept entries of x: a few rows of x are made dense at a time."""
+    """dW [O, D] = dy^T x from dy [R, O] and the kept entries of x; a few rows of x are made dense at a time."""
     return chunked_grad_weight(_dense_rows, dy, values, where, features, masked)
 
 
 def chunked_grad_weight(
     dense_rows: Callable[..., Tensor], dy: Tensor, values: Tensor, where: Tensor, features: int, masked: bool
 ) -> Tensor:
-    """`topk_grad_weight` with what makes rows dense given: `_dense_rows` or a kernel."""
+    """`topk_grad_weight` with the function that makes rows dense as an argument: `_dense_rows` or a kernel."""
     if values.size(0) <= chunk_rows(features, values.device):
         return dy.t().mm(dense_rows(values, where, features, masked))
-    # the sum over chunks in the work dtype: rounding every partial sum to bf16 would add up
+    # the sum over chunks is in the work dtype, because rounding each partial sum to bf16 would add up
     out = dy.new_zeros(dy.size(1), features, dtype=work_dtype(dy.dtype))
     for part in row_slices(values.size(0), features, values.device):
         out += dy[part].t().mm(dense_rows(values[part], where[part], features, masked))

@@ -14,11 +14,11 @@ from .setting import Setting
 
 
 def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode, *, text_only: bool = False) -> dict[str, Any]:
-    """A batch without padding whose labels all count, with pictures where the model takes some beside its text.
+    """A batch without padding, all of whose labels count, with pictures if the model takes them beside its text.
 
     Raises:
-        ModelConfigError: The model's forward takes no labels, or an input that is not known here; or it has no decoder,
-            and a length of the labels was given.
+        ModelConfigError: The model's forward takes no labels, or an input that is not known here; or a length of the
+            labels was given for a model without a decoder.
     """
     b, s = setting.batch_size, setting.seq_len
     outer = unwrapped(model)

@@ -1,4 +1,4 @@
-"""A compiled step on fake tensors: Inductor's graphs of the model, without the code that it would make of them."""
+"""A compiled step on fake tensors: it uses Inductor's graphs of the model, and no code is generated from them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Batch = dict[str, Any]
 
 
 class CompiledStep:
-    """The forward of a model as one compiled graph, to be run again on the same fake tensors.
+    """The forward of a model as one compiled graph, which can be run again on the same fake tensors.
 
     Args:
-        model: On fake tensors, patched or not. It is traced; nothing is generated.
-        batch: Fake tensors.
-        mode: Theirs.
-        cuda: Trace the calls of a CUDA device.
-        autocast: The context of the forward.
+        model: The model on fake tensors, patched or not. It is traced; no code is generated.
+        batch: The inputs, on fake tensors.
+        mode: The FakeTensorMode of these tensors.
+        cuda: Whether to trace the calls of a CUDA device.
+        autocast: The context in which the forward runs.
 
     Raises:
         ModelConfigError: torch.compile cannot trace the model as one graph.
@@ -64,7 +64,7 @@ class CompiledStep:
         self._position = list(map(id, self._results)).index(id(loss))
         self._results = ()
         with mode:
-            # the graph of the backward may be made at its first run
+            # the backward's graph may be made when it first runs
             run_backward(loss)
         model.zero_grad(set_to_none=True)
 
@@ -78,14 +78,14 @@ class CompiledStep:
         return call
 
     def loss(self, allocator: FakeAllocator) -> Tensor:
-        """The loss; what is made on the way is counted but for what a kernel has in registers."""
+        """The loss. What the graph makes is counted, except what a fused kernel holds in registers."""
         assert self._call is not None
         self._watcher.allocator = allocator
         loss: Tensor = self._call(*self._args)[self._position]
         return loss
 
     def module_of(self, x: Tensor) -> str | None:
-        """The module that reads a tensor that the forward has saved."""
+        """The name of the module that reads this saved tensor."""
         return self._watcher.module_of(x)
 
 

@@ -1,5 +1,5 @@
-"""What a CUDA device keeps where a CPU keeps something else, as a table of rules, so that neither it nor a build of
-torch for it is needed.
+"""A table of rules for what a CUDA device keeps where a CPU keeps something else. So an estimate for a CUDA device
+needs neither the device nor a build of torch for it.
 
 | call | a CPU keeps | a CUDA device keeps | rule |
 |---|---|---|---|
@@ -28,9 +28,9 @@ from .masks import KnownMasks
 
 aten = torch.ops.aten
 
-# bytes: the smallest block of CUDA's caching allocator
+# bytes of the smallest block of CUDA's caching allocator
 BLOCK = 512
-# mean and rstd
+# op -> the results that a CUDA device has in fp32: mean and rstd
 IN_FP32 = {aten.native_layer_norm.default: (1, 2)}
 # a mask is padded to a multiple of this many keys
 _MASK_ALIGNMENT = 16
@@ -38,7 +38,7 @@ _FLASH_HEAD = 256
 
 
 class CudaCalls(TorchFunctionMode):
-    """The same ops where a compiler traces: masks are the compiled code's business."""
+    """The CUDA ops for a model that a compiler traces. Masks are not made known here: the compiled code makes them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.dropout:
@@ -49,7 +49,7 @@ class CudaCalls(TorchFunctionMode):
 
 
 class CudaRules(KnownMasks):
-    """Runs fused CUDA ops of fake tensors in place of what a CPU composes."""
+    """Replaces calls on fake tensors that a CPU composes of several ops by CUDA's fused ops."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,7 +77,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if torch.is_autocast_enabled("cpu"):
-        # as autocast does it before torch chooses the kernel; the kernels called here are below it
+        # autocast casts before torch chooses a kernel, and the kernels called here are below autocast
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(dtype) for x in (query, key, value))
         attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
@@ -87,7 +87,7 @@ def _attention(
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
     if grouped:
-        # by its own name: `sdpa_kernel` chooses for all threads of the process
+        # called by its own name, because `sdpa_kernel` would choose for all threads of the process
         math = aten._scaled_dot_product_attention_math
         mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
         return math(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]  # type: ignore[no-any-return]
@@ -97,7 +97,7 @@ def _attention(
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """The additive mask that torch makes in each call, its rows padded in memory; [B, H, S, K] as a view."""
+    """The additive mask that torch makes in each call, [B, H, S, K], as a view of memory whose rows are padded."""
     if mask is None:
         return None
     mask = _additive(mask, query.dtype)

@@ -1,7 +1,7 @@
-"""A stand-in for the allocator: which storages a step would hold, without any of its data.
+"""A stand-in for the allocator: which storages a step would hold, without any of their data.
 
-torch's own trackers (`torch.distributed._tools`) sort storages into parameters, gradients and the rest by hooks on the
-modules, and know neither what backward keeps nor data-dependent ops; so this counts for itself.
+torch's own trackers (`torch.distributed._tools`) tell parameters, gradients and other storages apart by hooks on the
+modules. They know neither what backward keeps nor ops whose results depend on data, so this class counts itself.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
 IGNORE_INDEX = -100
-# what makes tensors with values out of none, and of how many elements values are worked with
+# ops that make tensors with known values from nothing, and the most elements for which values are computed
 _LITERALS, _MOST_KNOWN = (
     (aten.lift_fresh.default, aten.arange.default, aten.arange.start, aten.arange.start_step),
     2**16,
 )
-# of a CPU's fused attention, as torch counts
+# results of torch's op that chooses a CPU's attention kernel
 _MATH, _FUSED = 0, 1
 
 
 def _grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """The result of a grouped product: of rows [S, k] with [E, k, n], or of [m, S] with [S, n] for each group."""
+    """An empty result of a grouped product: of rows [S, k] with [E, k, n], or of [m, S] with [S, n] for each group."""
     if a.dim() == b.dim() == 2:
         return a.new_empty(offsets.numel(), a.size(0), b.size(1))
     return a.new_empty(*a.shape[:-1], b.size(-1))
@@ -48,25 +48,25 @@ def _grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the fake storages that are made while it is on. Enter it inside the FakeTensorMode.
 
-    It also answers what programs ask of values that are not there, as for a batch without padding whose labels all
-    count but for those that the model itself appends (the last position of a causal model).
+    Some code asks for values, which fake tensors do not have. The answers are those for a batch without padding, all of
+    whose labels count except those that the model itself appends (the last position of a causal model).
 
     Args:
-        block: Sizes are rounded up to a multiple of this (512 bytes in CUDA's caching allocator).
-        workspaces: Bytes that kernels take while they run, by op.
-        in_fp32: Which results of an op the device has in fp32, whatever a CPU has.
-        results: What ops are known to make; what is found out is added.
+        block: Sizes are rounded up to a multiple of this many bytes (512 in CUDA's caching allocator).
+        workspaces: Op -> bytes that its kernel takes while it runs.
+        in_fp32: Op -> the results that the device has in fp32, whatever a CPU has.
+        results: Op and arguments -> result, as far as known; new ones are added.
 
     Attributes:
-        live_bytes: Of the storages that are alive now.
+        live_bytes: Bytes of the storages that are alive now.
         peak_bytes: The highest `live_bytes` so far.
         draws: How often random numbers have been drawn.
-        timeline: `live_bytes` each time that something was added to them.
-        changes: The size of each storage without rounding: positive when it was made, negative when it was dropped.
-        marks: How many changes there had been at each entry of the timeline.
+        timeline: `live_bytes` after each allocation.
+        changes: The size of each storage without rounding: positive when it is made, negative when it is freed.
+        marks: For each entry of the timeline, how many changes there were before it.
     """
 
-    # of compiled graphs, such as an op whose generator's state is kept
+    # compiled graphs contain such ops, for instance around an op whose generator state is kept
     supports_higher_order_operators = True
 
     def __init__(
@@ -85,11 +85,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.marks: list[int] = []
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
-        # results of `all`: nothing is padded
+        # results of `all`, which are true, because nothing is padded
         self._true: list[weakref.ref[Tensor]] = []
-        # small tensors with real values
+        # small tensors whose values are known
         self._known = WeakIdKeyDictionary()
-        # rows of a picture's that were put among those of a text
+        # how many rows of picture features were scattered among those of the text
         self._scattered: int | None = None
         self._appended_labels = 0
         self._muted = self._elsewhere = False
@@ -101,7 +101,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            # more than half of all calls: autograd asks for every tensor that it touches
+            # this is more than half of all calls: autograd asks it for every tensor that it touches
             return args[0].fake_device
         kwargs = kwargs or {}
         if self._known and (func in _LITERALS or self._all_known((args, kwargs))):
@@ -111,7 +111,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if all(x.numel() <= _MOST_KNOWN and not x.is_floating_point() for x in tensors):
                 self.know(tensors)
                 return result
-        # a higher-order op has no tags
+        # a higher-order op has no `tags`
         self.draws += torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         answer = self._answer(func, args)
         if answer is not None:
@@ -123,7 +123,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for position in self.in_fp32.get(func, ()):
             self.count(result[position], 4 * result[position].numel())
         for x in (result,) if type(result) is FakeTensor else tree_leaves(result):
-            # logits that are not computed are on the meta device, where there is no memory
+            # the meta device has no memory: logits that are not computed are on it
             if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
                 self.count(x)
         workspace = self.workspaces.get(func)
@@ -132,21 +132,21 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def works_in(self, *sizes: int) -> None:
-        """Note what is there for a moment beside what is alive now: bytes of each piece."""
+        """Note the peak at which pieces of these sizes in bytes are alive for a moment beside what is alive now."""
         self.changes.extend(sizes)
         self._note_peak(self.live_bytes + sum(map(self.rounded, sizes)))
         self.changes.extend(-size for size in sizes)
 
     def rounded(self, nbytes: int) -> int:
-        """A size as the allocator sees it."""
+        """The size of the block that the allocator gives for so many bytes."""
         return -(-nbytes // self.block) * self.block
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
-        """What a storage counts for."""
+        """The bytes that are counted for a storage."""
         return self.rounded(self._sizes.get(storage._cdata, 0))
 
     def count(self, x: Tensor, nbytes: int | None = None) -> None:
-        """Add x's storage if it is not known yet, with its own size or another."""
+        """Add x's storage if it is not counted yet, with its own size or with `nbytes`."""
         for storage in storages_of(x):
             if storage._cdata not in self._sizes:
                 self._count(storage, storage.nbytes() if nbytes is None else nbytes)
@@ -161,13 +161,13 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_peak(self.live_bytes)
 
     def forget(self) -> None:
-        """Leave out what is there now, and begin to count anew."""
+        """Stop counting what is alive now, and start from zero."""
         self._sizes = dict.fromkeys(self._sizes, 0)
         self.live_bytes = self.peak_bytes = 0
         self.timeline, self.changes, self.marks = [], [], []
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """A storage that is counted has another size now."""
+        """Note that a storage which is counted has another size now."""
         key = storage._cdata
         if self._sizes.get(key, nbytes) != nbytes:
             change = nbytes - self._sizes[key]
@@ -178,12 +178,12 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_peak(self.live_bytes)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """What was there before, or is not on the device."""
+        """Do not count these tensors: they existed before, or are not on the device."""
         for x in tensors:
             self.count(x, 0)
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Tensors with real values: what is computed from nothing else has real values, too. They are not counted."""
+        """Give these tensors real values, uncounted. What is computed from such tensors alone has real values, too."""
         self._known.update((x, None) for x in tensors)
 
     def _all_known(self, arguments: Any) -> bool:
@@ -192,9 +192,9 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def results_only(self, note: bool = True) -> Iterator[None]:
-        """A call that becomes one kernel: what it makes on the way is not counted, what it leaves behind is.
+        """A call that becomes one kernel: its temporary tensors are not counted, its results are.
 
-        With `note=False` what it leaves behind is not noted before the next allocation.
+        With `note=False` the results enter the timeline at the next allocation only.
         """
         muted, self._muted = self._muted, True
         try:
@@ -206,7 +206,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """What is made inside lies in host memory, or stands for something that was counted."""
+        """What is made inside is not counted: it is in host memory, or stands for something that was counted."""
         self._elsewhere = True
         try:
             yield
@@ -214,10 +214,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._elsewhere = False
 
     def _accumulated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The sum of two gradients of one tensor, as the engine makes it.
+        """The sum of two gradients of one tensor, counted as on a real device.
 
-        The engine writes the sum into the first gradient if nobody else holds that, but never into a fake tensor. So
-        both are not there at once. A first gradient that somebody holds stays, and the next allocation notes that.
+        There the engine writes the sum into the first gradient if nobody else holds that one; on fake tensors it never
+        does. So the sum and the first gradient are not counted as alive at once. If somebody holds the first gradient,
+        it stays counted, and the next allocation notes that.
         """
         with self.results_only(note=False):
             result = self._calls(func, args, kwargs)
@@ -256,12 +257,12 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(x, FakeTensor):
             return None
         if func is aten._local_scalar_dense.default:
-            # "are all of them ...": yes; "is any ...", "how many ...": none
+            # "are all of them ...?" is answered with yes, "is any ...?" with no, "how many ...?" with none
             return lambda: any(known() is x for known in self._true) if x.dtype == torch.bool else 0
         if func is aten.equal.default:
             return lambda: True
         if func is aten._grouped_mm.default and x.dtype != torch.bfloat16:
-            # torch knows the shape of its result for bf16 alone
+            # torch computes the shape of the result for bf16 only
             return lambda: self._counted(_grouped(*args[:3]))
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
             mask = args[1][0]

@@ -1,7 +1,7 @@
-"""The reference functions as a CUDA device has them: one kernel each, which makes nothing but its results.
+"""Runs the functions of `reference` as a CUDA device does: each as one kernel, which allocates only its results.
 
-What a kernel makes follows from the shapes of its arguments. A reference function goes through its chunks with hundreds
-of ops, so it runs once for each set of shapes; after that its results are made anew, empty.
+The shapes of the arguments decide what a kernel allocates. A reference function works in chunks, with hundreds of ops.
+So it runs once per set of shapes; later calls get new, empty results of the same kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ....reference.linear_cross_entropy import chunk_sizes
 from .fake_allocator import FakeAllocator
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
 
-# what kernels take while they run, beside their results, from their arguments
+# function -> bytes that its kernel takes while it runs, beside the results, computed from its arguments
 _WORKING: dict[str, Callable[..., Sequence[int]]] = {
     "linear_cross_entropy_fwd": lambda h, weight, bias, target, pointwise, dtype: chunk_sizes(h, weight, pointwise),
     "linear_cross_entropy_bwd": lambda dlosses, h, weight, bias, target, maximum, log_sum, pointwise, needs: (
@@ -37,7 +37,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Si
 
 @dataclass(frozen=True)
 class Fresh:
-    """A tensor that a kernel made, with a storage of its own."""
+    """Describes a tensor that a kernel made with a storage of its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,7 +45,7 @@ class Fresh:
 
     @property
     def nbytes(self) -> int:
-        """Of the smallest storage that holds it."""
+        """Bytes of the smallest storage that holds it."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
@@ -55,7 +55,7 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Result:
-    """What a function returned: plain values, and tensors in place of which stands what they were."""
+    """What a function returned: plain values as they are, and a description in place of each tensor."""
 
     leaves: tuple[Any, ...]
     form: TreeSpec
@@ -65,22 +65,22 @@ class Result:
 
 
 class KernelResults(Results[Result]):
-    """(name, arguments) -> the result; None for one that has to be computed each time."""
+    """(name, arguments) -> the result; None if it has to be computed in each call."""
 
 
 class Kernels:
     """The functions of `reference` for a step on fake tensors.
 
     Args:
-        allocator: Counts results alone.
-        known: Earlier results, to which others are added.
+        allocator: Counts the results of each function and no temporary tensors.
+        known: Earlier results; new ones are added.
     """
 
     def __init__(self, allocator: FakeAllocator, known: KernelResults) -> None:
         self._allocator, self._known = allocator, known
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function of that name, as one kernel if it is one on the device."""
+        """The function of that name; where the device runs it as one kernel, it is counted as one."""
         function: Callable[..., Any] = getattr(reference, name)
         if name not in KERNELS or name in TIMED:
             return function
@@ -110,7 +110,7 @@ class Kernels:
         return made
 
     def _described(self, made: Any, arguments: Any) -> Result | None:
-        """None if a result is part of an argument or of another one, or the device has it in another size."""
+        """Describe the results; None if one shares memory with another tensor, or has another size on the device."""
 
         def counted(x: Tensor) -> bool:
             nbytes = x.untyped_storage().nbytes()
@@ -142,7 +142,7 @@ def _described(made: Any, arguments: Any, is_plain: Callable[[Tensor], bool]) ->
 
 
 def _kind(name: str, args: Any, kwargs: Any) -> Hashable | None:
-    """What calls have in common that differ in sizes."""
+    """A value that is equal for calls which differ only in sizes."""
     try:
         return name, torch.is_autocast_enabled("cpu"), kind_of(args), kind_of(tuple(sorted(kwargs.items())))
     except NoKind:
@@ -150,7 +150,7 @@ def _kind(name: str, args: Any, kwargs: Any) -> Hashable | None:
 
 
 def _on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> Result | None:
-    """The result as the meta device has it."""
+    """The result that the call has on the meta device."""
     over: list[Tensor] = []
     with without_dispatch_modes(), suppress(*REFUSALS):
         made = function(*aliases(args, over), **aliases(kwargs, over))
@@ -159,7 +159,7 @@ def _on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> Result | N
 
 
 def _key(name: str, args: Any, kwargs: Any) -> Hashable:
-    """What the sizes of the results depend on; None if that is not known."""
+    """A value that decides the sizes of the results; None if they may depend on more."""
     leaves, form = tree_flatten((args, kwargs))
     parts: list[Any] = [name, form, torch.is_autocast_enabled("cpu")]
     for x in leaves:
@@ -170,7 +170,7 @@ def _key(name: str, args: Any, kwargs: Any) -> Hashable:
         elif isinstance(x, _PLAIN):
             parts.append((type(x), x))
         elif callable(x):
-            # of the elements of chunks: changes no size
+            # a function of a chunk's elements does not change any size
             parts.append(Callable)
         else:
             return None

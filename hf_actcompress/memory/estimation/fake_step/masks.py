@@ -1,9 +1,9 @@
-"""Masks whose values transformers asks for, in a step on tensors that have none.
+"""Answers transformers' questions about masks in a step on tensors that have no values.
 
-Before transformers builds an attention mask it looks whether one is needed: is any token padding, does a row hold
-several sequences? It never looks into a fake tensor, because it takes that for a compiler's: it builds the mask. So the
-few tensors that it asks are handed out as real ones, with the values of a batch without padding and with one sequence
-in each row.
+Before transformers builds an attention mask it checks whether one is needed: is any token padding, does a row hold
+several sequences? It does not check fake tensors, because it takes them for a compiler's, and then builds the mask. So
+the few tensors that it checks are given out as real ones, with the values of a batch without padding and with one
+sequence in each row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....private_apis import FakeTensor, unset_fake_temporarily
 from .fake_allocator import FakeAllocator
 
-# how transformers asks; whatever else is done with such a tensor is done on fake ones
+# the functions with which transformers checks; all other functions get fake tensors
 _ASKS = (
     Tensor.__getitem__, Tensor.__eq__, Tensor.eq, Tensor.__invert__, Tensor.sum, Tensor.all, torch.all, Tensor.__bool__,
 )  # fmt: skip
 
 
 class KnownMasks(TorchFunctionMode):
-    """Makes those tensors real.
+    """Makes the tensors that transformers checks real.
 
     Args:
-        allocator: Counts them; None: they are not counted.
+        allocator: Counts these tensors; None: they are not counted.
     """
 
     def __init__(self, allocator: FakeAllocator | None = None) -> None:
@@ -44,7 +44,7 @@ class KnownMasks(TorchFunctionMode):
                 return self._noted(func(*args, **kwargs))
         result = func(*args, **kwargs)
         if func is Tensor.to and _is_padding_mask(result, kwargs):
-            # every token counts
+            # no token is padding
             return self._real(result, torch.ones)
         if func is Tensor.cumsum and _is_count_of_sequences(args):
             # every token belongs to the first sequence of its row
@@ -57,7 +57,7 @@ class KnownMasks(TorchFunctionMode):
 
     def _real(self, fake: Tensor, fill: Any) -> Tensor:
         with unset_fake_temporarily():
-            # one element, seen in every place
+            # one element, expanded to all places
             real: Tensor = fill((), dtype=fake.dtype).expand(fake.shape)
         if self._allocator is not None:
             self._allocator.count(real, fake.untyped_storage().nbytes())
@@ -71,10 +71,10 @@ class KnownMasks(TorchFunctionMode):
 
 
 def _is_padding_mask(x: Any, kwargs: Any) -> bool:
-    """``attention_mask.to(device=..., dtype=torch.bool)`` in masking_utils."""
+    """Whether the call is ``attention_mask.to(device=..., dtype=torch.bool)`` in masking_utils."""
     return kwargs.get("dtype") is torch.bool and "device" in kwargs and isinstance(x, FakeTensor) and x.dim() == 2
 
 
 def _is_count_of_sequences(args: Any) -> bool:
-    """``(position_diff != 1).cumsum(-1)`` in `find_packed_sequence_indices`."""
+    """Whether the call is ``(position_diff != 1).cumsum(-1)`` in `find_packed_sequence_indices`."""
     return len(args) == 2 and args[1] == -1 and args[0].dtype == torch.bool and args[0].dim() == 2

@@ -1,8 +1,9 @@
-"""Results for further sizes, from tensors of the meta device, which a fake tensor stands on.
+"""Results for further sizes, computed on the meta device, which is below fake tensors.
 
-To find out what a call makes of fake tensors takes torch a millisecond, on the meta device some microseconds. Mostly
-both say the same, but not always: a CPU's layer norm has its statistics in another dtype. So the first call of a kind
-is asked both ways, and where the answers are one, further calls of that kind, with other sizes, go to the meta device.
+To compute what a call returns for fake tensors takes torch a millisecond; on the meta device it takes microseconds.
+Most calls return the same in both, but not all: a CPU's layer norm has its statistics in another dtype. So the first
+call of a kind runs in both ways. If the results are the same, calls of that kind with other sizes run on the meta
+device.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _Found = TypeVar("_Found")
 
 
 class Results(dict[Hashable, _Found | None], Generic[_Found]):
-    """What calls are known to make, by their arguments; None: it is not the same for all such arguments.
+    """The known results of calls, by arguments; None: the result is not the same for all such arguments.
 
     Attributes:
-        kinds: Kind of call -> whether the meta device says the same.
+        kinds: Kind of call -> whether the meta device returned the same.
     """
 
     def __init__(self) -> None:
@@ -32,24 +33,24 @@ class Results(dict[Hashable, _Found | None], Generic[_Found]):
 
 
 class NoKind(Exception):
-    """An argument that a call on the meta device cannot be given."""
+    """The call has an argument that cannot be passed on the meta device."""
 
 
 def kind_of(x: Any) -> Hashable:
-    """What arguments of other sizes have in common with these."""
+    """A value that is equal for arguments which differ only in sizes."""
     kind = type(x)
     if kind is FakeTensor:
         return x.dtype, x.is_contiguous(), tuple(size == 1 for size in x.shape)
     if kind is list or kind is tuple:
         return (kind, *map(kind_of, x))
     if kind is torch.device or isinstance(x, Tensor):
-        # other tensors would be worked with as they are, with all their values
+        # a real tensor would take part with its values, and the call would really compute
         raise NoKind
     return (kind, x) if kind in (bool, str, torch.dtype) else (kind,)
 
 
 def aliases(x: Any, found: list[Tensor]) -> Any:
-    """The same arguments with tensors of the meta device over the same storages, which are added to `found`."""
+    """The same arguments on the meta device, as views of the same storages; the new tensors are added to `found`."""
     kind = type(x)
     if kind is FakeTensor:
         alias = torch.empty(0, dtype=x.dtype, device=_META)
@@ -61,5 +62,5 @@ def aliases(x: Any, found: list[Tensor]) -> Any:
 
 
 def is_plain_meta(x: Any) -> bool:
-    """Whether it is a tensor of the meta device, and nothing special."""
+    """Whether x is a tensor of the meta device, and of no subclass."""
     return type(x) is Tensor and x.device == _META and x.layout is torch.strided and not x.dtype.is_complex

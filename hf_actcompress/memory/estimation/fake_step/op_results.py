@@ -1,9 +1,9 @@
-"""What ops make of fake tensors of certain shapes, found out once.
+"""What ops return for fake tensors of given shapes, computed once and then remembered.
 
-Torch works out the result of each call anew, or looks for it under a key that is slow to make: that was most of the
-time of a step on fake tensors. The ops of a step are few, and each is called with the same shapes for every layer and
-for every strategy. So the first call goes to torch, and its result is noted by shape, stride, dtype and storage. A
-further call with such arguments makes tensors of that kind.
+torch computes the result of each call anew, or looks it up under a key that is slow to make; this took most of the time
+of a step on fake tensors. A step has few ops, and calls each with the same shapes for every layer and every strategy.
+So the first call goes to torch, and its result is noted by shape, stride, dtype and storage. A later call with such
+arguments makes new tensors of that kind.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _PLAIN = frozenset(
 
 
 class _NotPlain(Exception):
-    """An argument whose effect on the result is not known."""
+    """The call has an argument whose effect on the result is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor that an op returns.
+    """Describes a tensor that an op returns.
 
     Args:
-        shape, stride, offset, dtype: Of it.
-        of: The tensor argument whose storage it has; None: one of its own.
+        shape, stride, offset, dtype: The tensor's own.
+        of: Index of the tensor argument whose storage it shares; None: it has its own storage.
     """
 
     shape: tuple[int, ...]
@@ -54,12 +54,12 @@ class _Made:
 
     @property
     def nbytes(self) -> int:
-        """Of the smallest storage that holds it."""
+        """Bytes of the smallest storage that holds it."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
     def tensor(self, arguments: Sequence[Any]) -> Tensor:
-        """Such a tensor on the meta device."""
+        """Make such a tensor on the meta device."""
         if self.of is None:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
         storage = arguments[self.of].untyped_storage()
@@ -68,18 +68,18 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """The tensor argument of that number, returned as it is."""
+    """The op returns its tensor argument of this index itself."""
 
     number: int
 
 
-# the last is a plain value, or None
+# a plain value or None stands for itself
 _Leaf = _Made | _Same | Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What an op returns: one leaf, or several in a tuple or list."""
+    """What an op returns: one leaf, or a tuple or list of leaves."""
 
     leaves: tuple[_Leaf, ...]
     several: type | None
@@ -90,25 +90,25 @@ class OpResults(Results[_Result]):
 
 
 class OpCalls:
-    """Calls of ops in one step.
+    """Calls ops in one step, and remembers their results.
 
     Args:
-        known: What ops are known to make; what is found out is added.
+        known: Known results; new ones are added.
     """
 
     def __init__(self, known: OpResults) -> None:
         self._known = known
-        # of the mode of the latest call
+        # an empty fake tensor of the mode of the latest call
         self._template: Any = None
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``func(*args, **kwargs)``, inside of a dispatch."""
+        """``func(*args, **kwargs)``, called inside a dispatch."""
         arguments: list[Any] = []
         with without_torch_function_modes():
             key = _key(func, args, kwargs, arguments)
             mode = arguments[0].fake_mode if arguments else active_fake_mode()
             if mode is None:
-                # of real tensors
+                # the arguments include real tensors
                 key = None
             kind = None
             if key is not None and key not in self._known:
@@ -122,7 +122,7 @@ class OpCalls:
         result = func(*args, **kwargs)
         if key is not None and key not in self._known:
             with without_torch_function_modes():
-                # not of an op that gives an argument another shape or memory
+                # the result is not noted if the op gave an argument another shape or other memory
                 same = _storages(arguments) == before and _key(func, args, kwargs, []) == key
                 found = self._known[key] = _described(result, arguments, before) if same else None
                 if kind is not None and kind not in self._known.kinds:
@@ -145,7 +145,7 @@ class OpCalls:
 
 
 def _key(func: Any, args: Any, kwargs: Any, arguments: list[Any]) -> Hashable:
-    """What decides the sizes of the result; None if that is not known. The fake tensors are added to `arguments`."""
+    """A value that decides the sizes of the result; None if unknown. The fake tensors are appended to `arguments`."""
     try:
         return func, _part(args, arguments), _part(tuple(kwargs.items()), arguments) if kwargs else None
     except _NotPlain:
@@ -181,7 +181,7 @@ def _storages(arguments: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _kind(func: Any, args: Any, kwargs: Any, arguments: Sequence[Any]) -> Hashable | None:
-    """What calls have in common that differ in sizes; None for a call that makes nothing new out of tensors."""
+    """A value that is equal for calls which differ in sizes only; None for a call that makes no new tensors."""
     schema = getattr(func, "_schema", None)
     if not arguments or schema is None or schema.is_mutable:
         return None
@@ -192,7 +192,7 @@ def _kind(func: Any, args: Any, kwargs: Any, arguments: Sequence[Any]) -> Hashab
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> _Result | None:
-    """The result as the meta device has it."""
+    """The result that the call has on the meta device."""
     over: list[Tensor] = []
     with unset_fake_temporarily(), suppress(*REFUSALS):
         result = func(*aliases(args, over), **{name: aliases(x, over) for name, x in kwargs.items()})
@@ -206,7 +206,7 @@ def _described(
     storages: Sequence[tuple[int, int]],
     is_plain: Callable[[Any], bool] = _is_plain,
 ) -> _Result | None:
-    """None for what is no tensor of torch's plain kind, or shares a storage in another way than a view does."""
+    """Describe the result; None if it has a subclass of tensor, or shares storage in another way than a view does."""
     several = type(result) if type(result) in (tuple, list) else None
     owners = {key: index for index, (key, _) in reversed(list(enumerate(storages)))}
     leaves: list[_Leaf] = []

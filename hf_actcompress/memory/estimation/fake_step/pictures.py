@@ -1,4 +1,4 @@
-"""The pictures of a vision-language model's batch: one in each sequence, in the layout that the forward takes."""
+"""The pictures of a vision-language model's batch: one per sequence, in the layout that the model's forward takes."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from torch import Tensor
 from ....errors import ModelConfigError
 from ....private_apis import unset_fake_temporarily
 
-# of models that take any size and are told how many patches there are
+# side of a picture for models that take any size, and the input that says how many patches it has
 _SIDE, _GRID = 448, "image_grid_thw"
 _VISION = ("vision_config", "vision_tower_config", "backbone_config")
-# these mark in the sequence what is of a picture
+# inputs that mark which tokens of the sequence belong to a picture
 _MARKS = ("token_type_ids", "mm_token_type_ids")
-# layouts in which the rows of a picture's patches are padded
+# inputs of layouts in which the rows of patches are padded, which are not supported
 _NOT_KNOWN = ("spatial_shapes", "pixel_position_ids", "image_position_ids")
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside of PEFT's."""
+    """The model inside of PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def takes_pictures(model: Any) -> bool:
-    """Whether the forward takes tokens and pictures both."""
+    """Whether the forward takes both tokens and pictures."""
     model = unwrapped(model)
     names = inspect.signature(type(model).forward).parameters
     return "input_ids" in names and "pixel_values" in names and _vision(model) is not None
 
 
 def described(model: Any) -> str:
-    """What is assumed of pictures, for people."""
+    """A sentence for users that says which pictures are assumed."""
     (height, width), (down, across) = _size(unwrapped(model))
     return f"a picture of {height} x {width} ({down * across:,} patches) in each sequence, whose tokens include its own"
 
 
 def pictures(model: Any, rows: int, seq_len: int) -> dict[str, Tensor]:
-    """One picture for each of `rows` sequences, and what goes with it. Call it inside of the FakeTensorMode.
+    """One picture for each of `rows` sequences, and the other inputs that go with it. Call it in the FakeTensorMode.
 
     Returns:
-        Arguments of the forward. Those that say how many patches a picture has are real tensors: forwards read them.
+        Arguments of the forward. Those that say how many patches a picture has are real tensors, because forwards read
+        their values.
 
     Raises:
         ModelConfigError: The model takes pictures in a layout that is not known here.
@@ -68,22 +69,22 @@ def pictures(model: Any, rows: int, seq_len: int) -> dict[str, Tensor]:
         places = {name: torch.empty(rows, *shape, dtype=torch.int64) for name, shape in shapes.items()}
         return {**marks, **places, "pixel_values": _pixels(model, rows, 1, tiles, *one)}
     if hasattr(model.config, "image_grid_pinpoints"):
-        # the picture as a whole, and its one tile
+        # height and width of the whole picture, which is its only tile
         sizes = {"image_sizes": _real([list(one[1:])] * rows)}
         return {**marks, **sizes, "pixel_values": _pixels(model, rows, 2, *one)}
-    # of several tiles there is one
+    # models that cut a picture into tiles get one tile
     tiles = (1,) if "pixel_attention_mask" in names else ()
     return {**marks, "pixel_values": _pixels(model, rows, *tiles, *one)}
 
 
 def _patches(model: Any, vision: Any, rows: int, seq_len: int) -> dict[str, Tensor]:
-    """The patches of all pictures in one list, and how many each has."""
+    """The patches of all pictures in one list, and the number of patches of each."""
     down, across = _size(model)[1]
     height, width = _pair(vision.patch_size)
     depth = _channels(vision) * getattr(vision, "temporal_patch_size", 1) * height * width
     found = {"pixel_values": _pixels(model, rows * down * across, depth), _GRID: _real([[1, down, across]] * rows)}
     if hasattr(getattr(model, "model", None), "get_rope_index"):
-        # time, height and width, which the model would read off the tokens
+        # time, height and width of each token, which the model would compute from the tokens' values
         found["position_ids"] = torch.empty(3, rows, seq_len, dtype=torch.int64)
     return found
 
@@ -103,7 +104,7 @@ def _real(values: Any) -> Tensor:
 
 
 def _size(model: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Height and width of a picture, and how many patches there are in each direction."""
+    """Height and width of a picture, and the number of patches in each direction."""
     vision = _vision(model)
     patch = _pair(getattr(vision, "patch_size", 14))
     any_size = _GRID in inspect.signature(type(model).forward).parameters

@@ -1,4 +1,4 @@
-"""How long a sequence a model takes, where its positions are a table that is learned."""
+"""The longest sequence of a model whose positions are a learned table."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 from ....errors import ModelConfigError
 from ....models.root import root_module
 
-# GPT-2 calls its table so
+# parts of the names of position tables; GPT-2's is `wpe`
 _NAMES = ("position", "pos_emb", "wpe")
-# what a table has beside the positions: fairseq's models begin behind the padding token
+# rows of the table that are no positions: in fairseq's models positions start after the padding token
 _OFFSET = 2
 
 
 def check_length(model: nn.Module, seq_len: int) -> None:
-    """Raise ModelConfigError if the model has learned positions, and fewer than that."""
+    """Raise ModelConfigError if the model has learned positions, and fewer of them than `seq_len`."""
     root: Any = root_module(model)
     if getattr(root, "main_input_name", "input_ids") != "input_ids" or not hasattr(root, "config"):
         return

@@ -1,4 +1,4 @@
-"""Copies of a model on fake tensors, patched: what a step is run on, and may be run on again with another batch."""
+"""Patched copies of a model on fake tensors. Steps run on them; a copy may serve several batches."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .fake_allocator import FakeAllocator
 from .setting import Setting
 from .stand_ins import counted_checkpoints
 
-# torch sets a global while it works on a fake tensor, and puts back what was there before: of two threads at once each
-# would put back what the other one has set
+# while torch works on a fake tensor it sets a global and then restores it: two threads at once would restore each
+# other's values
 ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A copy of a model.
+    """A copy of a model that is ready for a step.
 
     Args:
         model: The copy.
-        mode: Of its tensors.
-        roles: Of its modules by name; empty where they were not asked for.
+        mode: The FakeTensorMode of its tensors.
+        roles: Module name -> role; empty if roles were not asked for.
     """
 
     model: nn.Module
@@ -44,15 +44,15 @@ class Ready:
 
 
 def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
-    """The copy of a model on the meta device under a setting, whose batch does not matter."""
+    """Copy and patch a model on the meta device under a setting; the setting's batch does not matter."""
     mode, fake = fake_copy(model, setting)
-    # probes run on real tensors; what they ask of the weights is answered as for those of a new model
+    # probes run on real tensors; if they need the values of weights, they get the answers for a new model
     with ONE_AT_A_TIME, FakeAllocator(), answers_kept(setting.answers):
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
             apply_config(fake, without_copies(_present(setting.config, fake)))
     if setting.compiled:
-        # a stock model that is estimated beside a patched one has one graph if that has
+        # compiled, a stock model has the same number of graphs as the patched one that it is compared with
         name_default_loss(fake)
     else:
         counted_checkpoints(fake, cuda=setting.cuda)
@@ -60,12 +60,12 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
 
 
 def without_copies(config: CompressionConfig) -> CompressionConfig:
-    """What a config is for a batch in which no two sequences begin alike, as far as anybody knows."""
+    """The config for a batch in which no two sequences are known to begin alike: without shared prompts."""
     return replace(config, share_prompts=False, programs=False) if config.share_prompts else config
 
 
 def is_reusable(setting: Setting) -> bool:
-    """Whether a step leaves a copy as it was: nothing is sharded, traced, or learnt in training."""
+    """Whether a step leaves its copy unchanged: nothing is sharded or traced, and no codec learns in training."""
     config = setting.config or CompressionConfig()
     codecs = map(CODECS.__getitem__, config.codecs)
     found = [codec.inner if isinstance(codec, Offload) else codec for codec in codecs]
@@ -74,10 +74,10 @@ def is_reusable(setting: Setting) -> bool:
 
 
 def fake_copy(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Module]:
-    """A mode, and a stock copy of the model on its fake tensors."""
+    """A FakeTensorMode, and a stock copy of the model on its fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if not setting.compiled:
-        # what ops make is noted by `OpCalls`: torch would note it a second time
+        # `OpCalls` remembers what ops return, so torch's own cache would only do it again
         mode.cache_enabled = False
     with mode:
         fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
@@ -87,7 +87,7 @@ def fake_copy(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Mo
 
 
 def _present(config: CompressionConfig, model: nn.Module) -> CompressionConfig:
-    """The config without checkpoints of layers that a shortened model has not."""
+    """The config without checkpoints of layers that the shortened model does not have."""
     layers = checkpointable(model)
     parts = (part for part in config.checkpoint if any(below(name, part) for name in layers))
     return replace(config, checkpoint=tuple(parts))

@@ -1,4 +1,4 @@
-"""How a step on fake tensors is run."""
+"""The setting of a step on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .op_results import OpResults
 
 @dataclass(frozen=True)
 class Setting:
-    """How the step is run.
+    """How a step is run.
 
     Args:
-        batch_size, seq_len: Of the batch.
-        config: What the model is patched with; None: not at all.
-        cuda: By the rules of a CUDA device, otherwise those of a CPU.
+        batch_size, seq_len: Sequences, and tokens per sequence.
+        config: The config that the model is patched with; None: it is not patched.
+        cuda: Whether to use the rules of a CUDA device; otherwise those of a CPU.
         autocast: Dtype of an autocast context around the forward, or None.
-        compiled: As torch.compile divides it, where it is one graph.
+        compiled: Whether torch.compile divides the step into its graphs; the model must be one graph.
         target_len: Tokens of an encoder-decoder model's labels; None: `seq_len`.
-        ranks: Processes over which the model is sharded by FSDP; 1: it is not.
-        trl_head: With the loss of TRL's trainers.
-        kernels: What each kernel was found to make, by the shapes of its arguments; a copy by `replace` shares it.
-        ops: What each op was found to make; shared likewise.
-        answers: Of the probes, by what they looked at; shared likewise.
+        ranks: Number of processes over which FSDP shards the model; 1: it is not sharded.
+        trl_head: Whether the loss is that of TRL's trainers.
+        kernels: What each kernel makes, by the shapes of its arguments; copies made by `replace` share the object.
+        ops: What each op makes; copies share it.
+        answers: The answers of the probes, by what they looked at; copies share it.
     """
 
     batch_size: int
@@ -46,9 +46,9 @@ class Setting:
 
     @property
     def block(self) -> int:
-        """The allocator's smallest block in bytes."""
+        """Bytes of the allocator's smallest block."""
         return BLOCK if self.cuda else 1
 
     def rounded(self, nbytes: int) -> int:
-        """A size as the allocator sees it."""
+        """The size of the block that the allocator gives for so many bytes."""
         return -(-nbytes // self.block) * self.block

@@ -1,7 +1,7 @@
 """A model sharded over several processes by `fully_shard` (FSDP2), in one process that stands for each of them.
 
-The collectives are those of torch's fake process group: they move nothing, and everything around them is as it is in
-a training. What a backend takes for itself inside of a collective is not counted.
+The collectives are those of torch's fake process group: they move no data, and everything around them is as in a real
+training. What a backend allocates for itself inside a collective is not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .fake_allocator import FakeAllocator
 
 @contextmanager
 def process_group(ranks: int) -> Iterator[DeviceMesh]:
-    """A group of so many processes, of which this is the first.
+    """A group of so many processes, in which this process is the first.
 
     Raises:
         ModelConfigError: This process belongs to a group already.
@@ -43,13 +43,13 @@ def process_group(ranks: int) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def sharded(model: nn.Module, mode: FakeTensorMode, ranks: int, mixed: torch.dtype | None) -> Iterator[None]:
-    """Each layer sharded, then the rest, as accelerate's wrap policy of transformer layers does; for good.
+    """Shard each layer, then the rest, as accelerate's transformer wrap policy does. The model stays sharded.
 
     Args:
-        model: On fake tensors.
-        mode: Theirs.
-        ranks: Processes; 1: nothing is done.
-        mixed: Dtype in which gathered weights are used and gradients are reduced; None: as they are.
+        model: The model on fake tensors.
+        mode: The FakeTensorMode of its tensors.
+        ranks: Number of processes; 1: nothing is done.
+        mixed: Dtype in which gathered weights are used and gradients are reduced; None: their own.
 
     Raises:
         ModelConfigError: Weights are quantised, or this process belongs to a group already.
@@ -71,19 +71,19 @@ def sharded(model: nn.Module, mode: FakeTensorMode, ranks: int, mixed: torch.dty
 
 
 def local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Of each tensor what this process has of it."""
+    """The part of each tensor that this process holds."""
     return (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
 
 
 def share(p: Tensor, ranks: int) -> Tensor:
-    """The largest share of a parameter that a process has: rows of its first dimension. On the meta device."""
+    """The largest share of a parameter that any process holds, some rows of its first dimension; on the meta device."""
     rows = -(-p.size(0) // ranks) if p.dim() else 1
     return torch.empty((rows, *p.shape[1:]) if p.dim() else (), dtype=p.dtype, device="meta")
 
 
 @contextmanager
 def resizes_counted(allocator: FakeAllocator) -> Iterator[None]:
-    """FSDP frees and allocates gathered weights by the size of their storages, which is no op of torch."""
+    """Count what FSDP frees and allocates: it resizes storages of gathered weights, which no op of torch shows."""
     stock = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:

@@ -1,7 +1,8 @@
-"""What a step on fake tensors gets in place of the real thing. Nothing is exchanged: other threads go on as before.
+"""What a step on fake tensors uses in place of the real functions. Nothing global is replaced for it, so that other
+threads are not disturbed.
 
-Our own functions ask for `StepRules` through a context variable. What torch and transformers ask is answered by modes
-of this thread (`masks.py`) and in the copy of the model that the step runs on (`counted_checkpoints`).
+Our own functions get `StepRules` through a context variable. What torch and transformers call is handled by modes of
+this thread (`masks.py`), and by changes to the copy of the model that the step runs on (`counted_checkpoints`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 
 
 class StepRules:
-    """The rules of the device that is estimated.
+    """The rules of the device for which the estimate is made.
 
     Args:
-        allocator: Counts.
-        kernels: For a CUDA device: what its kernels are known to make; what is found out is added. None for a CPU.
+        allocator: Counts the step's bytes.
+        kernels: For a CUDA device, the known results of its kernels; new ones are added. None for a CPU.
     """
 
     def __init__(self, allocator: FakeAllocator, kernels: KernelResults | None) -> None:
@@ -46,11 +47,11 @@ class StepRules:
         return function
 
     def turns(self, starts: range) -> Sequence[int]:
-        """The first turns and the last: those between hold no more than the second."""
+        """The turns of a loop to run: the first two and the last. Those between hold no more than the second."""
         return starts if len(starts) <= 3 else (*starts[:2], starts[-1])
 
     def parts(self, every: list[slice]) -> Iterator[slice]:
-        """The same; the turns between are one that counts nothing, because the results of all are joined."""
+        """Likewise for parts whose results are joined: those between are run as one part that is not counted."""
         if len(every) <= 4:
             yield from every
             return
@@ -60,7 +61,7 @@ class StepRules:
         yield every[-1]
 
     def rng_state(self) -> Tensor:
-        """A real tensor, which no dispatch sees; that of a CUDA device is kept on the host."""
+        """A real tensor with the generator's state. It is counted for a CPU; for a CUDA device it is in host memory."""
         state = torch.get_rng_state()
         self._allocator.count(state, None if self.on_cpu else 0)
         return state
@@ -80,8 +81,8 @@ class StepRules:
 def counted_checkpoints(model: nn.Module, *, cuda: bool) -> None:
     """Let the layers of the estimate's own copy of a model be checkpointed without the generator of the process.
 
-    torch's checkpoint sets the default generator for the second pass, which a training beside the estimate would draw
-    from. A step on fake tensors draws nothing. The state that is kept per layer is counted all the same.
+    torch's checkpoint sets the default generator for the second pass, and a training in another thread would draw from
+    it then. A step on fake tensors draws nothing. The state that is kept per layer is counted all the same.
     """
     for module in model.modules():
         stock = module.__dict__.get(_CHECKPOINT)
@@ -90,10 +91,10 @@ def counted_checkpoints(model: nn.Module, *, cuda: bool) -> None:
 
 
 class _Checkpoint:
-    """A layer's checkpoint function, which keeps a stand-in for the generator's state.
+    """The checkpoint function of a layer, which keeps a stand-in for the generator's state.
 
     Attributes:
-        stands_for: The function of the real step.
+        stands_for: The function of a real step.
     """
 
     def __init__(self, stock: Callable[..., Any], cuda: bool) -> None:
@@ -106,20 +107,21 @@ class _Checkpoint:
             "preserve_rng_state", True
         ):
             return self.stands_for(layer, *args, **kwargs)
-        # on the device of the step, so that it is counted; a CUDA device's state is kept on the host
+        # it is on the step's device, so that it is counted; a CUDA device's state is kept on the host
         state = None if self._cuda else torch.empty(_state_bytes(), dtype=torch.uint8)
         return self.stands_for(_Held(layer, state), *args, **{**kwargs, "preserve_rng_state": False})
 
 
 class _Held:
-    """A layer, and the state that lives as long as its checkpoint does."""
+    """A layer, and a state that lives as long as the layer's checkpoint."""
 
     def __init__(self, layer: Callable[..., Any], state: Tensor | None) -> None:
         self._layer, self._state = layer, state
         self._called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # while a layer is computed again, torch's checkpoint has the state of then and that of now
+        # while the layer is computed again, torch's checkpoint holds two states: that of the forward, and the current
+        # one
         now = torch.empty_like(self._state) if self._called and self._state is not None else None
         self._called = True
         try:

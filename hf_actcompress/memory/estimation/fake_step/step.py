@@ -44,9 +44,9 @@ class History:
     """The sizes of single storages in one step.
 
     Args:
-        changes, marks: As `FakeAllocator` has them; the marks of the forward come first.
+        changes, marks: As in `FakeAllocator`; the marks of the forward come first.
         at_end: How many changes there were when the backward began.
-        kept: (role, bytes) of each tensor that is kept; empty where no roles were asked for.
+        kept: (role, bytes) of each kept tensor; empty if no roles were asked for.
     """
 
     changes: Sequence[int]
@@ -60,11 +60,11 @@ class FakeStep:
     """Bytes of one step.
 
     Args:
-        kept: Alive between forward and backward.
-        peak: The most that was alive at once above weights, gradients and the batch.
-        by_role: What is kept, by role.
-        forward, backward: What was alive at each allocation, in order; empty for what was computed out of other steps.
-        history: The single sizes behind these sums, likewise.
+        kept: Bytes alive between forward and backward.
+        peak: The most bytes alive at once above weights, gradients and the batch.
+        by_role: `kept` by role.
+        forward, backward: Bytes alive at each allocation, in order; empty if the step was computed from other steps.
+        history: The single sizes behind these sums; None likewise.
     """
 
     kept: int
@@ -76,45 +76,45 @@ class FakeStep:
 
     @property
     def all_roles(self) -> dict[str, int]:
-        """By role, with what no module saved (the loss, copies that are alive and not saved) as "other"."""
+        """`kept` by role, where "other" is what no module saved: the loss, and copies that are alive and not saved."""
         rest = self.kept - sum(self.by_role.values())
         roles = {**self.by_role, "other": self.by_role.get("other", 0) + rest}
         return {role: size for role, size in roles.items() if size}
 
     def plus(self, other: FakeStep, times: int) -> FakeStep:
-        """This and `times` the other."""
+        """The sum of this step and `times` the other."""
         roles = dict.fromkeys([*self.by_role, *other.by_role])
         by_role = {role: self.by_role.get(role, 0) + times * other.by_role.get(role, 0) for role in roles}
         return FakeStep(self.kept + times * other.kept, self.peak + times * other.peak, by_role)
 
     def divided(self, by: int) -> FakeStep:
-        """A share of it, rounded down."""
+        """This step divided by `by`, rounded down."""
         return FakeStep(self.kept // by, self.peak // by, {role: size // by for role, size in self.by_role.items()})
 
 
 def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
-    """Forward and backward of a model on the meta device, as if it were on a real one.
+    """Run forward and backward of a model on the meta device, counted as on a real device.
 
     Args:
-        model: Is copied.
-        setting: How.
-        roles: Attribute what is kept.
+        model: The model; the step runs on a copy of it.
+        setting: How to run the step.
+        roles: Whether to attribute kept bytes to roles.
     """
     return run_again(ready(model, setting, roles=roles), setting, roles=roles)
 
 
 def run_again(copy: Ready, setting: Setting, *, roles: bool) -> FakeStep:
-    """As `run_step`, of a copy that is there already; `roles` only if it has them."""
+    """Run a step on a copy that exists already; `roles` needs a copy that was made with roles."""
     batch = _batch(copy.model, copy.mode, setting)
     with sharded(copy.model, copy.mode, setting.ranks, setting.autocast):
         return _measure(copy.model, batch, setting, copy.mode, copy.roles if roles else {})
 
 
 def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
-    """A forward with labels under ``no_grad``, in evaluation mode, whose outputs are held: what a Trainer does.
+    """A forward with labels under ``no_grad``, in evaluation mode, whose outputs are held, as in a Trainer.
 
-    The model is stock's, whatever `setting.config` is: a patched one needs less (hf_actcompress/ops/README.md). `kept`
-    are the outputs.
+    The model is the stock one, whatever `setting.config` is, because a patched one needs less
+    (hf_actcompress/ops/README.md). `kept` is the bytes of the outputs.
     """
     mode, fake = fake_copy(model, setting)
     batch = _batch(fake, mode, setting)
@@ -136,9 +136,9 @@ def _batch(model: nn.Module, mode: FakeTensorMode, setting: Setting) -> dict[str
 
 @contextmanager
 def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> Iterator[None]:
-    """What the step runs in, without a collection of garbage at a moment of the interpreter's choice."""
+    """The modes that the step runs in. Garbage is not collected at moments that the interpreter would choose."""
     with ONE_AT_A_TIME, _without_collections(), ExitStack() as stack:
-        # so that what the step makes is all that is young, and a young collection enough to find its cycles
+        # then the young objects are those of the step, and collecting the young ones is enough to find its cycles
         gc.collect(0)
         if setting.ranks > 1:
             stack.enter_context(resizes_counted(allocator))
@@ -185,7 +185,7 @@ def _hint(error: Exception) -> str:
 
 
 def _older_collections() -> int:
-    """How often garbage has been collected in this process so that what is young becomes older."""
+    """How many collections in this process have made young objects older ones."""
     return sum(generation["collections"] for generation in gc.get_stats())
 
 
@@ -211,7 +211,7 @@ def _measure(
     allocator.leave_out(local(p.grad for p in model.parameters() if p.grad is not None))
     with _world(setting, mode, allocator):
         if setting.ranks > 1:
-            # in its first step FSDP learns in which order the layers run
+            # FSDP learns in its first step in which order the layers run
             run_backward(forward.loss(allocator))
             allocator.forget()
         collections = _older_collections()
@@ -224,7 +224,7 @@ def _measure(
         # if another thread has collected, what is garbage here may have become old
         gc.collect(0 if _older_collections() == collections else 2)
         kept, allocations, at_end = allocator.live_bytes, len(allocator.timeline), len(allocator.changes)
-        # not the method of the tensor: inside of it the rules of a device would be off
+        # the tensor's own method would switch off the function mode, and with it the rules of the device
         run_backward(loss)
     by_role: Counter[str] = Counter()
     for role, nbytes in saved:
@@ -236,7 +236,7 @@ def _measure(
 def _with_roles(
     step: _Forward, model: nn.Module, batch: dict[str, Any], allocator: FakeAllocator, roles: dict[str, Role]
 ) -> tuple[Tensor, list[tuple[str, int]]]:
-    """The loss, and the role and the bytes of each tensor that is kept if there are roles."""
+    """The loss, and role and bytes of each kept tensor if `roles` is not empty."""
     if not roles:
         return step.loss(allocator), []
     held: list[Tensor] = []
@@ -245,7 +245,7 @@ def _with_roles(
         held.append(step.loss(allocator))
         return held[0]
 
-    # hooks that hold what autograd would hold: the bytes are the same
+    # these hooks hold what autograd would hold, so the bytes are the same
     seen = saved_tensors(model, forward, loss_of, storages(batch.values()), allocator.size_of, step.module_of)
     return held[0], [(role_of(tensor, roles, seen.hidden_from_view), tensor.nbytes) for tensor in seen.tensors]
 

@@ -1,9 +1,9 @@
 """The loss of TRL's trainers (SFT, DPO, KTO, GRPO, RLOO), whose fused head makes logits in tiles and keeps none.
 
-By the code of TRL 1.16, `trl/kernels/chunked_logprob.py`: a tile of 4,096 tokens and 32,768 columns in the dtype of the
-products, seven numbers in fp32 for each token, and in a backward fp32 gradients of all hidden states and, if the head
-is trained, of its whole weight. `loss_type="chunked_nll"` is another name of the default there, and `use_liger_kernel`
-leaves this head as it is. Own heads and losses of the model, patched ones among them, are not called.
+As in TRL 1.16, `trl/kernels/chunked_logprob.py`: a tile has 4,096 tokens and 32,768 columns in the dtype of the
+products. Each token has seven fp32 numbers. A backward makes fp32 gradients of all hidden states and, if the head is
+trained, of its whole weight. `loss_type="chunked_nll"` is another name of the default, and `use_liger_kernel` does not
+change this head. The model's own heads and losses are not called, patched or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBERS = 7
 
 
 def check_trl(model: nn.Module) -> None:
-    """Raise ModelConfigError if TRL has no fused head for a model."""
+    """Raise ModelConfigError if TRL has no fused head for the model."""
     root: Any = root_module(model)
     if not type(root).__name__.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) or (
         root.config.is_encoder_decoder or root.get_output_embeddings() is None
@@ -30,7 +30,7 @@ def check_trl(model: nn.Module) -> None:
 
 
 def trl_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss of a batch."""
+    """The loss of a batch, as a scalar."""
     root: Any = root_module(model)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     hidden = root.base_model(**inputs, use_cache=False).last_hidden_state[:, :-1]
@@ -43,7 +43,7 @@ def trl_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 class _Head(torch.autograd.Function):
-    """Makes what TRL's Function makes, and computes nothing."""
+    """Allocates what TRL's Function allocates, and computes nothing."""
 
     @staticmethod
     def forward(
@@ -74,7 +74,7 @@ def _floats(like: Tensor, *sizes: int) -> Tensor:
 
 
 def _tile(hidden: Tensor, weight: Tensor, product: torch.dtype) -> None:
-    """A tile of logits, beside the parts that make it, where these have another dtype."""
+    """Allocate a tile of logits, and the temporary tensors that it is made from if these have another dtype."""
     buffer = hidden.new_empty(min(len(hidden), _TOKENS), _COLUMNS, dtype=product)
     parts = hidden[:_TOKENS].to(product), weight[:_COLUMNS].to(product)
     del buffer, parts

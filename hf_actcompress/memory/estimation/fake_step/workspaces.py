@@ -83,7 +83,7 @@ def _up(size: int, multiple: int) -> int:
 
 _ELEMENTWISE = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
 
-# not here: the scratchpads of matrix products in half precision, some 100 KB whatever the size
+# not in this table: the scratchpads of matrix products in half precision, about 100 KB whatever the size
 CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.index.Tensor: _index,
     aten.sum.dim_IntList: _sum,

@@ -1,21 +1,21 @@
-"""Constants that scripts in recipes/ computed: the fits of the approximate derivatives."""
+"""Constants computed by scripts in recipes/: the fits of the approximate derivatives."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# rows of `ACTIVATIONS` that round otherwise but are the same function as another, whose table they use
+# kind -> a kind that is the same function with other roundings, whose table it uses
 SAME_FUNCTION = {"gelu_erf": "gelu", "gelu_new": "gelu_tanh"}
 
 
 class InvertedFit(NamedTuple):
-    """f' of an activation with one minimum, from its output.
+    """f' of an activation with one minimum, as a function of the output.
 
     Args:
         x_min, y_min: The minimum.
-        split, end: Where, in s = sqrt(y - y_min), the two right pieces meet and the outer one ends.
-        centres, halves: Centre and half width of the range of each piece: left (in w), right inner, right outer (in s).
-        coefficients: Per piece, in ascending powers of the coordinate mapped to [-1, 1].
+        split, end: Values of s = sqrt(y - y_min): where the two pieces on the right meet, and where the outer one ends.
+        centres, halves: Centre and half width of each piece's range: left (in w), right inner, right outer (in s).
+        coefficients: Per piece, by ascending powers of its coordinate mapped to [-1, 1].
     """
 
     x_min: float
