@@ -75,11 +75,13 @@ def _tree(node: Any, sources: list[Record], depth: int) -> _Tree | None:
 
 
 def _lookup(node: Any, kind: str, sources: list[Record]) -> int | None:
-    by_index = kind == "IndexBackward0"
-    weight = gathered_from(node) if by_index else getattr(node.next_functions[0][0], "variable", None)
+    if kind == "IndexBackward0":
+        weight = gathered_from(node)
+        index = None if weight is None else node._saved_indices[0]
+    else:
+        weight, index = getattr(node.next_functions[0][0], "variable", None), node._saved_indices
     if not isinstance(weight, Parameter) or type(weight) not in _PLAIN or weight.dim() != 2:
         return None
-    index: Tensor = node._saved_indices[0] if by_index else node._saved_indices
     if index.dtype not in (torch.int32, torch.int64) or index.device != weight.device:
         return None
     sources += parameter(weight), stored_exact(index)
