@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
-from .embeddings import embedded
 from .outside import hooks_outside
 from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
 from .record import Derived, Recipe, Record, Stored, versions
-from .storages import DataKey, data_key
 from .views import TokensFirst, View, dense, extent
+
+_Key = tuple[int, int, int, torch.dtype, int]
 
 
 class _Entry:
@@ -68,7 +68,7 @@ def _versions(record: Record | None) -> list[int]:
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.entries: dict[DataKey, _Entry] = {}
+        self.entries: dict[_Key, _Entry] = {}
         self.hooks: Callable[[], object] | None = None
         self.in_frame = False
 
@@ -76,7 +76,16 @@ class _State(threading.local):
 _state = _State()
 
 
-def _entries() -> dict[DataKey, _Entry]:
+def _key(x: Tensor) -> _Key | None:
+    if x.is_inference() or x.layout is not torch.strided or x.numel() == 0 or x.is_complex() or x.is_neg():
+        return None
+    try:
+        return (x.untyped_storage()._cdata, int(x.storage_offset()), x.numel(), x.dtype, x._version)
+    except (NotImplementedError, RuntimeError):  # tensor subclasses without storage (DTensor, functional wrappers)
+        return None
+
+
+def _entries() -> dict[_Key, _Entry]:
     """The live entries, emptied first if the innermost hooks of others are not those of the last call."""
     top = hooks_outside()
     hook = top[0] if top is not None else None
@@ -96,7 +105,7 @@ def _reference(hook: object) -> Callable[[], object]:
 
 
 def _insert(x: Tensor, record: Record | None) -> _Entry | None:
-    key = data_key(x)
+    key = _key(x)
     if key is None:
         return None
     entries = _entries()
@@ -115,13 +124,13 @@ def _insert(x: Tensor, record: Record | None) -> _Entry | None:
 def _find(x: Tensor) -> _Entry | None:
     if not _state.entries:
         return None
-    key = data_key(x)
+    key = _key(x)
     entry = _entries().get(key) if key is not None else None
     if entry is None:
         return None
     # the tensor may have got other data since (`set_`, `.data =`), and another tensor its old storage's address
     known = entry.tensor()
-    return entry if known is x or (known is not None and data_key(known) == key) else None
+    return entry if known is x or (known is not None and _key(known) == key) else None
 
 
 def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
@@ -152,21 +161,12 @@ def declare_in_order(y: Tensor, order: Tensor, recompute: Callable[..., Tensor],
 
 
 def known_record(x: Tensor) -> Record | None:
-    """The record that x has already: its producer's, that of what an earlier consumer keeps, or of embeddings."""
+    """The record that x has already: what its producer declared, or what an earlier consumer keeps."""
     entry = _find(x)
     if entry is None or not entry.describes(x):
-        return _embedded(x, entry)
+        return None
     assert entry.record is not None
     return _viewed(entry, entry.record, x)
-
-
-def _embedded(x: Tensor, entry: _Entry | None) -> Record | None:
-    record = embedded(x)
-    if record is not None and x.is_contiguous():
-        entry = entry or _insert(x, None)
-        if entry is not None:
-            entry.describe(x, record)
-    return record
 
 
 def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
@@ -230,9 +230,6 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
     if entry is not None and entry.describes(order):
         assert entry.record is not None
         return _viewed(entry, entry.record, order)
-    made = _embedded(x, entry) if order is x else None
-    if made is not None:
-        return made
     if (codec == IDENTITY and not keeps_fewer(order, codec)) or _is_parameter(x):
         return Stored(IDENTITY, (order,))
     record = keep_later(order, codec)

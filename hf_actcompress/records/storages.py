@@ -37,17 +37,3 @@ def _strided_parts(x: Tensor) -> tuple[Tensor, ...]:
     if x.layout in _COLUMNS:
         return x.ccol_indices(), x.row_indices(), x.values()
     return ()
-
-
-# storage, offset, element count, dtype and version counter: what tells the data of one tensor from all others
-DataKey = tuple[int, int, int, torch.dtype, int]
-
-
-def data_key(x: Tensor) -> DataKey | None:
-    """By what the registry finds x; None for a tensor that it cannot know."""
-    if x.is_inference() or x.layout is not torch.strided or x.numel() == 0 or x.is_complex() or x.is_neg():
-        return None
-    try:
-        return (x.untyped_storage()._cdata, int(x.storage_offset()), x.numel(), x.dtype, x._version)
-    except (NotImplementedError, RuntimeError):  # tensor subclasses without storage (DTensor, functional wrappers)
-        return None
