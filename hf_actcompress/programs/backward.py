@@ -62,10 +62,11 @@ class Backward(Emitter):
         self._maker = {value: step for step in steps for value in step.outs}
         # the program's input as it is given -> as its steps read it
         self._rows = {step.ins[0]: step.outs[0] for step in steps if step.operation.makes_rows}
+        self._tokens = {rows: value for value, rows in self._rows.items()}
 
     def want(self, value: int) -> Node:
         """The node of a value of the forward: kept, or made again right before its first use."""
-        self.readers[value] = self.module
+        self.readers[self._tokens.get(value, value)] = self.module
         node = self.values.get(value)
         if node is None:
             self._have(value)
