@@ -1,4 +1,4 @@
-"""Dropout that keeps the generator's state instead of the mask, or the mask's bits where the state is no help."""
+"""Dropout that keeps the generator's state instead of the mask; bits of it while a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def dropout(x: Tensor, p: float, *, codec: Codec = IDENTITY) -> Tensor:
 
     Saves:
         The default generator's state (5,056 bytes on a CPU; on CUDA seed and offset, 16 bytes on the host), no mask.
-        A bit per element of the mask where that is less than a CPU's state, and while a CUDA graph is captured: the
-        graph's replays draw at other offsets.
+        While a CUDA graph is captured, a bit per element of the mask: the graph's replays draw at other offsets.
 
     Gradient:
         Exact, bit-equal to stock.

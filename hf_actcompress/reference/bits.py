@@ -17,8 +17,6 @@ _FOUR_BITS: tuple[Any, Any] = (
     torch.tensor([15], dtype=torch.uint8, device="cpu"),
     torch.tensor([4], dtype=torch.uint8, device="cpu"),
 )
-# the values of the bits of a byte
-_BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device="cpu")
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -92,16 +90,11 @@ def packed_bytes(count: int, bits: int) -> int:
 
 def pack_mask(mask: Tensor) -> Tensor:
     """A bool tensor of any shape, 8 elements per byte."""
-    if takes_constants(mask) and mask.numel() % 8 == 0:
-        # the same bytes by fewer operations
-        return (mask.view(torch.uint8).reshape(-1, 8) * _BITS).sum(1, dtype=torch.uint8)
     return pack_codes(mask.view(torch.uint8), 1)
 
 
 def unpack_mask(packed: Tensor, shape: torch.Size) -> Tensor:
     """The bool tensor of that shape that `pack_mask` packed."""
-    if takes_constants(packed) and shape.numel() % 8 == 0:
-        return ((packed[:, None] & _BITS) != 0).view(shape)
     return unpack_codes(packed, 1, shape.numel()).view(torch.bool).view(shape)
 
 

@@ -2,9 +2,8 @@
 
 A state is a tensor on the host, of a kind that its dtype tells: the whole state (uint8), or, on a CUDA device, seed and
 offset (uint64 [2]), from which its kernels make all their numbers: integers that the host has, so that nothing is
-copied from the device. In two cases the bits of the mask are kept instead (int8, on the device): on a CPU where they
-are fewer bytes than its generator's state; and while a CUDA graph is captured, because the offset is then known to the
-device alone, and each replay of the graph has another one.
+copied from the device. While a CUDA graph is captured the offset is known to the device alone, and each replay of the
+graph has another one: then the bits of the mask are kept instead (int8, on the device).
 """
 
 from __future__ import annotations
@@ -19,16 +18,13 @@ from torch.nn import functional
 
 from ..errors import CaptureError
 from .bits import pack_mask, unpack_mask
-from .device_rules import device_rules, on_cpu
+from .device_rules import device_rules
 
 # held while a device's default generator is swapped
 _lock = threading.RLock()
 
 # in bytes: no kernel loads wider vectors, and the allocators align memory to at least this
 _ALIGNMENT = 64
-
-# bytes of a CPU's generator
-_CPU_STATE = 5056
 
 _OFFSET, _MASK = torch.uint64, torch.int8
 
@@ -104,11 +100,6 @@ def draws_like_any(x: Tensor) -> bool:
 
 def dropout_fwd(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """torch's own ``dropout(x, p)``, and the state from which `dropout_replay` makes its mask again."""
-    if x.numel() < 8 * _CPU_STATE and p < 1 and on_cpu(x):
-        # what torch computes on a CPU
-        noise = torch.empty_like(x).bernoulli_(1 - p)
-        bits = pack_mask(noise.bool()).view(_MASK)
-        return x * noise.div_(1 - p), bits
     if _captured(x.device):
         y, mask = torch.native_dropout(x, p, True)
         return y, pack_mask(mask).view(_MASK)
@@ -124,8 +115,6 @@ def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
     x = x.contiguous()
     if state.dtype == _MASK:
         mask = unpack_mask(state.view(torch.uint8), x.shape)
-        if p < 1 and on_cpu(x):
-            return x * mask.to(x.dtype).div_(1 - p)
         return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p) if p < 1 else 0.0)  # type: ignore[no-any-return]
     if state.dtype != _OFFSET and x.device.type == "cpu":
         generator = torch.Generator().set_state(state)

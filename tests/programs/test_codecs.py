@@ -52,7 +52,9 @@ def test_dropout_in_attention(name: str) -> None:
     assert set(calls(model)) == {2}
     assert torch.equal(results[0][0], results[1][0])
     assert all(torch.equal(results[1][1][n], x) for n, x in results[0][1].items())
-    assert kept[1] <= 1.02 * kept[0]
+    # a call of dropout in OPT's own code is the state of a generator, where the leaf path has a mask in bits
+    states = 4 * torch.get_rng_state().numel() if name == "opt" else 0
+    assert kept[1] <= 1.02 * kept[0] + states
 
 
 def test_two_backwards_and_a_checkpointed_step() -> None:
