@@ -35,7 +35,10 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "bert-base": ("--models", "bert-base", "--batch", "16", "--seq-len", "128"),
     "bert-large": ("--models", "bert-large", "--batch", "8", "--seq-len", "512"),
     "gpt2": ("--models", "gpt2-small", "--batch", "8", "--seq-len", "1024"),
+    "long": ("--models", "llama-1b", "--lora", "--batch", "1", "--seq-len", "8192"),
 }
+# what a long context costs: copies to the host that overlap with the layers, and tiles
+_LONG = ("stock", "checkpointing", "exact+checkpointing", "offload", "long+checkpointing")
 
 
 def _processes(count: int) -> tuple[str, ...]:
@@ -75,13 +78,14 @@ JOBS = (
     _kernel_tests(),
     _device_tests(),
     Job("families", ("recipes/compare_families.py",), 90),
-    *(_speed(name, _MODES, 45) for name in _SETTINGS),
+    *(_speed(name, _MODES, 45) for name in _SETTINGS if name != "long"),
     _speed("llama-1b", _COMPILED, 90),
     _largest("gpt2", "24GiB", 45, "--models", "gpt2-small", "--seq-len", "1024"),
     _largest("bert-large", "12GiB", 45, "--models", "bert-large", "--seq-len", "512"),
     _largest("lora", "12GiB", 45, "--models", "llama-1b", "--lora", "--seq-len", "2048"),
     Job("kernels", ("recipes/benchmark_kernels.py", "--automatic"), 75),
     Job("packed", ("recipes/packed_batches.py", "--model", "llama-1b", "--dtype", "bfloat16"), 45),
+    _speed("long", _LONG, 60),
     *(
         Job(f"profile-{name}", ("recipes/profile_step.py", *_SETTINGS[name], "--modes", "stock", "exact", "int8"), 45)
         for name in ("bert-base", "llama-1b")
