@@ -62,7 +62,7 @@ class Backward(Emitter):
         self._maker = {value: step for step in steps for value in step.outs}
         # the program's input as it is given -> as its steps read it
         self._rows = {step.ins[0]: step.outs[0] for step in steps if step.operation.makes_rows}
-        self._tokens = {rows: value for value, rows in self._rows.items()}
+        self._tokens = {rows: value for value, rows in self._rows.items() if value is not None}
 
     def want(self, value: int) -> Node:
         """The node of a value of the forward: kept, or made again right before its first use."""
