@@ -7,7 +7,6 @@ depends on these (casts, kernels, which gradients are computed) is decided here 
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,13 +139,9 @@ class Emitter:
         """The function that has been written down: from the given values, in order, to a tuple of the results."""
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code()
-        self.graph.on_generate_code(lambda _: self._as_written)
+        if self.setting.stops:
+            self.graph.on_generate_code(lambda known: stopping if known is None else known)
         return fx.GraphModule({}, self.graph).forward
-
-    def _as_written(self, body: list[str]) -> list[str]:
-        """The lines of the code. A method of a list costs less than a function of ours that calls it."""
-        popping = [re.sub(r"\w+_taken\(saved\)", "saved.pop()", line) for line in body]
-        return stopping(popping) if self.setting.stops else popping
 
 
 class Chosen:

@@ -43,10 +43,7 @@ def opened(x: Tensor | Later) -> Tensor:
 
 @fx.node.has_side_effect
 def taken(saved: list[Any]) -> Any:
-    """A function of the backward's code: the last of the saved tensors. It is held no longer than the code needs it.
-
-    What is written down is ``saved.pop()``.
-    """
+    """A function of the backward's code: the last of the saved tensors. It is held no longer than the code needs it."""
     return saved.pop()
 
 

@@ -47,10 +47,9 @@ class Rebuilt:
             kept: What is kept, in the order of the plan.
             sharded: Whether the weights' memory is freed when the layer has run.
         """
-        own = [None if sharded else place for place in self.kept]
         sources = [
-            source_of(pool[i] if at is None else kept[at], sharded, at is not None)
-            for i, at in zip(self.sources, own, strict=True)
+            source_of(pool[i], sharded, own=False) if at is None or sharded else source_of(kept[at], sharded, own=True)
+            for i, at in zip(self.sources, self.kept, strict=True)
         ]
         swapped = y.dim() == 4 and not y.is_contiguous()
         order = y.transpose(1, 2) if swapped else y

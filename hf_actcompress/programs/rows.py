@@ -36,7 +36,7 @@ def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int
         return steps, result
     rows_of_x, tokens = len(tape.metas), len(tape.metas) + 1
     width, out_width = tape.metas[x].size(-1), tape.metas[result].size(-1)
-    tape.metas += [tape.metas[x].flatten(0, 1), tape.metas[result]]
+    tape.metas += [_rows(tape.metas[x]), _rows(tape.metas[result]).unflatten(0, (BATCH, TOKENS))]
     found: list[Step] = []
     for step in steps:
         if x in step.ins and not any(rows_of_x in earlier.outs for earlier in found):
@@ -44,7 +44,7 @@ def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int
         ins = tuple(rows_of_x if value == x else value for value in step.ins)
         found.append(replace(step, operation=_on_rows(step, flat), ins=ins))
     for value in flat - {x}:
-        tape.metas[value] = tape.metas[value].flatten(0, 1)
+        tape.metas[value] = _rows(tape.metas[value])
     found.append(Step(Reshape((-2, -3, out_width), (-1, out_width)), (result,), (tokens,), steps[-1].module))
     return found, tokens
 
@@ -104,4 +104,9 @@ def _as_rows(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_tokens(meta: Tensor) -> bool:
-    return meta.dim() == 3 and tuple(meta.shape[:2]) == (BATCH, TOKENS)
+    """Whether a value is of tokens, or of rows: the code of some layers (OPT's) makes them."""
+    return tuple(meta.shape[:-1]) in ((BATCH, TOKENS), (BATCH * TOKENS,))
+
+
+def _rows(meta: Tensor) -> Tensor:
+    return meta.flatten(0, 1) if meta.dim() == 3 else meta

@@ -69,22 +69,28 @@ def loaded(kind: str) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear")).train()
 
 
+def as_measured(model: Any, config: str) -> Any:
+    """The estimate of a loaded model, which is patched and measured after that."""
+    ids = torch.randint(3, 500, (2, 96))
+    found = estimate(model, **SIZES, config=config, device="cpu")
+    if config != "stock":
+        patch_model(model, config)
+    model(input_ids=ids, labels=ids).loss.backward()
+    kept = kept_bytes(lambda: model(input_ids=ids, labels=ids).loss, "cpu")
+    peak = measure_step(lambda: model(input_ids=ids, labels=ids).loss.backward(), "cpu").peak_bytes
+    print(config, found.kept_bytes / kept, found.step_peak_bytes / peak)
+    assert found.kept_bytes == pytest.approx(kept, rel=0.01)
+    assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
+    return found
+
+
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
 def test_a_loaded_model_and_its_config(kind: str) -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
-    ids = torch.randint(3, 500, (2, 96))
     for config in ("stock", "exact", "int8"):
         model = loaded(kind)
-        found = estimate(model, **SIZES, config=config, device="cpu")
-        if config != "stock":
-            patch_model(model, config)
-        model(input_ids=ids, labels=ids).loss.backward()
-        kept = kept_bytes(lambda m=model: m(input_ids=ids, labels=ids).loss, "cpu")
-        peak = measure_step(lambda m=model: m(input_ids=ids, labels=ids).loss.backward(), "cpu").peak_bytes
-        print(kind, config, found.kept_bytes / kept, found.step_peak_bytes / peak)
-        assert found.kept_bytes == pytest.approx(kept, rel=0.01)
-        assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
+        found = as_measured(model, config)
         alone = estimate(hf.LlamaConfig(**TINY), **SIZES, config=config, device="cpu", quantization=kind, lora=8)
         assert alone.kept_bytes == found.kept_bytes
         weights = sum(p.nbytes for p in model.parameters())
@@ -109,18 +115,8 @@ def test_a_model_of_torchao_and_its_config(kind: str) -> None:
     """Its products hold a copy of each weight in 16 bits from the forward to the backward."""
     pytest.importorskip("torchao")
     pytest.importorskip("peft")
-    ids = torch.randint(3, 500, (2, 96))
     for config in ("stock", "exact", "int8"):
-        model = with_torchao(kind)
-        found = estimate(model, **SIZES, config=config, device="cpu")
-        if config != "stock":
-            patch_model(model, config)
-        model(input_ids=ids, labels=ids).loss.backward()
-        kept = kept_bytes(lambda m=model: m(input_ids=ids, labels=ids).loss, "cpu")
-        peak = measure_step(lambda m=model: m(input_ids=ids, labels=ids).loss.backward(), "cpu").peak_bytes
-        print(kind, config, found.kept_bytes / kept, found.step_peak_bytes / peak)
-        assert found.kept_bytes == pytest.approx(kept, rel=0.01)
-        assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
+        found = as_measured(with_torchao(kind), config)
         said = {**SIZES, "config": config, "device": "cpu", "quantization": torchao(kind), "lora": 8}
         alone = estimate(hf.LlamaConfig(**TINY), **said)
         assert alone.kept_bytes == found.kept_bytes
