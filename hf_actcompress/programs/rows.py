@@ -36,7 +36,7 @@ def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int
         return steps, result
     rows_of_x, tokens = len(tape.metas), len(tape.metas) + 1
     width, out_width = tape.metas[x].size(-1), tape.metas[result].size(-1)
-    tape.metas += [_rows(tape.metas[x]), _rows(tape.metas[result]).unflatten(0, (BATCH, TOKENS))]
+    tape.metas += [_rows(tape.metas[x]), _rows(tape.metas[result]).view(BATCH, TOKENS, out_width)]
     found: list[Step] = []
     for step in steps:
         if x in step.ins and not any(rows_of_x in earlier.outs for earlier in found):

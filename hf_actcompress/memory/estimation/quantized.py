@@ -20,7 +20,7 @@ from ...errors import ModelConfigError
 from .quantized_experts import PackedExperts, pack_experts
 from .quantized_formats import BLOCK, FORMATS, TORCHAO, Format, format_of, options_of
 
-# types of torchao's weights, by what makes them
+# the types of torchao's weights -> the entries of TORCHAO that make them
 _TYPES = {"Int8Tensor": "int8weightonly", "Float8Tensor": "float8weightonly", "Int4Tensor": "int4weightonly"}
 _SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "modules_in_block")
 
@@ -30,7 +30,7 @@ class QuantizedLinear(nn.Linear):
 
     Args:
         linear: The layer.
-        stored: How.
+        stored: How the weight is stored.
         sizes: Bytes of the codes and of each tensor beside them; None: by the format.
     """
 
@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Linear):
         return y
 
     def _of_plain_ops(self, x: Tensor) -> Tensor:
-        """As torchao does it."""
+        """The product as torchao computes it."""
         y = x.reshape(-1, x.size(-1)) @ _unpacked(self, x).t()
         if self.stored.scales_product:
             y = y * x.new_empty(self.out_features)
@@ -80,7 +80,7 @@ def _unpacked(layer: QuantizedLinear, like: Tensor) -> Tensor:
 
 
 def quantize(model: nn.Module, config: Any) -> None:
-    """Exchange the layers of a model on the meta device, in place, but for those that stay as they are."""
+    """Replace layers of a model on the meta device, in place, except those that the method leaves alone."""
     stored = format_of(config)
     if stored is None:
         return

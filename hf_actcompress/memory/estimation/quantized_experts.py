@@ -40,7 +40,7 @@ class _Part:
 
 
 def _keeping_no_copy(copies: Mapping[str, Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Saved-tensor hooks, which hand all else to those that are on already (a checkpoint's)."""
+    """Saved-tensor hooks that keep no copy of a weight. Other tensors go to the hooks that are on already."""
     shapes = {x.untyped_storage()._cdata: x.shape for x in copies.values()}
     outer_pack, outer_unpack = innermost_saved_tensor_hooks() or (lambda x: x, lambda x: x)
 
@@ -58,7 +58,7 @@ def _keeping_no_copy(copies: Mapping[str, Tensor]) -> tuple[Callable[[Tensor], A
 
 
 class PackedExperts(nn.Module):
-    """What the packed ones have beside the stock class; `pack` makes them of those."""
+    """What packed experts add to their stock class. `pack` turns stock experts into packed ones."""
 
     stored: Format
     shapes: dict[str, torch.Size]

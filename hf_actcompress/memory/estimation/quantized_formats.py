@@ -9,7 +9,7 @@
 | the same | 4 bits | two of 16 bits per group | a copy per product |
 | mxfp4 | 4 bits | 8 bits per 32 | a copy of a layer's experts |
 
-Whatever else is asked for is refused in words: nothing is counted as 16 bits because nobody knows better.
+Other methods raise an error that names them. No weight is counted as 16 bits only because its method is not known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import ModelConfigError
 
-# of bitsandbytes: weights per scale, and scales per scale of the scales (double quantisation)
+# bitsandbytes: weights per scale, and scales per second-level scale (double quantisation)
 BLOCK, _SCALES = 64, 256
 
 
@@ -29,15 +29,16 @@ class Format:
     """How the weights of a layer are stored.
 
     Args:
-        bits: Of a weight.
-        group: Weights that share a scale; 0: those of an output feature.
-        scale_bits: Of a scale and what stands beside it, a zero point.
-        double: The scales are stored in 8 bits, with scales of their own.
-        holds_input: The product holds its input for the backward.
-        holds_copy: It holds the copy that is made of the weight; autograd does, where a product is made of plain ops.
-        scales_product: The scales are not in that copy, but are multiplied with the product.
-        experts: It is a format of stacked experts, and linear layers stay as they are.
-        note: Why transformers does not train on top of such weights.
+        bits: Bits of a weight.
+        group: How many weights share a scale; 0: all weights of an output feature do.
+        scale_bits: Bits of a scale together with its zero point.
+        double: Whether the scales are stored in 8 bits, with scales of their own.
+        holds_input: Whether the product keeps its input for backward.
+        holds_copy: Whether the 16-bit copy of the weight is kept for backward. Autograd keeps it where the product is
+            made of plain ops.
+        scales_product: Whether the product is multiplied by the scales, so that the copy is without them.
+        experts: Whether it is a format of stacked experts; linear layers stay as they are.
+        note: Why transformers does not train on top of such weights; empty if it does.
     """
 
     bits: int
@@ -51,18 +52,18 @@ class Format:
     note: str = ""
 
     def codes(self, count: int) -> int:
-        """Bytes of so many weights."""
+        """Bytes of the codes of `count` weights."""
         return -(-count * self.bits // 8)
 
     def scales(self, outputs: int, inputs: int) -> list[int]:
-        """Bytes of each tensor beside the codes."""
+        """Bytes of each tensor that is stored beside the codes."""
         count = outputs if not self.group else -(-outputs * inputs // self.group)
         if not self.double:
             return [count * self.scale_bits // 8]
         return [count, 4 * -(-count // _SCALES)]
 
 
-# presets for what has no config of its own
+# formats that can be asked for by name, without a config
 FORMATS = {
     "nf4": Format(4, BLOCK, 32, double=True),
     "fp4": Format(4, BLOCK, 32),
@@ -86,7 +87,7 @@ _KNOWN = "bitsandbytes, gptq, awq, torchao and mxfp4 are"
 
 
 def options_of(config: Any) -> Mapping[str, Any]:
-    """What a `quantization_config` says, as a dict; nothing of a name."""
+    """The options of a `quantization_config` as a dict; an empty one if `config` is a name."""
     if isinstance(config, str):
         return {}
     found: Mapping[str, Any] = config if isinstance(config, dict) else {**vars(config), **config.to_dict()}

@@ -163,7 +163,9 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _failures_named(model: nn.Module) -> Iterator[None]:
-    """What a forward does not take of a config, or of pictures without values, fails in ways of its own."""
+    """Turn the errors of a model's forward into one that names the model. A config may have caused them, or pictures
+    without values.
+    """
     try:
         yield
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:

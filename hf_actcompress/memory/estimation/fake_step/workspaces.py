@@ -1,8 +1,8 @@
-"""What kernels allocate for themselves while they run, by op: on a CPU, and on a CUDA device.
+"""The temporary memory that kernels allocate while they run, by op: on a CPU, and on a CUDA device.
 
 The backward of flash attention adds up q's gradient in fp32, and makes the gradients of k and v for each head of q
-before it adds up those that share one. So does the source of torch's own (`flash_attn/flash_api.cpp`), and the
-flash-attn package's: with heads H of q and K of k, of D features (D' of them in memory: the next multiple of 32 up to
+before it adds up those that share one. The sources of torch (`flash_attn/flash_api.cpp`) and of the flash-attn package
+say so. With heads H of q and K of k, of D features (D' of them in memory: the next multiple of 32 up to
 128, of 64 above it), and S tokens (S' of them: the next multiple of 128) in each of B sequences:
 
 | tensor | bytes | where |
@@ -11,8 +11,8 @@ flash-attn package's: with heads H of q and K of k, of D features (D' of them in
 | q's gradient | 4 B H S' D' | not under `use_deterministic_algorithms`, which makes several of these |
 | the gradients of k and v by heads of q | 2 x 2 B H S D | H and K differ |
 
-Sequences of their own lengths in one row of T tokens have T + 128 B in place of B S'. The memory-efficient kernel also
-has workspaces in half precision, which are not here.
+For B sequences of different lengths in one row of T tokens, T + 128 B stands in place of B S'. The memory-efficient
+kernel also allocates workspaces in half precision; they are not counted here.
 """
 
 from __future__ import annotations
