@@ -21,6 +21,7 @@ from .step import Operation, Step
 class Add(Operation):
     """y = a + b, of one shape."""
 
+    by_rows: ClassVar[bool] = True
     again: ClassVar[bool] = False
     sums: ClassVar[bool] = True
 
@@ -35,6 +36,8 @@ class Add(Operation):
 @dataclass(frozen=True)
 class Mul(Operation):
     """y = a * b; b may be broadcast to a's shape if it wants no gradient."""
+
+    by_rows: ClassVar[bool] = True
 
     def forward(self, e: Emitter, a: Node, b: Node) -> Node:
         return e.call(operator.mul, a, b)
@@ -54,6 +57,7 @@ class Scale(Operation):
     """y = x * factor."""
 
     factor: float
+    by_rows: ClassVar[bool] = True
 
     def forward(self, e: Emitter, x: Node) -> Node:
         return e.call(operator.mul, x, self.factor)
@@ -67,6 +71,8 @@ class Neg(Operation):
     def forward(self, e: Emitter, x: Node) -> Node:
         return e.call(operator.neg, x)
 
+    by_rows: ClassVar[bool] = True
+
     def backward(self, b: Backward, step: Step) -> None:
         b.give(step.ins[0], b.call(operator.neg, b.dy(step)))
 
@@ -76,6 +82,7 @@ class Cast(Operation):
     """y = x in another dtype."""
 
     dtype: torch.dtype
+    by_rows: ClassVar[bool] = True
     same: ClassVar[bool] = True
 
     def forward(self, e: Emitter, x: Node) -> Node:
@@ -117,6 +124,10 @@ class Split(Operation):
     sizes: tuple[int, ...]
     dim: int
     same: ClassVar[bool] = True
+
+    @property
+    def works_by_rows(self) -> bool:
+        return self.dim in (2, -1)
 
     def structure(self) -> Hashable:
         return len(self.sizes), self.dim
@@ -160,6 +171,10 @@ class Slice(Operation):
     size: int
     step: int = 1
     dim: int = -1
+
+    @property
+    def works_by_rows(self) -> bool:
+        return self.dim == -1
 
     def structure(self) -> Hashable:
         first = self.start if self.step > 1 else self.start == 0
@@ -209,6 +224,7 @@ class Cat(Operation):
     """Values beside each other along the last dimension."""
 
     sizes: tuple[int, ...]
+    by_rows: ClassVar[bool] = True
 
     def structure(self) -> Hashable:
         return len(self.sizes)

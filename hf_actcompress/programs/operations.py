@@ -37,6 +37,7 @@ class Linear(Operation):
 
     transposed: bool
     keeps: ClassVar[int] = 1
+    by_rows: ClassVar[bool] = True
     again: ClassVar[bool] = False
     multiplies: ClassVar[bool] = True
 
@@ -73,6 +74,7 @@ class RMSNorm(Operation):
     eps: float | None
     formula: str
     keeps: ClassVar[int] = 1
+    by_rows: ClassVar[bool] = True
 
     def forward(self, e: Emitter, x: Node, weight: Node | None) -> tuple[Node, ...]:
         both = e.dispatched("rms_norm_fwd", self.formula, x, weight, self.eps, self.formula)
@@ -125,6 +127,10 @@ class LayerNorm(Operation):
 
     def structure(self) -> Hashable:
         return len(self.shape), self.eps
+
+    @property
+    def works_by_rows(self) -> bool:
+        return len(self.shape) == 1
 
     def _inputs(self, e: Emitter, nodes: tuple[Node | None, ...]) -> list[Any]:
         # autocast runs LayerNorm in fp32 everywhere but on a CPU

@@ -32,6 +32,7 @@ class Activation(Operation):
     kind: str
     options: tuple[float, ...]
     keeps: ClassVar[int] = 1
+    by_rows: ClassVar[bool] = True
 
     def codec_of(self, step: Step, value: int) -> Codec:
         return step.codec.keeping_sign() if self.kind in SIGN_DECIDES and value == step.ins[0] else step.codec
@@ -190,6 +191,7 @@ class Dropout(Operation):
     """y and the generator's state before the draw."""
 
     p: float
+    by_rows: ClassVar[bool] = True
     same: ClassVar[bool] = True
 
     @property

@@ -11,15 +11,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from .arithmetic import Add, Cast, Cat, Mul, Neg, Scale, Slice, Split
+from .arithmetic import Split
 from .calls import BATCH, TOKENS
-from .operations import LayerNorm, Linear, RMSNorm
-from .pointwise import Activation, Dropout, GatedProduct
-from .shapes import Contiguous, Reshape
+from .shapes import Reshape
 from .step import Operation, Step
 from .tape import Tape
-
-_FREE = (Linear, RMSNorm, Activation, GatedProduct, Add, Mul, Scale, Neg, Cast, Dropout, Contiguous, Cat)
 
 
 def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int]:
@@ -67,20 +63,10 @@ def _works(tape: Tape, step: Step, flat: set[int]) -> bool:
     if isinstance(operation, Reshape):
         (source,), (made,) = step.ins, step.outs
         return (source in flat) != (made in flat) and _is_of_heads(operation)
-    if not _is_row_by_row(operation):
+    if not operation.works_by_rows:
         return False
     activations = set(step.ins) - {None, *tape.parameters.values()}
     return step.outs[0] in flat and activations <= flat
-
-
-def _is_row_by_row(operation: Operation) -> bool:
-    if isinstance(operation, LayerNorm):
-        return len(operation.shape) == 1
-    if isinstance(operation, Split):
-        return operation.dim in (2, -1)
-    if isinstance(operation, Slice):
-        return operation.dim == -1
-    return type(operation) in _FREE
 
 
 def _is_of_heads(operation: Reshape) -> bool:

@@ -42,6 +42,8 @@ class Contiguous(Operation):
     def forward(self, e: Emitter, x: Node) -> Node:
         return e.call(torch.Tensor.contiguous, x)
 
+    by_rows: ClassVar[bool] = True
+
     def backward(self, b: Backward, step: Step) -> None:
         b.give(step.ins[0], b.dy(step))
 

@@ -22,6 +22,7 @@ class Operation:
         sums: Whether it is a sum, whose backward reads none of its inputs.
         same: Whether its output is no more than its input, so that keeping that instead costs nothing.
         differentiates: Whether its code runs autograd.
+        by_rows: Whether it computes each row [C] of its activations by itself, whatever its constants are.
     """
 
     again: ClassVar[bool] = True
@@ -31,11 +32,17 @@ class Operation:
     keeps_output: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     differentiates: ClassVar[bool] = False
+    by_rows: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
         return False
+
+    @property
+    def works_by_rows(self) -> bool:
+        """Whether it gives the same on rows [B * T, C] as on tokens [B, T, C]."""
+        return self.by_rows
 
     @property
     def makes_rows(self) -> bool:
