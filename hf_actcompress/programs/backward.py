@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
-from .keeping import Packing, opened, plus, taken
+from .keeping import Packing, opened, plus, taken, unpacked
 from .stages import handed_over
 from .step import Step
 
@@ -114,7 +114,8 @@ class Backward(Emitter):
             with self._forward.graph.inserting_after(node):
                 self.packed[value] = self._forward.call(Packing(codec, swapped), node, like=lambda _: None)
         if outside or codec != IDENTITY:
-            found = self.call(opened, found, like=lambda _: like.transpose(1, 2) if swapped else like)
+            function = opened if outside else unpacked
+            found = self.call(function, found, like=lambda _: like.transpose(1, 2) if swapped else like)
         self.values[value] = self.call(torch.transpose, found, 1, 2) if swapped else found
 
     def place_of_own(self, value: int) -> int | None:

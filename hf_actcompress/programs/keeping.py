@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ..codecs import IDENTITY, Codec
 from ..private_apis import above_autograd
 from ..records import Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
-from ..records.saving import Leaves, Slot, slot_of
+from ..records.saving import Leaves, Slot, slot_of, slot_of_new
 
 
 class Packing:
@@ -39,6 +39,11 @@ def opened(x: Tensor | Later) -> Tensor:
         return x
     with above_autograd():
         return x.slot.value(x.tensors)
+
+
+def unpacked(x: Later) -> Tensor:
+    """The same for what the program has packed itself. A codec needs no autograd."""
+    return x.slot.value(x.tensors)
 
 
 @fx.node.has_side_effect
@@ -91,8 +96,8 @@ def taken_apart(values: list[Any], outside: Sequence[Outside], keepers: Sequence
     slots: dict[int, Slot] = {}
     leaves, names = Leaves(), list(keepers)
 
-    def take(i: int, record: Record) -> None:
-        slots[i] = slot_of(record, leaves)
+    def take(i: int, slot: Slot) -> None:
+        slots[i] = slot
         names.extend([keepers[i]] * (len(keepers) + len(leaves.tensors) - len(names)))
         values[i] = None
 
@@ -100,10 +105,10 @@ def taken_apart(values: list[Any], outside: Sequence[Outside], keepers: Sequence
         x = values[i].flatten(2) if flat else values[i]
         record = known_record(x) if codec == IDENTITY else record_of(x, codec)
         if record is not None and not _is_itself(record) and not is_dropped(record):
-            take(i, record)
+            take(i, slot_of(record, leaves))
     for i, value in enumerate(values):
-        if isinstance(value, Stored):
-            take(i, value)
+        if type(value) is Stored:
+            take(i, slot_of_new(value, leaves))
     return Kept(values + leaves.tensors, slots, names)
 
 

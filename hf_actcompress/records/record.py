@@ -13,7 +13,8 @@ from ..codecs import IDENTITY, Codec
 from ..private_apis import at_end_of_backward, current_backward
 
 
-@dataclass(frozen=True)
+# nobody writes to a record; it is not frozen because that would take three times as long, several times per layer
+@dataclass(eq=False, slots=True)
 class Stored:
     """Bytes that are kept: `codec.unpack(tensors, meta)` is the activation."""
 
@@ -22,7 +23,7 @@ class Stored:
     meta: object = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Derived:
     """Nothing is kept for this activation: `recipe.recompute(*sources)` makes it again."""
 
@@ -94,7 +95,7 @@ def versions(record: Record) -> list[int]:
         return [record.version]
     found = []
     for source in record.sources:
-        found += versions(source)
+        found += [x._version for x in source.tensors] if type(source) is Stored else versions(source)
     return found
 
 

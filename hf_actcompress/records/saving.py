@@ -26,7 +26,7 @@ class _StoredSlot(NamedTuple):
     positions: tuple[int, ...]
 
     def value(self, saved: tuple[Tensor, ...]) -> Tensor:
-        return self.codec.unpack(tuple(saved[i] for i in self.positions), self.meta)
+        return self.codec.unpack(tuple([saved[i] for i in self.positions]), self.meta)
 
 
 class _DerivedSlot(NamedTuple):
@@ -96,10 +96,17 @@ class Leaves:
         self.dropped: dict[int, tuple[RealRows, int]] = {}
 
     def add(self, x: Tensor) -> int:
-        if id(x) not in self._position:
-            self._position[id(x)] = len(self.tensors)
+        position = self._position.setdefault(id(x), len(self.tensors))
+        if position == len(self.tensors):
             self.tensors.append(x)
-        return self._position[id(x)]
+        return position
+
+
+def slot_of_new(record: Stored, leaves: Leaves) -> Slot:
+    """The same as `slot_of` for a record that was made just now, whose tensors are in no other record."""
+    first = len(leaves.tensors)
+    leaves.tensors += record.tensors
+    return _StoredSlot(record.codec, record.meta, tuple(range(first, len(leaves.tensors))))
 
 
 def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
@@ -107,7 +114,7 @@ def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
     if isinstance(record, Pending):
         record = record.packed()
     if isinstance(record, Stored):
-        return _StoredSlot(record.codec, record.meta, tuple(leaves.add(t) for t in record.tensors))
+        return _StoredSlot(record.codec, record.meta, tuple([leaves.add(t) for t in record.tensors]))
     assert not isinstance(record, Pending), "what packs makes a stored or a derived record"
     first = False
     if counted:
@@ -115,7 +122,7 @@ def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
         # only the consumer that rebuilds first in a backward reads the sources, so they count one use, not one per
         # consumer
         first = record.recipe.uses == 1
-    sources = tuple(slot_of(source, leaves, first) for source in record.sources)
+    sources = tuple([slot_of(source, leaves, first) for source in record.sources])
     back = record.recipe.recompute
     if isinstance(back, RealRows):
         order = sources[1]

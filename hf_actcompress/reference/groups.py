@@ -30,7 +30,10 @@ def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
 def rows_features(x: Tensor) -> tuple[int, int]:
     """(R, D) of x [..., D]; a scalar is one row of one feature."""
     # not `Size.numel`, which becomes a fixed number when a compiler traces for any size
-    return (math.prod(x.shape[:-1]), x.size(-1)) if x.dim() else (1, 1)
+    if not x.dim():
+        return 1, 1
+    *leading, features = x.shape
+    return math.prod(leading), features
 
 
 def group_count(features: int, group_size: int) -> int:

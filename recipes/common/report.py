@@ -16,7 +16,7 @@ from rich.table import Table
 from hf_actcompress import PRESETS
 
 from .compare import Comparison, RunResult
-from .versions import versions
+from .versions import device_name, versions
 
 MIB = 2**20
 PACKAGES = ("hf-actcompress", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers")
@@ -26,7 +26,7 @@ def environment() -> dict[str, str]:
     """What the figures depend on: versions and hardware."""
     found = {"python": platform.python_version(), "platform": platform.platform(), **versions(PACKAGES)}
     on_gpu = torch.cuda.is_available()
-    found["device"] = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU"
+    found["device"] = torch.cuda.get_device_name() if on_gpu else device_name("cpu")
     found["threads"] = str(torch.get_num_threads())
     return found
 

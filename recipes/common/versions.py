@@ -44,11 +44,14 @@ def commit() -> str:
 
 
 def device_name(device: str) -> str:
-    if device != "cuda":
-        return platform.processor() or platform.machine()
+    """The model of the GPU, or that of the CPU: how much Python costs beside torch differs between CPUs."""
     import torch
 
-    return torch.cuda.get_device_name()
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    # torch 2.11 cannot tell the model
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return f"{known.get('cpu_name', 'CPU')}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def about_here() -> dict[str, Any]:
