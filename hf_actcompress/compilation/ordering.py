@@ -4,6 +4,9 @@ A compiler fuses kernels that read the same tensors. The input of a linear layer
 that the gradient of a norm or an activation reads, too. In one kernel with that gradient, the input would be alive
 beside gradients that are not needed yet. And the product for the weight's gradient, which runs as soon as its input
 exists, would split that kernel in two.
+
+With few tokens a weight's gradient is larger than its factors. Its place is then left to the compiler, which may put it
+last: early, it would only add to the peak.
 """
 
 from __future__ import annotations
@@ -15,20 +18,23 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ..private_apis import FakeTensorMode
-from .policy import is_pointwise, is_view, made_by
+from .policy import is_pointwise, is_view, made_by, nbytes
 
 aten = torch.ops.aten
 
 
 def order_weights(graph: Graph) -> None:
-    """Put a weight's gradient, if its input is computed again, before the nodes that read the input's gradient."""
+    """Put a weight's gradient before the nodes that read the input's gradient.
+
+    It is done where the input is computed again, and where the weight's gradient is no larger than its two factors.
+    """
     for product in list(graph.nodes):
         for x, dy in _factors(product):
             if made_by(x).op == "placeholder" or not is_pointwise(made_by(x)):
                 continue
             for dx in list(dy.users):
                 users = (*dx.users, *_pointwise_readers(dx))
-                if _is_of_input(dx, dy) and all(user > product for user in users):
+                if _is_smaller(product, x, dy) and _is_of_input(dx, dy) and all(user > product for user in users):
                     _put_behind(graph, dx, product)
 
 
@@ -41,6 +47,11 @@ def _factors(product: Node) -> list[tuple[Node, Node]]:
         return []
     (left,) = left.all_input_nodes  # type: ignore[union-attr]
     return [(left, right), (right, left)]  # type: ignore[list-item]
+
+
+def _is_smaller(product: Node, x: Node, dy: Node) -> bool:
+    """Whether a weight's gradient takes less memory than its factors, which die with it. It does with many tokens."""
+    return nbytes(product) <= nbytes(x) + nbytes(dy)
 
 
 def _is_of_input(product: Node, dy: Node) -> bool:

@@ -109,7 +109,8 @@ class PatchedForward:
         trained = self.active and model.training and torch.is_grad_enabled()
         unnamed = trained and isinstance(model, PreTrainedModel) and _has_no_loss(model)
         if unnamed:
-            model.loss_function = LOSS_MAPPING[_DEFAULT_LOSS]
+            # torch 2.11 would run the setter of `loss_function` once more, after the deletion below
+            model._loss_function = LOSS_MAPPING[_DEFAULT_LOSS]
         # torch 2.11 cannot trace how `_stock` binds it
         inner = self.inner
         try:

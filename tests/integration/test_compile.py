@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pkgutil
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,3 +220,10 @@ def test_evaluation_is_stocks() -> None:
     with torch.no_grad():
         torch.compile(model, backend=look, fullgraph=True)(**batch)
     assert "hf_actcompress" not in "".join(graph.code for graph in graphs)
+
+
+def test_the_entry_point_of_the_backend() -> None:
+    """Where the package is installed, torch finds the backend that importing the package registers elsewhere."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    target = project["entry-points"]["torch_dynamo_backends"][BACKEND]
+    assert pkgutil.resolve_name(target) is torch._dynamo.backends.registry.lookup_backend(BACKEND)

@@ -141,6 +141,17 @@ def test_a_second_loss(reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_of_weights_come_first(name: str, awaited: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads the gradient of an input that is computed again waits for that of the weight; the same bits."""
     model, batch = patch_model(build(BY_NAME[name])), BY_NAME[name].make_batch("right")
+    monkeypatch.setattr(partition, "order_weights", lambda graph: None)
+    expected_loss, expected = step(_compiled(model), batch)
+    waits = _waits(monkeypatch)
+    loss, grads = step(_compiled(model), batch)
+    assert torch.equal(loss, expected_loss) and not differing(grads, expected)
+    heads = 2 if name == "bert" else 1
+    assert len(waits) == awaited * model.config.num_hidden_layers + heads
+
+
+def _waits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list that fills with the nodes that wait for a weight's gradient, whenever a graph is ordered."""
     waits: list[Any] = []
 
     def watch(graph: Graph) -> None:
@@ -148,13 +159,16 @@ def test_gradients_of_weights_come_first(name: str, awaited: int, monkeypatch: p
         graph.lint()
         waits.extend(n for n in graph.nodes if n.target is torch.ops.aten.where.self and n.args[1] is n.args[2])
 
-    monkeypatch.setattr(partition, "order_weights", lambda graph: None)
-    expected_loss, expected = step(_compiled(model), batch)
     monkeypatch.setattr(partition, "order_weights", watch)
-    loss, grads = step(_compiled(model), batch)
-    assert torch.equal(loss, expected_loss) and not differing(grads, expected)
-    heads = 2 if name == "bert" else 1
-    assert len(waits) == awaited * model.config.num_hidden_layers + heads
+    return waits
+
+
+@pytest.mark.parametrize(("tokens", "awaited"), [(64, 1), (2, 0)])
+def test_a_gradient_that_is_larger_than_its_factors(tokens: int, awaited: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The down projection has a weight of 256 elements, and 40 elements per token in its input and output."""
+    model, waits = patch_model(nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8))), _waits(monkeypatch)
+    _compiled(model)(torch.randn(tokens, 8)).square().sum().backward()
+    assert len(waits) == awaited
 
 
 class _TwoMLPs(nn.Module):
@@ -178,11 +192,6 @@ def test_a_view_ahead_of_the_weights_gradient(monkeypatch: pytest.MonkeyPatch) -
     model, x = patch_model(_TwoMLPs()), torch.randn(2, 5, 8)
     model(x).square().sum().backward()
     expected = [p.grad for p in model.parameters()]
-
-    def watch(graph: Graph) -> None:
-        ordering.order_weights(graph)
-        graph.lint()
-
-    monkeypatch.setattr(partition, "order_weights", watch)
+    _waits(monkeypatch)
     _compiled(model)(x).square().sum().backward()
     assert all(torch.allclose(p.grad, g, atol=1e-5) for p, g in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
