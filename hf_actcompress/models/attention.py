@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -22,12 +21,13 @@ from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
-from ..private_apis import fused_attention_choice, transforms_active
+from ..private_apis import transforms_active
 from ..records import padding_in, shares_rows
 from ..reference import packed_kernel, packed_sdpa
 from ..reference.device_rules import on_cpu
 from ..reference.sequences import Band, Sequences
 from ..roles import Role
+from .attention_kernels import fusable, is_wasteful
 from .eager_attention import find_eager
 from .methods.keys_and_values import keys_and_values
 from .rope import RotaryMixin, calls_rope, why_stock
@@ -140,7 +140,7 @@ def _attended(
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
     drops = dropout > 0 and cpu and query.numel() // query.size(-1) * key.size(2) > _FEW
-    keeps_more = keeps_more or attention_mask is not None or bias is not None or drops
+    keeps_more = keeps_more or attention_mask is not None or bias is not None or drops or is_wasteful(query, key, value)
     # calls whose q, k, v and output are kept by us all the same
     ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
@@ -175,7 +175,7 @@ def _fused(
     # rotated queries and keys are wider than values under autocast; the kernel gets them all in its dtype
     dtype = autocast_dtype(q)
     q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
-    if not _fusable(q, k, v, mask, causal):
+    if not fusable(q, k, v, mask, causal):
         return None
     return ops.tokens_first(ops.fused_attention(q, k, v, mask, causal, scale, codec=codec), codec)
 
@@ -212,7 +212,7 @@ def _packed(
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    kernel = "pieces" if on_cpu(q) and _fusable(q, k, v, None, True) else None
+    kernel = "pieces" if on_cpu(q) and fusable(q, k, v, None, True) else None
     if kernel is None and isinstance(sequences, Sequences):
         kernel = packed_kernel(q, k, v, sequences, window)
     keeps = _keeps(q, k, v)
@@ -270,26 +270,6 @@ def _stock(
         kwargs["position_bias"] = bias
     out: Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
     return out
-
-
-def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
-    """Whether torch itself would take the CPU's fused kernel for this call."""
-    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
-        return False
-    if query.size(2) <= 1 or (causal and query.size(2) != key.size(2)):
-        return False
-    if query.size(1) % key.size(1) or key.dtype != query.dtype or value.dtype != query.dtype:
-        return False
-    groups = query.size(1) // key.size(1)
-    # v's heads may be of another width than k's (multi-head latent attention)
-    choice = fused_attention_choice(query, _expanded(key, groups), _expanded(value, groups), mask, causal)
-    return choice == SDPBackend.FLASH_ATTENTION.value
-
-
-def _expanded(x: Tensor, groups: int) -> Tensor:
-    """x [B, Hkv, S, D] in the shape that the kernel gets, without a copy: the kernel is not run on it."""
-    b, h, s, d = x.shape
-    return x if groups == 1 else x[:, :1].expand(b, h * groups, s, d)
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
