@@ -4,7 +4,7 @@ While the forward of a patched model runs, saved-tensor hooks look at every tens
 
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads),
 - if the autograd node that made it keeps everything that it was made of (the product of gate and up), or took it from
-  a parameter (the weights of batched experts, one for each token),
+  a parameter (the weights of batched experts, one for each token; embeddings of relative positions),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
 A part of a larger tensor is kept as a copy where nothing else holds the rest (`parts.py`), and the indices of a
