@@ -140,12 +140,13 @@ def _attended(
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
     drops = dropout > 0 and cpu and query.numel() // query.size(-1) * key.size(2) > _FEW
-    keeps_more = keeps_more or attention_mask is not None or bias is not None or drops or is_wasteful(query, key, value)
+    keeps_more = keeps_more or attention_mask is not None or bias is not None or drops
     # calls whose q, k, v and output are kept by us all the same
     ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
         return _traced(stock, (query, key, value), attention_mask, bias, settings)
+    keeps_more = keeps_more or is_wasteful(query, key, value)
     if not ((keeps_more or ours) and plain and _keeps(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias)
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
