@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -22,12 +21,13 @@ from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
-from ..private_apis import fused_attention_choice, transforms_active
+from ..private_apis import transforms_active
 from ..records import padding_in, shares_rows
 from ..reference import packed_kernel, packed_sdpa
 from ..reference.device_rules import on_cpu
 from ..reference.sequences import Band, Sequences
 from ..roles import Role
+from .attention_kernels import fusable, is_wasteful
 from .eager_attention import find_eager
 from .methods.keys_and_values import keys_and_values
 from .rope import RotaryMixin, calls_rope, why_stock
@@ -146,6 +146,7 @@ def _attended(
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
         return _traced(stock, (query, key, value), attention_mask, bias, settings)
+    keeps_more = keeps_more or is_wasteful(query, key, value)
     if not ((keeps_more or ours) and plain and _keeps(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias)
     causal = _is_causal(module, query, attention_mask, kwargs.get("is_causal"))
@@ -175,7 +176,7 @@ def _fused(
     # rotated queries and keys are wider than values under autocast; the kernel gets them all in its dtype
     dtype = autocast_dtype(q)
     q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
-    if not _fusable(q, k, v, mask, causal):
+    if not fusable(q, k, v, mask, causal):
         return None
     return ops.tokens_first(ops.fused_attention(q, k, v, mask, causal, scale, codec=codec), codec)
 
@@ -212,7 +213,7 @@ def _packed(
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    kernel = "pieces" if on_cpu(q) and _fusable(q, k, v, None, True) else None
+    kernel = "pieces" if on_cpu(q) and fusable(q, k, v, None, True) else None
     if kernel is None and isinstance(sequences, Sequences):
         kernel = packed_kernel(q, k, v, sequences, window)
     keeps = _keeps(q, k, v)
@@ -270,26 +271,6 @@ def _stock(
         kwargs["position_bias"] = bias
     out: Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
     return out
-
-
-def _fusable(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> bool:
-    """Whether torch itself would take the CPU's fused kernel for this call."""
-    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
-        return False
-    if query.size(2) <= 1 or (causal and query.size(2) != key.size(2)):
-        return False
-    if query.size(1) % key.size(1) or key.dtype != query.dtype or value.dtype != query.dtype:
-        return False
-    groups = query.size(1) // key.size(1)
-    # v's heads may be of another width than k's (multi-head latent attention)
-    choice = fused_attention_choice(query, _expanded(key, groups), _expanded(value, groups), mask, causal)
-    return choice == SDPBackend.FLASH_ATTENTION.value
-
-
-def _expanded(x: Tensor, groups: int) -> Tensor:
-    """x [B, Hkv, S, D] in the shape that the kernel gets, without a copy: the kernel is not run on it."""
-    b, h, s, d = x.shape
-    return x if groups == 1 else x[:, :1].expand(b, h * groups, s, d)
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -24,8 +24,8 @@ from .linear_attention import copy_in_segments, segment_of
 from .sites import Site
 from .source import names_in
 
-# functions that keep much and may run again: products of activations, softmax, scans
-_KEEPING = frozenset({"baddbmm", "bmm", "cumsum", "einsum", "exp", "logsumexp", "matmul", "softmax", "softplus"})
+# functions that keep much and may run again: products of activations, softmax, scans, a GELU written out
+_KEEPING = frozenset({"baddbmm", "bmm", "cumsum", "einsum", "erf", "exp", "logsumexp", "matmul", "softmax", "softplus"})
 # functions that decide something. They must not run twice, because a codec changes their input
 _DECIDING = frozenset({"argmax", "argmin", "argsort", "bucketize", "multinomial", "nonzero", "sort", "topk", "unique"})
 _LINEAR = frozenset({Role.CONV2D, Role.LINEAR, Role.OWN_LINEAR})

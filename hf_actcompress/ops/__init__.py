@@ -111,7 +111,13 @@ OPS: tuple[Op, ...] = (
     Op("tiled_mlp", "input", tiled, "its input's record", "all inside of an MLP, a tile of rows at a time"),
     Op("layer_norm", "input", layer_norm, "its input, mean, rstd", "its output"),
     Op("rms_norm", "input", rms_norm, "its input, rstd", "its output, the fp32 copies"),
-    Op("dropout", "rng", dropout, "the generator's state", "mask and output"),
+    Op(
+        "dropout",
+        "rng",
+        dropout,
+        "the generator's state; the mask (bool) where a CPU's state is more bytes",
+        "mask and output",
+    ),
     Op("attention", "fused", fused_attention, "q, k, v, output, logsumexp, the mask once", "repeated k and v"),
     Op(
         "attention",

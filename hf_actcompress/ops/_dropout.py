@@ -1,4 +1,4 @@
-"""Dropout that keeps the generator's state instead of the mask; bits of it while a CUDA graph is captured."""
+"""Dropout that keeps the generator's state instead of the mask, or a smaller mask where the state is no help."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def dropout(x: Tensor, p: float, *, codec: Codec = IDENTITY) -> Tensor:
 
     Saves:
         The default generator's state (5,056 bytes on a CPU; on CUDA seed and offset, 16 bytes on the host), no mask.
-        While a CUDA graph is captured, a bit per element of the mask: the graph's replays draw at other offsets.
+        The mask, bool, where that is less than a CPU's state. While a CUDA graph is captured, a bit per element of the
+        mask: the graph's replays draw at other offsets.
 
     Gradient:
         Exact, bit-equal to stock.

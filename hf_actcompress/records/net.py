@@ -4,7 +4,7 @@ While the forward of a patched model runs, saved-tensor hooks look at every tens
 
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads),
 - if the autograd node that made it keeps everything that it was made of (the product of gate and up), or took it from
-  a parameter (the weights of batched experts, one for each token),
+  a parameter (the weights of batched experts, one for each token; embeddings of relative positions),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
 A part of a larger tensor is kept as a copy where nothing else holds the rest (`parts.py`), and the indices of a
@@ -106,7 +106,7 @@ class Net(Netting):
         node = x.grad_fn
         if x.numel() < _SMALL or (node is None and isinstance(x, Parameter)):
             return None
-        held = self._computed(x) if node is not None else None
+        held = self._computed(x, own) if node is not None else None
         if held is not None or own:
             return held
         return self._recorded(x) or self._functional(x) or self._packed(x)
@@ -152,12 +152,15 @@ class Net(Netting):
         slot = slot_of(record, leaves)
         return self._kept(*leaves.tensors, slot=slot)
 
-    def _computed(self, x: Tensor) -> Made | None:
-        """How x is computed again from what its autograd node holds; for a view, from what its base's node holds."""
+    def _computed(self, x: Tensor, own: bool = False) -> Made | None:
+        """How x is computed again from what its autograd node holds; for a view, from what its base's node holds.
+
+        Our own ops keep rows of a weight as they are: without a report, they do not ask the net about them.
+        """
         base = x._base if x._base is not None else x
         if base.numel() != x.numel():
             return None
-        held = self._known(base) or self._by_its_node(base)
+        held = None if own and gathered_from(base.grad_fn) is not None else self._known(base) or self._by_its_node(base)
         if held is None or (x.shape == base.shape and x.stride() == base.stride()):
             return held
         if not dense(base.shape, base.stride()) or base.storage_offset() != x.storage_offset():

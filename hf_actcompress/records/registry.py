@@ -137,13 +137,14 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
     """Say that y need not be kept: `recompute(*sources)` returns it again, same shape, dtype and values.
 
     Args:
-        y: The output of an op, any shape; ignored unless it is contiguous, or heads [B, H, S, D] of tokens that are.
+        y: The output of an op, any shape; ignored unless it is contiguous, or [B, H, S, D] or [B, C, S] of tokens
+            [B, S, ...] that are.
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
         sources: Records of what y is made from; weights, statistics and RNG states as `stored_exact`.
     """
     if y.is_contiguous():
         declare_as(y, Derived(Recipe(recompute), sources))
-    elif y.dim() == 4:
+    elif y.dim() in (3, 4):
         declare_in_order(y, y.transpose(1, 2), TokensFirst(recompute), *sources)
 
 

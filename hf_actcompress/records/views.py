@@ -39,7 +39,7 @@ class View:
 
 
 class TokensFirst:
-    """Recompute function of heads [B, S, H, D] from a record of [B, H, S, D]."""
+    """Recompute function of tokens [B, S, H, D] or [B, S, C] from a function that makes [B, H, S, D] or [B, C, S]."""
 
     __slots__ = ("recompute",)
 

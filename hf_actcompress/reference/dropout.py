@@ -2,8 +2,9 @@
 
 A state is a tensor on the host, of a kind that its dtype tells: the whole state (uint8), or, on a CUDA device, seed and
 offset (uint64 [2]), from which its kernels make all their numbers: integers that the host has, so that nothing is
-copied from the device. While a CUDA graph is captured the offset is known to the device alone, and each replay of the
-graph has another one: then the bits of the mask are kept instead (int8, on the device).
+copied from the device. In two cases the mask is kept instead: on a CPU where it has fewer elements than the generator's
+state has bytes (bool); and while a CUDA graph is captured, as bits (int8, on the device), because the offset is then
+known to the device alone, and each replay of the graph has another one.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from torch.nn import functional
 
 from ..errors import CaptureError
 from .bits import pack_mask, unpack_mask
-from .device_rules import device_rules
+from .device_rules import device_rules, on_cpu
 
 # held while a device's default generator is swapped
 _lock = threading.RLock()
 
 # in bytes: no kernel loads wider vectors, and the allocators align memory to at least this
 _ALIGNMENT = 64
+
+# bytes of a CPU's generator
+_CPU_STATE = 5056
 
 _OFFSET, _MASK = torch.uint64, torch.int8
 
@@ -103,6 +107,11 @@ def dropout_fwd(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     if _captured(x.device):
         y, mask = torch.native_dropout(x, p, True)
         return y, pack_mask(mask).view(_MASK)
+    if x.numel() < _CPU_STATE and p < 1 and on_cpu(x):
+        # what torch computes on a CPU
+        noise = torch.empty_like(x).bernoulli_(1 - p)
+        mask = noise.bool()
+        return x * noise.div_(1 - p), mask
     state = rng_state(x.device)
     return functional.dropout(x, p, training=True), state
 
@@ -113,6 +122,8 @@ def dropout_replay(x: Tensor, state: Tensor, p: float) -> Tensor:
     Applied to dy it is the gradient: both are x * mask / (1 - p), and the stock kernels compute both by this formula.
     """
     x = x.contiguous()
+    if state.dtype == torch.bool:
+        return x * state.to(x.dtype).div_(1 - p)
     if state.dtype == _MASK:
         mask = unpack_mask(state.view(torch.uint8), x.shape)
         return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p) if p < 1 else 0.0)  # type: ignore[no-any-return]

@@ -58,6 +58,11 @@ def prophet() -> Any:
     return hf.ProphetNetForConditionalGeneration(config)
 
 
+def esm() -> Any:
+    """Its GELU is written out in products and erf."""
+    return hf.EsmForMaskedLM(hf.EsmConfig(**SMALL, intermediate_size=128, pad_token_id=1, mask_token_id=2))
+
+
 # the modules that run again, and the least that they save of what the model keeps without that
 CASES: dict[str, tuple[Callable[[], Any], str, float]] = {
     "bert": (bert, "BertSelfAttention", 0.3),
@@ -65,6 +70,7 @@ CASES: dict[str, tuple[Callable[[], Any], str, float]] = {
     "falcon": (falcon, "FalconAttention", 0.15),
     "bloom": (bloom, "BloomAttention", 0.2),
     "falcon_h1": (falcon_h1, "FalconH1Mixer", 0.5),
+    "esm": (esm, "EsmIntermediate", 0.25),
     "prophetnet": (prophet, "ProphetNetAttention", 0.2),
 }
 

@@ -46,6 +46,8 @@ class _Generator:
 def generator(monkeypatch: pytest.MonkeyPatch) -> _Generator:
     """The default generator of every device, which has an offset."""
     found = _Generator()
+    # these devices keep no small masks
+    monkeypatch.setattr(functions, "_CPU_STATE", 0)
     monkeypatch.setattr(functions, "_generator", lambda device: found)
 
     def state(device: torch.device) -> Tensor:
@@ -68,6 +70,23 @@ def _run(dropout: Any, checkpointed: bool = False) -> list[Tensor]:
     first = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
     second = torch.autograd.grad(y.square().sum(), x) if not checkpointed else first
     return [y.detach(), *first, *second, after, torch.rand(3)]
+
+
+@pytest.mark.parametrize(("shape", "kept"), [((50, 51), 2550), ((5055,), 5055), ((8, 632), 5056), ((200, 300), 5056)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_keeps_a_mask_or_its_state_whichever_is_less(
+    shape: tuple[int, ...], kept: int, dtype: torch.dtype
+) -> None:
+    x, dy = torch.randn(shape, dtype=dtype).requires_grad_(), torch.randn(shape, dtype=dtype)
+
+    def run(dropout: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        y = dropout(x, P)
+        z = y * y
+        return [z.detach(), torch.rand(3), *torch.autograd.grad(z, x, dy)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(ops.dropout), run(torch.nn.functional.dropout), strict=True))
+    assert kept_bytes(lambda: ops.dropout(x, P)) == kept
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

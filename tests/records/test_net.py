@@ -212,6 +212,19 @@ def test_rows_of_a_weight_are_taken_again() -> None:
     assert kept(forward, stock) - kept(forward, net) == 24 * 32 * 32 * 4
 
 
+def test_rows_of_an_embedding_are_taken_again() -> None:
+    """Embeddings of relative positions: one for each pair of tokens, in every layer that reads them."""
+    a, weight, _ = inputs()
+    table = torch.nn.Parameter(torch.randn(9, 32))
+    distances = torch.arange(24)[:, None].sub(torch.arange(24)).clamp(-4, 4) + 4
+
+    def forward() -> Tensor:
+        return torch.einsum("ld,lrd->lr", a + weight, F.embedding(distances, table)).square().sum()
+
+    assert_same(forward, (a, table))
+    assert kept(forward, stock) - kept(forward, net) == 24 * 24 * 32 * 4
+
+
 def test_indices_of_a_max_pooling_take_fewer_bytes() -> None:
     a = torch.randn(2, 8, 24, 24, requires_grad=True)
 
