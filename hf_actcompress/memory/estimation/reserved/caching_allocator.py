@@ -1,7 +1,7 @@
 """The rules of PyTorch's CUDA caching allocator, on numbers alone.
 
-Sources: "Memory management" in PyTorch's "CUDA semantics", the comment at the head of c10/cuda/CUDACachingAllocator.cpp,
-and the constants of c10/core/AllocatorConfig.h.
+Sources: "Memory management" in PyTorch's "CUDA semantics", the comment at the head of c10/cuda/CUDACachingAllocator.cpp
+and its functions `get_allocation_size` and `should_split`, and the constants of c10/core/AllocatorConfig.h.
 
 | rule | value |
 |---|---|

@@ -6,23 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .caching_allocator import Block, CachingAllocator
-from .trace import Trace
+from .repeated import Trace
 
-# the first step allocates the optimizer's states; from the second one on all steps are alike but for the cache's state
+# the first step makes the optimizer's states, and the second one runs beside them; a third one rarely adds anything
 STEPS = 3
-
-
-@dataclass(frozen=True)
-class Reserved:
-    """Bytes that the allocator has reserved for each byte that was allocated, at the highest of each.
-
-    Args:
-        segments: By the allocator's defaults.
-        expandable: Under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
-    """
-
-    segments: float
-    expandable: float
 
 
 @dataclass(frozen=True)
@@ -40,15 +27,17 @@ class Held:
     temporary: Sequence[int] = ()
 
 
-def reserved(held: Held, *steps: Trace) -> Reserved:
-    """What is reserved for a training whose steps these are; one step is taken to be repeated."""
-    repeated = steps if len(steps) > 1 else steps * STEPS
-    shares = []
-    for expandable in (False, True):
-        allocator = CachingAllocator(expandable)
-        replay(allocator, held, repeated)
-        shares.append(allocator.most_reserved / max(1, allocator.most_allocated))
-    return Reserved(*shares)
+def reserved_share(held: Held, steps: Sequence[Trace], expandable: bool) -> float:
+    """Bytes that the allocator reserves for each byte that is allocated, at the highest of each.
+
+    Args:
+        held: What the training allocates beside its steps.
+        steps: The steps, in order.
+        expandable: Whether `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` is set.
+    """
+    allocator = CachingAllocator(expandable)
+    replay(allocator, held, steps)
+    return allocator.most_reserved / max(1, allocator.most_allocated)
 
 
 def replay(allocator: CachingAllocator, held: Held, steps: Sequence[Trace]) -> None:
@@ -59,6 +48,7 @@ def replay(allocator: CachingAllocator, held: Held, steps: Sequence[Trace]) -> N
     for size in held.weights:
         allocator.allocate(size)
     for number, step in enumerate(steps):
+        before = allocator.most_reserved
         gradients = _run(allocator, step)
         if number == 0:
             for size in held.states:
@@ -67,6 +57,9 @@ def replay(allocator: CachingAllocator, held: Held, steps: Sequence[Trace]) -> N
             allocator.free(block)
         for block in gradients:
             allocator.free(block)
+        if number and allocator.most_reserved == before and len({id(each) for each in steps}) == 1:
+            # another step of the same kind would find the same blocks
+            return
 
 
 def _run(allocator: CachingAllocator, step: Trace) -> list[Block]:
