@@ -108,9 +108,12 @@ def _middle(trace: Trace, intervals: Sequence[range], length: int) -> tuple[int,
         return intervals[0].start, intervals[0].start
     shapes = [tuple(map(trace.change, interval)) for interval in intervals]
     row, length = max(((_row(shapes, n), n) for n in (length, _distance(shapes)) if n), key=lambda pair: len(pair[0]))
-    if len(row) < length:
+    if 2 * len(row) < length:
         return None
-    first = row.start + len(row) // 2
+    # the first unit may leave something to the second one to free, so that the row is a little shorter than a unit
+    first = row.start + max(0, len(row) - length) // 2
+    if first + length >= len(intervals):
+        return None
     return intervals[first].start, intervals[first + length].start
 
 
@@ -120,7 +123,8 @@ def _row(shapes: Sequence[tuple[int, ...]], length: int) -> range:
     for at in range(len(shapes) - length):
         if shapes[at] != shapes[at + length]:
             start = at + 1
-        longest = max(longest, range(start, at + 1), key=len)
+        # of equal ones the last, because what comes before the first unit may still be alive in it
+        longest = max(range(start, at + 1), longest, key=len)
     return longest
 
 
