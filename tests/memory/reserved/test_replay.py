@@ -1,4 +1,4 @@
-"""The replay of a training: its trace is that of the whole model, and what it reserves follows the allocator's rules."""
+"""The replay of a training: its trace is that of the whole model; what it reserves follows the allocator's rules."""
 
 from __future__ import annotations
 
