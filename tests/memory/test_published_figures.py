@@ -148,3 +148,19 @@ def test_the_ratio(name: str) -> None:
     ratio = found / figure.value
     print(f"\n{name}: {figure.value:,.2f} published ({figure.source}), {found:,.2f} estimated, ratio {ratio:.2f}")
     assert figure.between[0] <= ratio <= figure.between[1], figure.why
+
+
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_batches_of_different_lengths_reserve_more(batch_size: int) -> None:
+    several = Estimates(hf.MistralConfig(), dtype="bf16", lora=_ATTENTION)
+    lengths = [4096 * eighths // 8 for eighths in (6, 4, 8, 5, 7)] * 2
+    shares = {
+        (mixed, expandable): several.reserved_share(
+            batch_size, 4096, None, True, expandable=expandable, lengths=lengths if mixed else ()
+        )
+        for mixed in (False, True)
+        for expandable in (False, True)
+    }
+    print(f"\nbatch {batch_size}, (different lengths, expandable_segments): {shares}")
+    assert shares[True, False] > shares[False, False] + 0.05
+    assert shares[True, True] < shares[False, True] + 0.01

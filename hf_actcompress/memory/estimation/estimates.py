@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from .guess import largest_batch
 from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
 from .optimizers import optimizer_rule
+from .reserved.repeated import Trace
 from .reserved.replay import STEPS, reserved_share
 from .reserved.trace import trace_of
 from .result import Estimate
@@ -136,12 +138,14 @@ class Estimates:
         gradient_checkpointing: bool = False,
         *,
         expandable: bool = False,
+        lengths: Sequence[int] = (),
     ) -> float | None:
         """Bytes that CUDA's caching allocator reserves for each byte of tensors, by a replay of the training's steps.
 
         Args:
-            batch_size, seq_len, config, gradient_checkpointing: As for `estimate`. All batches are of this size.
+            batch_size, seq_len, config, gradient_checkpointing: As for `estimate`.
             expandable: Whether `expandable_segments` is on.
+            lengths: Tokens per sequence in each of the steps; by default all have `seq_len`.
 
         Returns:
             The share, 1 or more; None where no step can be replayed: on a CPU, compiled, with several processes, or if
@@ -150,10 +154,14 @@ class Estimates:
         setting = self._case(batch_size, seq_len, config)
         if not setting.cuda or setting.compiled or setting.ranks > 1 or self._ddp or self._zero is not None:
             return None
-        trace = trace_of(self._step(setting, gradient_checkpointing, roles=True), BLOCK)
-        if trace is None:
+        traces: dict[int, Trace | None] = {}
+        for length in dict.fromkeys(lengths or [seq_len]):
+            found = self._step(replace(setting, seq_len=length), gradient_checkpointing, roles=True)
+            traces[length] = trace_of(found, BLOCK)
+        steps = [trace for length in lengths or [seq_len] * STEPS if (trace := traces[length]) is not None]
+        if None in traces.values():
             return None
-        return reserved_share(held_by(self._model(gradient_checkpointing), self._rule), [trace] * STEPS, expandable)
+        return reserved_share(held_by(self._model(gradient_checkpointing), self._rule), steps, expandable)
 
     def guess(
         self,
