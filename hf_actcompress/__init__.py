@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         memory_report,
         memory_timeline,
     )
-    from .memory.estimation.estimates import Estimate, estimate
+    from .memory.estimation.estimate import Estimate, estimate
     from .memory.estimation.largest import max_batch_size, max_seq_len
     from .memory.planning.plans import Plan, plan
     from .patching import patch_model, patched, unpatch_model

@@ -97,7 +97,6 @@ def text_of(table: EstimateTable) -> str:
 
 def explanation(table: EstimateTable) -> Iterator[str]:
     """The lines below the rows."""
-    from ..quick.headroom import ADVICE
     from ..quick.sizes import readable_size
 
     found, room = table.rows, table.room
@@ -111,13 +110,35 @@ def explanation(table: EstimateTable) -> Iterator[str]:
     yield f"evaluating such a batch, its logits whole: {readable_size(table.evaluation_bytes)}"
     if room is None:
         return
-    if any(row.tight(room) for row in found):
-        yield ADVICE
+    yield from _advice(found, room)
     fitting = [row.strategy.name for row in found if row.fits(room)]
     yield f"fits into {table.gpu}: {', '.join(fitting) if fitting else 'none of these'}"
     for remedy in table.instead:
         fits = "would fit" if remedy.fits else "would not"
         yield f"  {remedy.name}, {STRATEGY}: {readable_size(remedy.nbytes)}, {fits}"
+
+
+def _advice(rows: list[Row], room: int) -> Iterator[str]:
+    """What "tight" means for each row that is, and whether the allocator's setting would help."""
+    from ..quick.headroom import ADVICE
+    from ..quick.sizes import readable_size
+
+    tight = [row for row in rows if row.tight(room)]
+    for row in tight:
+        found = row.estimate
+        if found is None or found.reserved_share is None or found.reserved_share_expandable is None:
+            continue
+        shares = found.reserved_share, found.reserved_share_expandable
+        defaults, expandable = (f"{readable_size(found.reserved_bytes(share))} ({share:.2f} times)" for share in shares)
+        helps = "fits" if found.reserved_bytes(shares[1]) <= room else "is still too much"
+        yield (
+            f"tight: for {row.strategy.name} the allocator reserves {defaults} unless it has to give segments back; "
+            f"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {expandable}, which {helps}"
+        )
+    if any(row.estimate is not None and row.estimate.reserved_share is None for row in tight):
+        yield ADVICE
+    if tight:
+        yield "batches of different lengths make the allocator reserve more: the shares are those of equal batches"
 
 
 def as_data(table: EstimateTable) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..config import CompressionConfig
-    from ..memory.estimation.estimates import Estimate, Estimates
+    from ..memory.estimation.estimates import Estimates
+    from ..memory.estimation.result import Estimate
 
 TIME_CLASSES = {
     "none": "as stock",
@@ -133,10 +134,13 @@ class Row:
         return self.estimate is not None and self.estimate.device_bytes <= room
 
     def tight(self, room: int) -> bool:
-        """Whether it fits, but leaves less free memory than fragmentation is expected to take."""
+        """Whether it fits, but not with what the allocator is expected to reserve, or to leave in gaps."""
         from ..quick.headroom import HEADROOM, usable
 
-        return self.fits(room) and not self.fits(usable(room, HEADROOM))
+        if self.estimate is None or not self.fits(room):
+            return False
+        share = self.estimate.reserved_share
+        return not self.fits(usable(room, HEADROOM)) if share is None else self.estimate.reserved_bytes(share) > room
 
 
 def rows(
@@ -169,11 +173,17 @@ def rows(
 
 
 def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: int, seq_len: int) -> Row:
+    from ..quick.headroom import MOST_SHARE
+
     config = strategy.patched_with
     found = several.estimate(batch_size, seq_len, config, strategy.checkpointing)
     peaks = {batch_size: found.device_bytes}
     if room is None:
         return Row(strategy, found, peaks)
+    if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
+        case = batch_size, seq_len, config, strategy.checkpointing
+        shares = (several.reserved_share(*case, expandable=expandable) for expandable in (False, True))
+        found = replace(found, reserved_share=next(shares), reserved_share_expandable=next(shares))
 
     def peak(batch_size: int) -> int:
         return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from .batch_size.find import find_batch_size
 from .batch_size.longest import longest_batches
 from .batch_size.report import BatchSizeReport, BatchSizeTrial
-from .estimation.estimates import Estimate, estimate
+from .estimation.estimate import Estimate, estimate
 from .estimation.largest import max_batch_size, max_seq_len
 from .fidelity.calibration import Calibration, CalibrationRow, calibrate
 from .fidelity.gradient_error import (

@@ -112,6 +112,31 @@ def test_flash_attention_of_sequences_in_one_row():
     assert allocator.peak_bytes == allocator.live_bytes + 4 * 8 * (300 + 3 * 128) * (1 + 64) + 2 * q.nbytes
 
 
+@pytest.mark.parametrize(
+    ("dtype", "features", "tiles", "tile", "splits"),
+    [
+        (torch.float32, 64, 4, 64 * 64, 0),
+        (torch.float32, 80, 2 * 2, 128 * 64, 0),
+        (torch.bfloat16, 32, 4, 64 * 64, 0),
+        (torch.bfloat16, 128, 2, 128 * 128, 0),
+        (torch.bfloat16, 256, 2 * 4, 128 * 64, 4),
+    ],
+)
+def test_the_memory_efficient_kernel_adds_up_in_tiles(dtype, features, tiles, tile, splits):
+    heads, rows = 8, 200
+    allocator = FakeAllocator(1, CUDA_WORKSPACES)
+    with FakeTensorMode(), allocator:
+        q, k, v, out, dout = (torch.empty(2, heads, rows, features, dtype=dtype) for _ in range(5))
+        lse, seed = torch.empty(2, heads, rows), torch.empty(2, dtype=torch.int64)
+        allocator.forget()
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], True
+        )
+    assert allocator.live_bytes == sum(x.nbytes for x in grads if x is not None) == 3 * q.nbytes
+    sums, dq, dk_dv = 4 * 2 * heads * rows, 2 * heads * tiles * (16 + 4 * tile), 2 * 4 * 2 * heads * splits * 64 * 256
+    assert allocator.peak_bytes == allocator.live_bytes + sums + dq + dk_dv
+
+
 def test_what_is_offloaded_is_not_on_the_device():
     options = {"batch_size": BATCH, "seq_len": LENGTH, "dtype": "bfloat16"}
     exact, offload = (estimate(LLAMA, config=config, **options) for config in ("exact", "offload"))

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from hf_actcompress import patch_model
 from hf_actcompress.errors import MeasurementError
-from hf_actcompress.memory.estimation.estimates import estimate
+from hf_actcompress.memory.estimation.estimate import estimate
 from hf_actcompress.memory.measurement.training_restored import resident_bytes
 from hf_actcompress.training import MemoryCallback, log_memory
 from hf_actcompress.training.memory_callback import KEPT, PEAK, RATIO

@@ -1,8 +1,9 @@
-"""`estimate`: what a training will need, before any weights or a GPU are at hand."""
+"""Estimates of one model for several configs and sizes, before any weights or a GPU are at hand."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from .assembly import assembled, extrapolated
 from .checks import check_processes, is_compiled
 from .copies import Copies
 from .extrapolation import Extrapolated, whole_step
+from .fake_step.cuda_rules import BLOCK
 from .fake_step.setting import Setting
 from .fake_step.step import run_evaluation
 from .fake_step.trl_head import check_trl
@@ -22,97 +24,12 @@ from .guess import largest_batch
 from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
 from .optimizers import optimizer_rule
+from .reserved.repeated import Trace
+from .reserved.replay import STEPS, reserved_share
+from .reserved.trace import trace_of
 from .result import Estimate
-from .states import DDP_NOTE, States, context_bytes, frozen_elsewhere, in_buckets, state_bytes
+from .states import DDP_NOTE, States, context_bytes, frozen_elsewhere, held_by, in_buckets, state_bytes
 from .zero import Zero
-
-__all__ = ["Estimate", "estimate"]
-
-
-def estimate(
-    model: Any,
-    *,
-    batch_size: int,
-    seq_len: int,
-    config: CompressionConfig | Configured | str | None = "exact",
-    dtype: torch.dtype | str | None = None,
-    optimizer: str = "adamw",
-    lora: Any = None,
-    gradient_checkpointing: bool = False,
-    device: str = "cuda",
-    autocast: torch.dtype | str | None = None,
-    engine: str | None = None,
-    quantization: Any = None,
-    trust_remote_code: bool = False,
-    target_len: int | None = None,
-    fsdp: int = 1,
-    zero: int | None = None,
-    processes: int = 1,
-    trl: bool = False,
-) -> Estimate:
-    """Memory of a training by part. It needs no weights, no GPU and no real step; a model of any size takes seconds.
-
-    The model runs one forward and backward on fake tensors, which have shapes and no data, with two to four of its
-    layers. Where its layers are of one kind, each further layer adds the same bytes, which is checked; where they are
-    not, all layers are run. The batch has no padding and all its labels count. With padding `drop_padding` keeps less
-    than this, so for it the estimate is an upper bound.
-
-    Args:
-        model: A module (stock or patched; it is not changed), a transformers config, or a name: a folder with a
-            config.json, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
-        batch_size, seq_len: Sequences, and tokens per sequence; for images seq_len is ignored. In a vision-language
-            model each sequence has one picture, whose tokens are among the `seq_len`; a note says how large it is.
-        config: What the model is patched with: a preset's name, a config, or an object that carries one. None or
-            "stock": the model is not patched.
-        dtype: Dtype of the weights, or its name; by default the module's own, or what the config says.
-        optimizer: "adamw", "adamw_8bit", "adafactor", "sgd_momentum" or "sgd".
-        lora: True (peft's defaults on all linear layers), a rank, or a peft LoraConfig; all other weights are frozen.
-        gradient_checkpointing: True switches it on; False leaves a module as it is.
-        device: "cuda": the rules of fake_step/cuda_rules.py. "cpu": what the CPU's allocator would show.
-        autocast: Dtype of mixed precision (with weights in fp32), by the CPU's list of ops. None: no autocast.
-        engine: "eager", or "compile" for `torch.compile` with Inductor; by default the engine that the module is set up
-            for, and "eager" if `model` is no module. With "compile" the model is traced and no code is generated: what
-            is kept is what the graphs keep, and the peak is that of their buffers, with pointwise ops fused into what
-            reads them.
-        quantization: Of frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a `quantization_config`
-            of transformers (bitsandbytes, GPTQ, AWQ, torchao, mxfp4). None: what the config or the module has.
-        trust_remote_code: Run code that comes with the model's config, where transformers has none of its own.
-        target_len: Tokens of the labels of an encoder-decoder model; by default as many as the inputs have.
-        fsdp: Number of processes over which `fully_shard` (FSDP2) shards the model, each layer by itself. The batch and
-            all bytes are those of one process. What a backend allocates inside a collective is not counted.
-        zero: Stage 2 or 3 of DeepSpeed's ZeRO, by its documented defaults. No DeepSpeed run has confirmed them, and a
-            note says so. With `autocast` all weights have that dtype, as DeepSpeed's `bf16` and `fp16` hold them.
-        processes: Number of processes: ZeRO divides the states among them; without `zero`, DistributedDataParallel
-            gives each the whole model. The batch and all bytes are those of one process.
-        trl: Use the loss of TRL's trainers, whose fused head never makes the whole logits, for stock and patched
-            models. By default the model's own loss is used.
-
-    Returns:
-        The estimate: bytes by part and by role, `.print()`, `.to_json()`.
-
-    Raises:
-        ModelConfigError: No config can be found under that name, the model computes no loss from labels, or it needs
-            code of its own that was not trusted. With engine="compile" also: it cannot be traced as one graph.
-        UnknownOptionError: An unknown preset, optimizer, dtype, device or engine.
-        MissingExtraError: LoRA was asked for and peft is not installed.
-    """
-    several = Estimates(
-        model,
-        dtype=dtype,
-        optimizer=optimizer,
-        lora=lora,
-        device=device,
-        autocast=autocast,
-        engine=engine,
-        quantization=quantization,
-        trust_remote_code=trust_remote_code,
-        target_len=target_len,
-        fsdp=fsdp,
-        zero=zero,
-        processes=processes,
-        trl=trl,
-    )
-    return several.estimate(batch_size, seq_len, config, gradient_checkpointing)
 
 
 class Estimates:
@@ -212,6 +129,39 @@ class Estimates:
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing, roles=False)
         return self._state_bytes(gradient_checkpointing).at_peak(found.step.peak) + context_bytes(setting)
+
+    def reserved_share(
+        self,
+        batch_size: int,
+        seq_len: int,
+        config: CompressionConfig | Configured | str | None,
+        gradient_checkpointing: bool = False,
+        *,
+        expandable: bool = False,
+        lengths: Sequence[int] = (),
+    ) -> float | None:
+        """Bytes that CUDA's caching allocator reserves for each byte of tensors, by a replay of the training's steps.
+
+        Args:
+            batch_size, seq_len, config, gradient_checkpointing: As for `estimate`.
+            expandable: Whether `expandable_segments` is on.
+            lengths: Tokens per sequence in each of the steps; by default all have `seq_len`.
+
+        Returns:
+            The share, 1 or more; None where no step can be replayed: on a CPU, compiled, with several processes, or if
+            the layers are not alike.
+        """
+        setting = self._case(batch_size, seq_len, config)
+        if not setting.cuda or setting.compiled or setting.ranks > 1 or self._ddp or self._zero is not None:
+            return None
+        traces: dict[int, Trace | None] = {}
+        for length in dict.fromkeys(lengths or [seq_len]):
+            found = self._step(replace(setting, seq_len=length), gradient_checkpointing, roles=True)
+            traces[length] = trace_of(found, BLOCK)
+        steps = [trace for length in lengths or [seq_len] * STEPS if (trace := traces[length]) is not None]
+        if None in traces.values():
+            return None
+        return reserved_share(held_by(self._model(gradient_checkpointing), self._rule), steps, expandable)
 
     def guess(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from .fake_step.step import FakeStep
@@ -22,12 +22,14 @@ class Growth:
         backward: (n, bytes): the first n allocations of the backward have so many bytes more.
         behind: (n, bytes): the last n allocations of the backward have so many bytes more, which a unit's backward
             leaves.
+        longer: The step of the model that has the further unit, if it was run.
     """
 
     step: FakeStep
     forward: tuple[int, int]
     backward: tuple[int, int]
     behind: tuple[int, int] = (0, 0)
+    longer: FakeStep | None = field(default=None, compare=False, repr=False)
 
     def on_top(self, base: FakeStep, at: int) -> int:
         """Bytes that a further unit adds at allocation `at` of the shorter model's forward and backward."""
@@ -86,7 +88,7 @@ def growth_of(base: FakeStep, longer: FakeStep) -> Growth:
     backward = _in_common(base.backward, longer.backward, step.kept)
     left = longer.backward[-1] - base.backward[-1] if base.backward else 0
     behind = _in_common(reversed(base.backward), reversed(longer.backward), left) if left else 0
-    return Growth(step, (forward, at_end), (backward, step.kept), (behind, left))
+    return Growth(step, (forward, at_end), (backward, step.kept), (behind, left), longer)
 
 
 def unit_of(base: FakeStep, longer: FakeStep, growth: Growth) -> Unit | None:

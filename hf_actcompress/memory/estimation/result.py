@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,8 @@ class Estimate(Report):
             are gone.
         context_bytes: An allowance for what the device takes beside tensors (CUDA context, library workspaces).
         notes: What limits the figures.
+        reserved_share, reserved_share_expandable: Bytes that CUDA's caching allocator reserves for each byte of
+            tensors, by a replay of some equal steps, without and with `expandable_segments`; None: no replay.
     """
 
     model: str
@@ -53,6 +56,8 @@ class Estimate(Report):
     context_bytes: int
     optimizer_step_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+    reserved_share: float | None = None
+    reserved_share_expandable: float | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -73,6 +78,10 @@ class Estimate(Report):
     def device_bytes(self) -> int:
         """What the card must have: the tensors and the allowance."""
         return self.total_peak_bytes + self.context_bytes
+
+    def reserved_bytes(self, share: float) -> int:
+        """What the card must have if the allocator reserves `share` bytes for each byte of tensors."""
+        return int(self.total_peak_bytes * share) + self.context_bytes
 
     def rows(self) -> tuple[tuple[str, int], ...]:
         """The parts of the peak in order, as names and bytes; their sum is `device_bytes`."""
@@ -99,7 +108,15 @@ class Estimate(Report):
             f"{self.model}, {self.config}{compiled}, batch {self.batch_size} x {self.seq_len} on {self.device}: "
             f"peak {readable_size(self.total_peak_bytes)}, kept for backward {readable_size(self.kept_bytes)}"
         )
-        return "\n".join([head, *self.notes])
+        return "\n".join([head, *self._reserved(), *self.notes])
+
+    def _reserved(self) -> Iterator[str]:
+        if self.reserved_share is not None and self.reserved_share_expandable is not None:
+            yield (
+                f"the allocator reserves {self.reserved_share:.2f} times that, with expandable_segments "
+                f"{self.reserved_share_expandable:.2f} times, by a replay of equal steps; batches of different lengths "
+                "take more"
+            )
 
     def tables(self) -> tuple[Table, ...]:
         """The table of the parts of the peak."""

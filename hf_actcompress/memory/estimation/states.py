@@ -12,6 +12,7 @@ from ..measurement.saved_tensors import layer_names
 from .fake_step.setting import Setting
 from .fake_step.sharding import share
 from .optimizers import OptimizerRule
+from .reserved.replay import Held
 
 # an allowance that was not measured: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
 CONTEXT_BYTES = 640 * 2**20
@@ -56,6 +57,16 @@ def state_bytes(whole: nn.Module, setting: Setting, rule: OptimizerRule) -> Stat
         sum(setting.rounded(p.nbytes) for p in trained),
         sum(setting.rounded(size) for p in trained for size in rule.states(p)),
         sum(map(setting.rounded, rule.step(trained, setting.cuda))),
+    )
+
+
+def held_by(whole: nn.Module, rule: OptimizerRule) -> Held:
+    """The tensors that a training on one device allocates beside those of its steps, one by one."""
+    trained = [p for p in whole.parameters() if p.requires_grad]
+    return Held(
+        list(storage_sizes(chain(whole.parameters(), whole.buffers())).values()),
+        [size for p in trained for size in rule.states(p)],
+        list(rule.step(trained, True)),
     )
 
 

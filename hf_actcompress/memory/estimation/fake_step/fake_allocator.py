@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ....errors import ModelConfigError
 from ....private_apis import ENGINE_CALLS, FakeTensor, unset_fake_temporarily
 from ....records import storages_of
+from .on_meta import grouped_product
 from .op_results import OpCalls, OpResults
 from .workspaces import CPU_WORKSPACES, Workspace
 
@@ -36,13 +37,6 @@ _LITERALS, _MOST_KNOWN = (
 )
 # results of torch's op that chooses a CPU's attention kernel
 _MATH, _FUSED = 0, 1
-
-
-def _grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """An empty result of a grouped product: of rows [S, k] with [E, k, n], or of [m, S] with [S, n] for each group."""
-    if a.dim() == b.dim() == 2:
-        return a.new_empty(offsets.numel(), a.size(0), b.size(1))
-    return a.new_empty(*a.shape[:-1], b.size(-1))
 
 
 class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -64,6 +58,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         timeline: `live_bytes` after each allocation.
         changes: The size of each storage without rounding: positive when it is made, negative when it is freed.
         marks: For each entry of the timeline, how many changes there were before it.
+        owners: For each change, a number that only this storage has.
+        gradients: The numbers of the storages that were added to a weight's gradient.
     """
 
     # compiled graphs contain such ops, for instance around an op whose generator state is kept
@@ -83,7 +79,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline: list[int] = []
         self.changes: list[int] = []
         self.marks: list[int] = []
+        self.owners: list[int] = []
+        self.gradients: set[int] = set()
         self._sizes: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._of_weights: frozenset[int] = frozenset()
         self._references: dict[int, weakref.ref[Any]] = {}
         # results of `all`, which are true, because nothing is padded
         self._true: list[weakref.ref[Tensor]] = []
@@ -118,6 +118,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return answer()
         if func is aten.add.Tensor and sys._getframe(1).f_code in ENGINE_CALLS:
             return self._accumulated(func, args, kwargs)
+        if func is aten.add_.Tensor and any(x._cdata in self._of_weights for x in storages_of(args[0])):
+            self.gradients.update(self._numbers[storage._cdata] for storage in storages_of(args[1]))
         result = self._calls(func, args, kwargs)
         self._learn(func, args, result)
         for position in self.in_fp32.get(func, ()):
@@ -133,6 +135,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def works_in(self, *sizes: int) -> None:
         """Note the peak at which pieces of these sizes in bytes are alive for a moment beside what is alive now."""
+        numbers = range(len(self.changes), len(self.changes) + len(sizes))
+        self.owners += [*numbers, *numbers]
         self.changes.extend(sizes)
         self._note_peak(self.live_bytes + sum(map(self.rounded, sizes)))
         self.changes.extend(-size for size in sizes)
@@ -157,14 +161,19 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[key] = size
         self._references[key] = weakref.ref(storage, lambda _: self._drop(key))
         self.live_bytes += self.rounded(size)
-        self.changes.append(size)
+        self._numbers[key] = len(self.changes)
+        self._changed(key, size)
         self._note_peak(self.live_bytes)
+
+    def _changed(self, key: int, change: int) -> None:
+        self.changes.append(change)
+        self.owners.append(self._numbers[key])
 
     def forget(self) -> None:
         """Stop counting what is alive now, and start from zero."""
         self._sizes = dict.fromkeys(self._sizes, 0)
         self.live_bytes = self.peak_bytes = 0
-        self.timeline, self.changes, self.marks = [], [], []
+        self.timeline, self.changes, self.marks, self.owners, self.gradients = [], [], [], [], set()
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Note that a storage which is counted has another size now."""
@@ -173,7 +182,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             change = nbytes - self._sizes[key]
             self.live_bytes += self.rounded(nbytes) - self.rounded(self._sizes[key])
             self._sizes[key] = nbytes
-            self.changes.append(change)
+            self._changed(key, change)
             if change > 0:
                 self._note_peak(self.live_bytes)
 
@@ -181,6 +190,12 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Do not count these tensors: they existed before, or are not on the device."""
         for x in tensors:
             self.count(x, 0)
+
+    def add_up(self, gradients: Iterable[Tensor]) -> None:
+        """Leave these gradients of weights out, and note what is added to them."""
+        held = list(gradients)
+        self.leave_out(held)
+        self._of_weights = frozenset(storage._cdata for x in held for storage in storages_of(x))
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Give these tensors real values, uncounted. What is computed from such tensors alone has real values, too."""
@@ -235,7 +250,8 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references.pop(key, None)
         size = self._sizes.pop(key, 0)
         self.live_bytes -= self.rounded(size)
-        self.changes.append(-size)
+        self._changed(key, -size)
+        del self._numbers[key]
 
     def _learn(self, func: Any, args: Any, result: Any) -> None:
         if func in (aten.all.default, aten.all.dim, aten._is_all_true.default):
@@ -263,7 +279,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return lambda: True
         if func is aten._grouped_mm.default and x.dtype != torch.bfloat16:
             # torch computes the shape of the result for bf16 only
-            return lambda: self._counted(_grouped(*args[:3]))
+            return lambda: self._counted(grouped_product(*args[:3]))
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
             mask = args[1][0]
             selected = mask.numel() if self._scattered is None else self._scattered

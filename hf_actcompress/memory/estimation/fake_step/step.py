@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ class History:
     """The sizes of single storages in one step.
 
     Args:
-        changes, marks: As in `FakeAllocator`; the marks of the forward come first.
+        changes, marks, owners, gradients: As in `FakeAllocator`; the marks of the forward come first.
         at_end: How many changes there were when the backward began.
         kept: (role, bytes) of each kept tensor; empty if no roles were asked for.
     """
@@ -53,6 +53,8 @@ class History:
     marks: Sequence[int]
     at_end: int
     kept: Sequence[tuple[str, int]]
+    owners: Sequence[int]
+    gradients: Set[int]
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def _measure(
     with mode:
         for p in model.parameters():
             p.grad = torch.empty_like(p) if p.requires_grad else None
-    allocator.leave_out(local(p.grad for p in model.parameters() if p.grad is not None))
+    allocator.add_up(local(p.grad for p in model.parameters() if p.grad is not None))
     with _world(setting, mode, allocator):
         if setting.ranks > 1:
             # FSDP learns in its first step in which order the layers run
@@ -231,7 +233,8 @@ def _measure(
     by_role: Counter[str] = Counter()
     for role, nbytes in saved:
         by_role[role] += nbytes
-    timeline, history = allocator.timeline, History(allocator.changes, allocator.marks, at_end, saved)
+    timeline = allocator.timeline
+    history = History(allocator.changes, allocator.marks, at_end, saved, allocator.owners, allocator.gradients)
     return FakeStep(kept, allocator.peak_bytes, dict(by_role), timeline[:allocations], timeline[allocations:], history)
 
 

@@ -11,8 +11,20 @@ say so. With heads H of q and K of k, of D features (D' of them in memory: the n
 | q's gradient | 4 B H S' D' | not under `use_deterministic_algorithms`, which makes several of these |
 | the gradients of k and v by heads of q | 2 x 2 B H S D | H and K differ |
 
-For B sequences of different lengths in one row of T tokens, T + 128 B stands in place of B S'. The memory-efficient
-kernel also allocates workspaces in half precision; they are not counted here.
+For B sequences of different lengths in one row of T tokens, T + 128 B stands in place of B S'.
+
+The memory-efficient kernel adds up q's gradient in tiles of I x J fp32 numbers with 16 bytes of locks each, and the
+gradients of k and v in fp32 where a head is too wide for its registers. torch's headers say so
+(`mem_eff_attention/kernel_backward.h`: `workspace_size`, and `kernels/cutlassB.h`: the tiles from compute capability
+8.0 on; cards of 8.6 and 8.9 take smaller ones for some heads):
+
+| tensor | bytes | where |
+|---|---|---|
+| the row sums of the softmax's backward | 4 B H S | always |
+| q's gradient | B H ceil(S / I) ceil(D / J) (16 + 4 I J) | always |
+| the gradients of k and v | 2 x 4 B H n J up(D, I), n = min(ceil(S / J), 200 / (B H)), at least 1 | 16 bits, D > 128 |
+
+I x J is 64 x 64 up to D = 64; then 128 x 128 up to D = 128 in 16 bits, and 128 x 64 otherwise.
 """
 
 from __future__ import annotations
@@ -77,6 +89,20 @@ def _flash(q: Tensor, k: Tensor, heads: int, key_heads: int, rows: int, features
     return [sums, gradient, *([expanded] * 2 if heads != key_heads else ())]
 
 
+def _efficient_backward(args: Any, kwargs: Any) -> Sequence[int]:
+    # q [B, H, S, D], k [B, H, S', D]
+    q, k = args[1], args[2]
+    batch, heads, rows, features = q.shape
+    half, instances = q.itemsize == 2, batch * heads
+    i, j = (64, 64) if features <= 64 else (128, 128) if half and features <= 128 else (128, 64)
+    tiles = -(-rows // i) * -(-features // j)
+    sizes = [4 * instances * rows, instances * tiles * (16 + 4 * i * j)]
+    if half and features > 128:
+        splits = max(1, min(-(-k.size(2) // j), 200 // instances))
+        sizes += [2 * 4 * instances * splits * j * _up(features, i)]
+    return sizes
+
+
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -95,4 +121,5 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
 CUDA_WORKSPACES: dict[Any, Workspace] = {
     aten._scaled_dot_product_flash_attention_backward.default: _dense_flash_backward,
     aten._flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }

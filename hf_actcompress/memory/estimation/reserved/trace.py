@@ -1,0 +1,137 @@
+"""The trace of a whole model's step, from the step of a model with a few of its layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..extrapolation import Extrapolated
+from ..fake_step.step import FakeStep
+from .repeated import Repeated, Trace, Unit
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The trace of a step that was run.
+
+    Args:
+        trace: The trace.
+        forward, backward: The parts of its events between two places at which a peak may be; empty ones are left out.
+    """
+
+    trace: Trace
+    forward: Sequence[range]
+    backward: Sequence[range]
+
+
+def trace_of(found: Extrapolated, block: int) -> Trace | None:
+    """The trace of the whole model, whose sizes are multiples of `block`.
+
+    Returns None if the layers of the steps that were run do not look alike, so that none of them can be repeated, or if
+    the trace has another peak than the step.
+    """
+    if found.base is None or found.base.history is None:
+        return None
+    base = step = _recorded(found.base, block)
+    longer = [_recorded(growth.longer, block) for growth, _ in found.more if growth.longer is not None]
+    if len(longer) < len(found.more):
+        return None
+    done = 0
+    if len(longer) == 1:
+        # of three units one has equal neighbours
+        step, done = longer[0], 1
+    units = []
+    for more, (_, times) in zip(longer, found.more, strict=True):
+        forward = _middle(step.trace, step.forward, len(more.forward) - len(base.forward))
+        backward = _middle(step.trace, step.backward, len(more.backward) - len(base.backward))
+        if forward is None or backward is None:
+            return None
+        units.append((Unit(forward, backward), times - done))
+    whole = _repeated(step.trace, units)
+    return whole if whole.peak == found.step.peak else None
+
+
+def _repeated(trace: Trace, units: list[tuple[Unit, int]]) -> Trace:
+    """The trace in which each unit is so many more times."""
+    # a later unit of the forward does not move an earlier one
+    units.sort(key=lambda pair: -pair[0].forward[0])
+    for at, (unit, times) in enumerate(units):
+        trace = Repeated(trace, unit, times + 1).trace()
+        units[at + 1 :] = [(other.moved(unit, times), more) for other, more in units[at + 1 :]]
+    return trace
+
+
+def _recorded(step: FakeStep, block: int) -> _Recorded:
+    """Read the trace off a step's history.
+
+    What is made and freed between two marks was not counted there, because a device does not make it. Within such a
+    part frees come first, so that a sum that the engine writes in place takes the place of its first operand.
+    """
+    history = step.history
+    assert history is not None
+    events: list[int] = []
+    intervals, gradients = [], set()
+    sizes: dict[int, int] = {}
+    born: dict[int, int] = {}
+    done = 0
+    for mark in (*history.marks, len(history.changes)):
+        first = len(events)
+        before = {owner: sizes.get(owner, 0) for owner in history.owners[done:mark]}
+        for owner, change in zip(history.owners[done:mark], history.changes[done:mark], strict=True):
+            sizes[owner] = sizes.get(owner, 0) + change
+        done = mark
+        changed = [owner for owner, size in before.items() if sizes[owner] != size]
+        events += [-born.pop(owner) - 1 for owner in changed if owner in born]
+        for owner in changed:
+            if sizes[owner]:
+                born[owner] = len(events)
+                if owner in history.gradients:
+                    gradients.add(len(events))
+                events.append(-(-sizes[owner] // block) * block)
+        intervals.append(range(first, len(events)))
+    ahead = len(step.forward)
+    forward, backward = (list(filter(None, part)) for part in (intervals[:ahead], intervals[ahead:-1]))
+    return _Recorded(Trace(events, frozenset(gradients)), forward, backward)
+
+
+def _middle(trace: Trace, intervals: Sequence[range], length: int) -> tuple[int, int] | None:
+    """The events of one unit, which is the middle of the longest row of intervals that repeat.
+
+    Args:
+        trace: The trace.
+        intervals: Its forward or its backward.
+        length: How many intervals one unit is expected to have. The first forward of an adapter may have more, which
+            this package makes to look at the adapter; so the distance of what is there once per unit is tried next.
+    """
+    if not length:
+        return intervals[0].start, intervals[0].start
+    shapes = [tuple(map(trace.change, interval)) for interval in intervals]
+    row, length = max(((_row(shapes, n), n) for n in (length, _distance(shapes)) if n), key=lambda pair: len(pair[0]))
+    if 2 * len(row) < length:
+        return None
+    # the first unit may leave something to the second one to free, so that the row is a little shorter than a unit
+    first = row.start + max(0, len(row) - length) // 2
+    if first + length >= len(intervals):
+        return None
+    return intervals[first].start, intervals[first + length].start
+
+
+def _row(shapes: Sequence[tuple[int, ...]], length: int) -> range:
+    """The longest row of places whose shape is there again at the distance `length`."""
+    longest, start = range(0), 0
+    for at in range(len(shapes) - length):
+        if shapes[at] != shapes[at + length]:
+            start = at + 1
+        # of equal ones the last, because what comes before the first unit may still be alive in it
+        longest = max(range(start, at + 1), longest, key=len)
+    return longest
+
+
+def _distance(shapes: Sequence[tuple[int, ...]]) -> int:
+    """The most frequent distance between shapes that are there three times, equally far from each other; 0: none is."""
+    places: dict[tuple[int, ...], list[int]] = {}
+    for at, shape in enumerate(shapes):
+        places.setdefault(shape, []).append(at)
+    found = Counter(at[1] - at[0] for at in places.values() if len(at) == 3 and at[1] - at[0] == at[2] - at[1])
+    return found.most_common(1)[0][0] if found else 0
