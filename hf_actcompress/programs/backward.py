@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.fx import Node
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
 from .keeping import Packing, opened, plus, taken
+from .left_out import PackingRows
 from .stages import handed_over
 from .step import Step
 
@@ -28,6 +30,7 @@ class Backward(Emitter):
         wanted: The values that want a gradient.
         weights: The inputs that are parameters.
         inputs: How many there are, all of them; 0: the code gets values, whatever is kept of them.
+        layouts: For each activation where it has its tokens.
     """
 
     def __init__(
@@ -37,9 +40,11 @@ class Backward(Emitter):
         wanted: frozenset[int],
         weights: frozenset[int],
         inputs: int = 0,
+        layouts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(forward.setting)
         self._inputs = inputs
+        self._layouts = layouts if self.setting.fewer else {}
         # for each value that is kept through a codec, the node of the forward that makes its record
         self.packed: dict[int, Node] = {}
         self.wanted = wanted
@@ -110,12 +115,24 @@ class Backward(Emitter):
         found = self.taken(like)
         outside = value < self._inputs and value not in self._weights
         codec, swapped = (IDENTITY, False) if outside or not self._inputs else self._codec(value)
-        if codec != IDENTITY:
-            with self._forward.graph.inserting_after(node):
-                self.packed[value] = self._forward.call(Packing(codec, swapped), node, like=lambda _: None)
-        if outside or codec != IDENTITY:
+        layout = self._layouts.get(self._wide.get(value, value))
+        rows = None if layout is None or outside else PackingRows(codec, layout)
+        packs = self._inputs > 0 and (codec != IDENTITY or rows is not None)
+        if packs:
+            self.packed[value] = self._packed(node, Packing(codec, swapped) if rows is None else rows)
+        if outside or packs:
             found = self.call(opened, found, like=lambda _: like.transpose(1, 2) if swapped else like)
-        self.values[value] = self.call(torch.transpose, found, 1, 2) if swapped else found
+        if rows is not None:
+            found = rows.back(self, found, like)
+        elif swapped:
+            found = self.call(torch.transpose, found, 1, 2)
+        self.values[value] = found
+
+    def _packed(self, node: Node, packing: Packing | PackingRows) -> Node:
+        """The node of the forward that makes the record of a value, right behind the value."""
+        sizes = self._forward.sizes() if isinstance(packing, PackingRows) else ()
+        with self._forward.graph.inserting_after(node):
+            return self._forward.call(packing, node, *sizes, like=lambda *_: None)
 
     def place_of_own(self, value: int) -> int | None:
         """Where a value is kept that is a weight or was made by the program; None for others."""

@@ -36,6 +36,7 @@ class Setting:
         needed: Which inputs want a gradient.
         stops: Where its backward stops for gradients of weights to be added up.
         kernel: The kernel of its attention, if it has one.
+        fewer: Whether rows are left out of what is kept of activations.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class Setting:
     needed: tuple[bool, ...]
     stops: Stops = ()
     kernel: str | None = None
+    fewer: bool = False
 
 
 class Emitter:
@@ -76,8 +78,11 @@ class Emitter:
     def take_sizes_of(self, tokens: Node) -> None:
         """Read the sizes of batch and tokens off a node [B, T, ...], at once, so that nobody holds it for them."""
         self.tokens = tokens
-        for dim in (0, 1):
-            self.once(torch.Tensor.size, tokens, dim)
+        self.sizes()
+
+    def sizes(self) -> tuple[Node, ...]:
+        """The nodes of the sizes of batch and tokens."""
+        return tuple(self.once(torch.Tensor.size, self.tokens, dim) for dim in (0, 1))
 
     def call(self, function: Callable[..., Any], *args: Any, like: Callable[..., Any] | None = None) -> Node:
         """``function(*args)``; `like` is what to call for the result's shape and dtype, if not the function."""

@@ -10,8 +10,9 @@ from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
 from ..private_apis import above_autograd
-from ..records import Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
+from ..records import Derived, Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
 from ..records.saving import Leaves, Slot, slot_of
+from .left_out import Check, LeftOut, check_of
 
 
 class Packing:
@@ -52,6 +53,13 @@ def plus(known: Tensor | None, gradient: Tensor) -> Tensor:
     return gradient if known is None else known + gradient
 
 
+def know_outside(values: Sequence[Any], outside: Sequence[Outside]) -> None:
+    """Make known what is kept of activations from outside of which rows are left out, before others ask for it."""
+    for place, codec, flat, fewer in outside:
+        if fewer:
+            record_of(values[place].flatten(2) if flat else values[place], codec)
+
+
 class Kept(NamedTuple):
     """What is saved, in the order of the plan and with further tensors behind it.
 
@@ -59,11 +67,13 @@ class Kept(NamedTuple):
         tensors: None in the place of what is taken apart.
         slots: How that is put together, by its place.
         keepers: The module for which each is kept.
+        check: What the backward looks at if padding is left out.
     """
 
     tensors: list[Any]
     slots: dict[int, Slot]
     keepers: Sequence[str]
+    check: Check | None
 
 
 class Outside(NamedTuple):
@@ -73,20 +83,25 @@ class Outside(NamedTuple):
         place: Where it is.
         codec: Through which it is kept, if nobody keeps it.
         flat: Whether that is as [B, T, H * D], of heads [B, T, H, D]: the shape in which a linear layer reads them.
+        fewer: Whether rows of it are left out, where any are.
     """
 
     place: int
     codec: Codec
     flat: bool = False
+    fewer: bool = False
 
 
-def taken_apart(values: list[Any], outside: Sequence[Outside], keepers: Sequence[str]) -> Kept:
+def taken_apart(
+    values: list[Any], outside: Sequence[Outside], keepers: Sequence[str], left_out: LeftOut | None = None
+) -> Kept:
     """What to save of values that are tensors, records, and activations from outside, which may be known.
 
     Args:
         values: In the order of the plan.
         outside: The activations from outside.
         keepers: The module for which each is kept.
+        left_out: The rows that are left out; None if all are kept.
     """
     slots: dict[int, Slot] = {}
     leaves, names = Leaves(), list(keepers)
@@ -96,15 +111,18 @@ def taken_apart(values: list[Any], outside: Sequence[Outside], keepers: Sequence
         names.extend([keepers[i]] * (len(keepers) + len(leaves.tensors) - len(names)))
         values[i] = None
 
-    for i, codec, flat in outside:
+    for i, codec, flat, fewer in outside:
         x = values[i].flatten(2) if flat else values[i]
-        record = known_record(x) if codec == IDENTITY else record_of(x, codec)
-        if record is not None and not _is_itself(record) and not is_dropped(record):
+        fewer = fewer and left_out is not None
+        record = known_record(x) if codec == IDENTITY and not fewer else record_of(x, codec)
+        if record is not None and not _is_itself(record) and (fewer or not is_dropped(record)):
             take(i, record)
     for i, value in enumerate(values):
-        if isinstance(value, Stored):
+        if isinstance(value, (Stored, Derived)):
             take(i, value)
-    return Kept(values + leaves.tensors, slots, names)
+    check = check_of(leaves, left_out, len(values))
+    names.extend([""] * (len(values) + len(leaves.tensors) - len(names)))
+    return Kept(values + leaves.tensors, slots, names, check)
 
 
 def _is_itself(record: Record) -> bool:
@@ -127,7 +145,7 @@ def source_of(x: Any, sharded: bool, own: bool) -> Record:
         sharded: Whether the weights' memory is freed when the layer has run.
         own: Whether nobody but the program knows the tensor.
     """
-    if isinstance(x, Stored):
+    if isinstance(x, (Stored, Derived)):
         return x
     if own:
         return stored_exact(x)

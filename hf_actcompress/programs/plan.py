@@ -77,6 +77,7 @@ class Plan:
         packs: Whether others go through a codec.
         rebuilt: The outputs that are made again.
         optional: Which of the outputs may have no gradient.
+        layouts: For each output that wants a gradient where it has its tokens.
         differentiates: Whether the code itself runs autograd. All other code runs below it, which costs less.
     """
 
@@ -91,6 +92,7 @@ class Plan:
     packs: bool
     rebuilt: tuple[Rebuilt, ...]
     optional: frozenset[int]
+    layouts: tuple[str | None, ...]
     differentiates: bool
 
 
@@ -111,7 +113,7 @@ def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward
     """The graphs of both directions."""
     forward = forward_of(program, setting)
     wanted = _wanted(program, setting.needed)
-    backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas))
+    backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas), program.layouts)
     for value in program.outputs:
         if value in wanted:
             backward.give(value, backward.taken(forward.meta(forward.values[value])))
@@ -155,12 +157,12 @@ def _wanted(program: Computation, needed: tuple[bool, ...]) -> frozenset[int]:
 
 def _outside(program: Computation, backward: Backward, place: int, value: int) -> Outside:
     """How an activation from outside is kept: heads as the linear layer reads them that keeps them."""
-    codec = backward.codec_of(value)
+    codec, fewer = backward.codec_of(value), backward.setting.fewer and value in program.layouts
     if codec == IDENTITY:
         for step in program.steps:
             if isinstance(step.operation, Reshape) and step.operation.flattens and step.ins == (value,):
-                return Outside(place, backward.codec_of(step.outs[0]), True)
-    return Outside(place, codec)
+                return Outside(place, backward.codec_of(step.outs[0]), True, fewer)
+    return Outside(place, codec, fewer=fewer)
 
 
 def _made_again(program: Computation, forward: Emitter, backward: Backward) -> dict[int, tuple[Backward, Node]]:
@@ -169,7 +171,7 @@ def _made_again(program: Computation, forward: Emitter, backward: Backward) -> d
     for i, value in enumerate(program.outputs):
         if value in program.optional:
             continue
-        made = Backward(forward, program.steps, backward.wanted, program.weights)
+        made = Backward(forward, program.steps, backward.wanted, program.weights, layouts=program.layouts)
         node = made.want(program.seen_as_tokens.get(value, value))
         if value >= len(program.metas) and all(x in backward.kept or x in program.weights for x in made.kept):
             again[i] = made, node
@@ -208,5 +210,6 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
             for i, (made, node) in again.items()
         ),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
+        tuple(program.layouts.get(value) for value in program.outputs if value in backward.wanted),
         any(step.operation.differentiates for step in program.steps),
     )
