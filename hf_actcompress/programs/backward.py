@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
 from .keeping import Packing, opened, plus, taken
-from .left_out import PackingRows
+from .left_out import HEADS, ROWS, picked, restored, seen_as
 from .stages import handed_over
 from .step import Step
 
@@ -59,6 +59,8 @@ class Backward(Emitter):
         # for each output that has been made again, the nodes on the way there that the step's backward reads, too
         self.shared: dict[int, tuple[Node, ...]] = {}
         self._saved = self.given("saved", None)
+        # what brings back the rows that were left out
+        self._spread = self.taken(None) if self.setting.fewer and inputs else None
         self._box = self.given("box", None) if self.setting.stops and inputs else None
         self.gradients: dict[int, Node] = {}
         # gradients that may be None when the code runs
@@ -115,24 +117,36 @@ class Backward(Emitter):
         found = self.taken(like)
         outside = value < self._inputs and value not in self._weights
         codec, swapped = (IDENTITY, False) if outside or not self._inputs else self._codec(value)
-        layout = self._layouts.get(self._wide.get(value, value))
-        rows = None if layout is None or outside else PackingRows(codec, layout)
-        packs = self._inputs > 0 and (codec != IDENTITY or rows is not None)
-        if packs:
-            self.packed[value] = self._packed(node, Packing(codec, swapped) if rows is None else rows)
-        if outside or packs:
+        layout = None if outside else self._layouts.get(self._wide.get(value, value))
+        if layout is not None:
+            self.values[value] = self._restored(value, found, layout, codec)
+            return
+        if codec != IDENTITY:
+            self.packed[value] = self._behind(node, Packing(codec, swapped))
+        if outside or codec != IDENTITY:
             found = self.call(opened, found, like=lambda _: like.transpose(1, 2) if swapped else like)
-        if rows is not None:
-            found = rows.back(self, found, like)
-        elif swapped:
-            found = self.call(torch.transpose, found, 1, 2)
-        self.values[value] = found
+        self.values[value] = self.call(torch.transpose, found, 1, 2) if swapped else found
 
-    def _packed(self, node: Node, packing: Packing | PackingRows) -> Node:
-        """The node of the forward that makes the record of a value, right behind the value."""
-        sizes = self._forward.sizes() if isinstance(packing, PackingRows) else ()
+    def _restored(self, value: int, found: Node, layout: str, codec: Codec) -> Node:
+        """The node of a value of which some rows are kept, through a codec."""
+        node = self._forward.values[value]
+        like = self._forward.meta(node)
+        if self._spread is None:
+            return seen_as(self, found, layout, like)
+        # codecs that group neighbours need the next token beside each row, not the next head
+        joined = codec.along_tokens and layout == HEADS
+        few = self._behind(node, picked, self._forward.picks, layout, joined)
+        if codec != IDENTITY:
+            few = self._behind(few, Packing(codec, False))
+            found = self.call(opened, found, like=lambda _: like)
+        self.packed[value] = few
+        sizes = {ROWS: like.shape[1:], HEADS: like.shape[1:2] + like.shape[3:]}.get(layout, like.shape[2:])
+        return self.call(restored, found, self._spread, layout, tuple(sizes), like=lambda *_: like)
+
+    def _behind(self, node: Node, function: Callable[..., Any], *args: Any) -> Node:
+        """The node of a call ``function(node, *args)`` in the forward, right behind that node."""
         with self._forward.graph.inserting_after(node):
-            return self._forward.call(packing, node, *sizes, like=lambda *_: None)
+            return self._forward.call(function, node, *args, like=lambda *_: None)
 
     def place_of_own(self, value: int) -> int | None:
         """Where a value is kept that is a weight or was made by the program; None for others."""

@@ -108,7 +108,7 @@ class CheckpointedFunction(torch.autograd.Function):
         # weights as their data are now: `param.data = ...` changes the parameter alone
         values = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
         outside = [Outside(0, codec, fewer=True)]
-        kept, ctx.slots, keepers, ctx.check = taken_apart(values, outside, [""] * len(values), left_out)
+        kept, ctx.slots, keepers, ctx.left = taken_apart(values, outside, [""] * len(values), x.device, left_out)
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers, checkpointed=True)
         saved_next(kept, range(count))
@@ -123,8 +123,8 @@ class CheckpointedFunction(torch.autograd.Function):
         plan: Plan = ctx.made.plan
         saved = list(ctx.saved_tensors)
         handed = with_heads(grads, ctx.heads, plan.graded)
-        if ctx.check is not None:
-            ctx.check(saved, handed, plan.layouts)
+        if ctx.left is not None:
+            ctx.left.check(saved, handed, plan.layouts)
         *inputs, state = put_together(saved, ctx.slots, ctx.count)
         with without_autocast(grads):
             inputs[0] = opened(inputs[0])

@@ -57,6 +57,7 @@ class Emitter:
         rows: For each node [..., C] that is a view of a node [rows, C], the latter.
         sources: For each node that is another one in a new shape, that other one.
         tokens: A node [B, T, ...] that has the sizes of batch and tokens; None if there is none.
+        picks: The node of the rows that are kept of activations; None if all are.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -66,6 +67,7 @@ class Emitter:
         self.rows: dict[Node, Node] = {}
         self.sources: dict[Node, Node] = {}
         self.tokens: Node | None = None
+        self.picks: Node | None = None
         self._meta: dict[Node, Any] = {}
         self._same: dict[tuple[Any, ...], Node] = {}
 
@@ -78,11 +80,8 @@ class Emitter:
     def take_sizes_of(self, tokens: Node) -> None:
         """Read the sizes of batch and tokens off a node [B, T, ...], at once, so that nobody holds it for them."""
         self.tokens = tokens
-        self.sizes()
-
-    def sizes(self) -> tuple[Node, ...]:
-        """The nodes of the sizes of batch and tokens."""
-        return tuple(self.once(torch.Tensor.size, self.tokens, dim) for dim in (0, 1))
+        for dim in (0, 1):
+            self.once(torch.Tensor.size, tokens, dim)
 
     def call(self, function: Callable[..., Any], *args: Any, like: Callable[..., Any] | None = None) -> Node:
         """``function(*args)``; `like` is what to call for the result's shape and dtype, if not the function."""

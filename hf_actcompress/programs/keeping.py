@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
 from ..private_apis import above_autograd
-from ..records import Derived, Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
+from ..records import Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
 from ..records.saving import Leaves, Slot, slot_of
-from .left_out import Check, LeftOut, check_of
+from .left_out import Left, LeftOut
 
 
 class Packing:
@@ -67,13 +68,13 @@ class Kept(NamedTuple):
         tensors: None in the place of what is taken apart.
         slots: How that is put together, by its place.
         keepers: The module for which each is kept.
-        check: What the backward looks at if padding is left out.
+        left: What the backward knows of the rows that are left out.
     """
 
     tensors: list[Any]
     slots: dict[int, Slot]
     keepers: Sequence[str]
-    check: Check | None
+    left: Left | None
 
 
 class Outside(NamedTuple):
@@ -93,7 +94,11 @@ class Outside(NamedTuple):
 
 
 def taken_apart(
-    values: list[Any], outside: Sequence[Outside], keepers: Sequence[str], left_out: LeftOut | None = None
+    values: list[Any],
+    outside: Sequence[Outside],
+    keepers: Sequence[str],
+    device: torch.device,
+    left_out: LeftOut | None = None,
 ) -> Kept:
     """What to save of values that are tensors, records, and activations from outside, which may be known.
 
@@ -101,6 +106,7 @@ def taken_apart(
         values: In the order of the plan.
         outside: The activations from outside.
         keepers: The module for which each is kept.
+        device: Where they are.
         left_out: The rows that are left out; None if all are kept.
     """
     slots: dict[int, Slot] = {}
@@ -118,11 +124,11 @@ def taken_apart(
         if record is not None and not _is_itself(record) and (fewer or not is_dropped(record)):
             take(i, record)
     for i, value in enumerate(values):
-        if isinstance(value, (Stored, Derived)):
+        if isinstance(value, Stored):
             take(i, value)
-    check = check_of(leaves, left_out, len(values))
+    left = None if left_out is None else Left.of(left_out, device, leaves, len(values))
     names.extend([""] * (len(values) + len(leaves.tensors) - len(names)))
-    return Kept(values + leaves.tensors, slots, names, check)
+    return Kept(values + leaves.tensors, slots, names, left)
 
 
 def _is_itself(record: Record) -> bool:
@@ -145,7 +151,7 @@ def source_of(x: Any, sharded: bool, own: bool) -> Record:
         sharded: Whether the weights' memory is freed when the layer has run.
         own: Whether nobody but the program knows the tensor.
     """
-    if isinstance(x, (Stored, Derived)):
+    if isinstance(x, Stored):
         return x
     if own:
         return stored_exact(x)

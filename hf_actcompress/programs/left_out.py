@@ -1,9 +1,10 @@
 """Rows that a program keeps nothing of: padding (`drop_padding`), or rows that repeat others (`share_prompts`).
 
-All rows are computed, forward and backward. What is kept of an activation goes through `records.keep`, as in the leaf
-path, and comes back with zeros for padding, or with the repeated rows in their places. The leaf path checks the
-gradient of each op. Here those of the program's outputs are enough: all operations but attention compute each row by
-itself, so a row without a gradient has none anywhere in the layer, as long as no real token attends to padding.
+All rows are computed, forward and backward. Of what the program makes and keeps only some rows are picked, in code that
+is written down like all other. They come back among zeros, or each in all the places where it belongs. The leaf path
+checks the gradient of each op. Here those of the program's outputs are enough: all operations but attention compute
+each row by itself, so a row without a gradient has none anywhere in the layer, as long as no real token attends to
+padding. In the same way rows that should be equal are compared in the layers' inputs alone.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..codecs import Codec
 from ..ops.heads import seen_by_real
-from ..records import Copies, Padding, Record, keep, rows_left_out
+from ..records import Copies, Derived, Padding, Recipe, Record, Stored, rows_left_out, stored_exact
+from ..records.copies import SharedRows
 from ..records.padding import RealRows
 from ..records.saving import Leaves
 from .emit import Emitter
@@ -32,6 +33,28 @@ class LeftOut(NamedTuple):
 
     rows: Padding | Copies
     seen: Tensor | None = None
+
+    def picked(self, device: torch.device) -> Tensor:
+        """The numbers of the rows that are kept."""
+        if isinstance(self.rows, Copies):
+            return self.rows.indices(device)[0]
+        return self.rows.order(device)[: self.rows.real]
+
+    def saved(self, device: torch.device) -> Tensor:
+        """What is saved for a backward to bring all rows back."""
+        return self.rows.indices(device)[1] if isinstance(self.rows, Copies) else self.rows.order(device)
+
+    @property
+    def back(self) -> RealRows | SharedRows:
+        """The function of the rows and of what is saved that brings all rows back."""
+        if isinstance(self.rows, Copies):
+            return SharedRows(self.rows.guard, torch.Size(self.rows.shape))
+        return RealRows(self.rows.guard, self.rows.mask.shape, self.rows.real)
+
+    def record(self, rows: Tensor | Stored, device: torch.device) -> Record:
+        """The record of an activation [B, T, ...] of which these rows are kept."""
+        few = rows if isinstance(rows, Stored) else stored_exact(rows)
+        return Derived(Recipe(self.back), (few, stored_exact(self.saved(device))))
 
 
 def left_out_of(x: Tensor) -> LeftOut | None:
@@ -51,58 +74,67 @@ def with_attentions(left_out: LeftOut, masks: Sequence[Tensor | None], causal: b
     return LeftOut(padding, seen[0] if len(seen) == 1 else torch.stack(seen).any())
 
 
-class PackingRows:
-    """A function of the forward's code: the record of an activation of this layout, without rows that are left out."""
+def picked(x: Tensor, rows: Tensor, layout: str, joined: bool) -> Tensor:
+    """A function of the forward's code: some rows of an activation of this layout, with its heads joined or apart."""
+    if layout == HEADS:
+        x = x.transpose(1, 2)
+    if layout != ROWS:
+        x = x.flatten(0, 1)
+    return (x.flatten(1) if joined else x).index_select(0, rows)
 
-    def __init__(self, codec: Codec, layout: str) -> None:
-        self.codec, self.layout = codec, layout
-        # codecs that group neighbours need the next token beside each row, not the next head
-        self.joins = codec.along_tokens and layout == HEADS
-        self.__name__, self.__module__ = "packed_rows", __name__
 
-    def __call__(self, x: Tensor, batch: int, tokens: int) -> Record:
-        """The record of x as [B, T, ...]."""
-        if self.layout == ROWS:
-            x = x.view(batch, tokens, *x.shape[1:])
-        elif self.layout == HEADS:
-            x = x.transpose(1, 2)
-        return keep(x.flatten(2) if self.joins else x, self.codec)
+class Spread(NamedTuple):
+    """What brings all rows back in one backward."""
 
-    def back(self, e: Emitter, x: Node, like: Tensor) -> Node:
-        """Write down how the value is seen as before."""
-        if self.joins:
-            x = e.call(torch.unflatten, x, 2, (like.size(1), like.size(3)), like=lambda *_: like.transpose(1, 2))
-        if self.layout == ROWS:
-            return e.call(torch.flatten, x, 0, 1, like=lambda *_: like)
-        return e.call(torch.transpose, x, 1, 2, like=lambda *_: like) if self.layout == HEADS else x
+    back: RealRows | SharedRows
+    saved: Tensor
+
+
+def restored(rows: Tensor, spread: Spread, layout: str, sizes: Sequence[int]) -> Tensor:
+    """A function of the backward's code: the activation of which the rows were picked; `sizes` of each row."""
+    x = spread.back.flat(rows, spread.saved)
+    if layout == ROWS:
+        return x
+    x = x.view(*spread.back.shape[:2], *sizes)
+    return x.transpose(1, 2) if layout == HEADS else x
+
+
+def seen_as(e: Emitter, x: Node, layout: str, like: Tensor) -> Node:
+    """Write down how an activation [B, T, ...] is seen in its own layout."""
+    if layout == ROWS:
+        return e.call(torch.flatten, x, 0, 1, like=lambda *_: like)
+    return e.call(torch.transpose, x, 1, 2, like=lambda *_: like) if layout == HEADS else x
 
 
 @dataclass(frozen=True)
-class Check:
-    """What the backward of a program looks at that has left padding out. It holds no tensor.
+class Left:
+    """What the backward of a program knows of the rows that were left out. It holds no tensor.
 
     Attributes:
         back: How activations come back.
-        order: The position of the order of rows among the saved tensors.
-        seen: The position of whether real tokens see padding; None without attention.
+        rows: The position of what that needs among the saved tensors.
+        seen: The position of whether real tokens see padding; None if nobody could.
     """
 
-    back: RealRows
-    order: int
+    back: RealRows | SharedRows
+    rows: int
     seen: int | None
 
-    def __call__(self, saved: Sequence[Any], grads: Sequence[Tensor | None], layouts: Sequence[str | None]) -> None:
+    @classmethod
+    def of(cls, left_out: LeftOut, device: torch.device, leaves: Leaves, first: int) -> Left:
+        """What is added to the leaves of a program, of which the first one is saved at the position `first`."""
+        rows = first + leaves.add(left_out.saved(device))
+        return cls(left_out.back, rows, None if left_out.seen is None else first + leaves.add(left_out.seen))
+
+    def spread(self, saved: Sequence[Any]) -> Spread:
+        return Spread(self.back, saved[self.rows])
+
+    def check(self, saved: Sequence[Any], grads: Sequence[Tensor | None], layouts: Sequence[str | None]) -> None:
         """Note the gradients of the outputs, the last one first, in the guard. It raises at the end of the backward."""
+        if isinstance(self.back, SharedRows):
+            return
         for grad, layout in zip(grads, reversed(layouts), strict=True):
             if grad is not None:
-                self.back.check(saved[self.order], grad.transpose(1, 2) if layout == HEADS else grad)
+                self.back.check(saved[self.rows], grad.transpose(1, 2) if layout == HEADS else grad)
         if self.seen is not None:
             self.back.guard.note_attention(saved[self.seen])
-
-
-def check_of(leaves: Leaves, left_out: LeftOut | None, first: int) -> Check | None:
-    """The check of a program that has saved these leaves, the first one at the position `first`."""
-    if left_out is None or not leaves.dropped:
-        return None
-    ((back, order),) = leaves.dropped.values()
-    return Check(back, first + order, None if left_out.seen is None else first + leaves.add(left_out.seen))

@@ -19,6 +19,7 @@ from .backward import Backward
 from .computation import Computation
 from .emit import Emitter, Setting
 from .keeping import Outside, source_of
+from .left_out import LeftOut
 from .shapes import Reshape
 
 
@@ -31,14 +32,18 @@ class Rebuilt:
         code: From a list of its sources, the first one last, to a tuple of the output, perhaps as rows.
         sources: Where they are among the inputs and what the forward returns.
         kept: Where they are among what is kept: tensors of the program's own, and weights. None for others.
+        fewer: For each whether rows of it were left out.
     """
 
     output: int
     code: Callable[..., tuple[Any, ...]]
     sources: tuple[int, ...]
     kept: tuple[int | None, ...]
+    fewer: tuple[bool, ...]
 
-    def declare(self, y: Tensor, pool: Sequence[Any], kept: Sequence[Any], sharded: bool) -> None:
+    def declare(
+        self, y: Tensor, pool: Sequence[Any], kept: Sequence[Any], sharded: bool, left_out: LeftOut | None
+    ) -> None:
         """Tell those who read y. Heads may lie in memory as [B, T, H, D] and be seen as [B, H, T, D].
 
         Args:
@@ -46,10 +51,15 @@ class Rebuilt:
             pool: The inputs, and what the forward returned.
             kept: What is kept, in the order of the plan.
             sharded: Whether the weights' memory is freed when the layer has run.
+            left_out: The rows that are left out; None if all are kept.
         """
         sources = [
-            source_of(pool[i], sharded, own=False) if at is None or sharded else source_of(kept[at], sharded, own=True)
-            for i, at in zip(self.sources, self.kept, strict=True)
+            left_out.record(pool[i], y.device)
+            if fewer and left_out is not None
+            else source_of(pool[i], sharded, own=False)
+            if at is None or sharded
+            else source_of(kept[at], sharded, own=True)
+            for i, at, fewer in zip(self.sources, self.kept, self.fewer, strict=True)
         ]
         swapped = y.dim() == 4 and not y.is_contiguous()
         order = y.transpose(1, 2) if swapped else y
@@ -138,6 +148,8 @@ def forward_of(program: Computation, setting: Setting, repeated: bool = False) -
         node = forward.given(f"v{i}", None if dtype is None else torch.empty(meta.shape, dtype=dtype, device="meta"))  # type: ignore[union-attr]
         if dtype is not None:
             forward.values[i] = node
+    if setting.fewer:
+        forward.picks = forward.given("picks", None)
     forward.take_sizes_of(forward.values[0])
     for step in program.steps:
         ins = [None if x is None else forward.values.get(x) for x in step.ins]
@@ -206,7 +218,13 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
         outside,
         bool(backward.packed),
         tuple(
-            Rebuilt(i, made.code([node]), places(made.kept), tuple(backward.place_of_own(x) for x in made.kept))
+            Rebuilt(
+                i,
+                made.code([node]),
+                places(made.kept),
+                tuple(backward.place_of_own(x) for x in made.kept),
+                tuple(x >= inputs and x in program.layouts for x in made.kept),
+            )  # fmt: skip
             for i, (made, node) in again.items()
         ),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),

@@ -134,8 +134,11 @@ class ProgramFunction(torch.autograd.Function):
         link: Tensor | None,
         *inputs: Tensor | None,
     ) -> Any:
+        x = inputs[0]
+        assert x is not None
+        picks = () if left_out is None else (left_out.picked(x.device),)
         with running(plan.differentiates):
-            found = plan.forward(*inputs)
+            found = plan.forward(*inputs, *picks)
         outputs = found[: plan.outputs]
         pool = (*inputs, *found)
         # a weight as its data are now, as stock's views keep it: `param.data = ...` changes the parameter alone
@@ -143,11 +146,11 @@ class ProgramFunction(torch.autograd.Function):
         if left_out is not None:
             know_outside(kept, plan.outside)
         for rebuilt in plan.rebuilt:
-            rebuilt.declare(outputs[rebuilt.output], pool, kept, sharded)
+            rebuilt.declare(outputs[rebuilt.output], pool, kept, sharded, left_out)
         keepers: Sequence[str] = plan.keepers
-        ctx.slots = ctx.check = None
-        if plan.outside or plan.packs:
-            kept, ctx.slots, keepers, ctx.check = taken_apart(kept, plan.outside, keepers, left_out)
+        ctx.slots = ctx.left = None
+        if plan.outside or plan.packs or left_out is not None:
+            kept, ctx.slots, keepers, ctx.left = taken_apart(kept, plan.outside, keepers, x.device, left_out)
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers)
         saved_next(kept, [x.place for x in plan.outside])
@@ -167,9 +170,10 @@ class ProgramFunction(torch.autograd.Function):
         if plan.optional:
             grads = tuple(_with_zeros(plan, ctx.like, grads))
         handed = with_heads(grads, ctx.heads, plan.graded)
-        if ctx.check is not None:
-            ctx.check(saved, handed, plan.layouts)
-        if ctx.slots:
+        if ctx.left is not None:
+            ctx.left.check(saved, handed, plan.layouts)
+            handed.append(ctx.left.spread(saved))
+        if ctx.slots or ctx.left is not None:
             saved = put_together(saved, ctx.slots, len(plan.kept))
         # the code frees each as soon as it can, unless somebody goes through the graph again
         ctx.maybe_clear_saved_tensors()

@@ -39,9 +39,8 @@ class PaddingGuard(Guard):
 
     def note_gradient(self, dy: Tensor, padding_rows: Tensor, total: int) -> None:
         """Note that dy [..., *], whose leading dimensions are `total` rows, must be zero on `padding_rows`."""
-        low, high = dy.reshape(total, -1).index_select(0, padding_rows).aminmax()
-        worst = torch.maximum(high, -low).float()
-        self.note(_GRADIENT, torch.where(worst.isfinite(), worst, 0.0))
+        worst = torch.linalg.vector_norm(dy.reshape(total, -1).index_select(0, padding_rows), torch.inf)
+        self.note(_GRADIENT, worst.float().nan_to_num(0.0, 0.0, 0.0))
 
     def note_attention(self, seen: Tensor) -> None:
         """seen [], bool: whether a real token has attended to padding."""
@@ -199,8 +198,12 @@ class RealRows:
         return self.shape[0] * self.shape[1]
 
     def __call__(self, rows: Tensor, order: Tensor) -> Tensor:
-        x = rows.new_zeros((self.total, *self.shape[2:]))
-        return x.index_copy_(0, order[: self.real], rows).view(self.shape)
+        return self.flat(rows, order).view(*self.shape[:2], *rows.shape[1:])
+
+    def flat(self, rows: Tensor, order: Tensor) -> Tensor:
+        """The same as [B * S, ...]."""
+        x = rows.new_zeros((self.total, *rows.shape[1:]))
+        return x.index_copy_(0, order[: self.real], rows)
 
     def check(self, order: Tensor, dy: Tensor, of: Tensor | None = None) -> None:
         """Note dy [B, S, ...] in the guard, or dy [K] that belongs to the rows `of` [K]."""
