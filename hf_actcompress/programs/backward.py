@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
 from .keeping import Packing, opened, plus, taken
-from .left_out import HEADS, ROWS, picked, restored, seen_as
+from .left_out import picked, restored, seen_as
 from .stages import handed_over
 from .step import Step
 
@@ -133,15 +133,12 @@ class Backward(Emitter):
         like = self._forward.meta(node)
         if self._spread is None:
             return seen_as(self, found, layout, like)
-        # codecs that group neighbours need the next token beside each row, not the next head
-        joined = codec.along_tokens and layout == HEADS
-        few = self._behind(node, picked, self._forward.picks, layout, joined)
+        few = self._behind(node, picked, self._forward.picks, layout)
         if codec != IDENTITY:
             few = self._behind(few, Packing(codec, False))
             found = self.call(opened, found, like=lambda _: like)
         self.packed[value] = few
-        sizes = {ROWS: like.shape[1:], HEADS: like.shape[1:2] + like.shape[3:]}.get(layout, like.shape[2:])
-        return self.call(restored, found, self._spread, layout, tuple(sizes), like=lambda *_: like)
+        return self.call(restored, found, self._spread, layout, like=lambda *_: like)
 
     def _behind(self, node: Node, function: Callable[..., Any], *args: Any) -> Node:
         """The node of a call ``function(node, *args)`` in the forward, right behind that node."""

@@ -74,13 +74,11 @@ def with_attentions(left_out: LeftOut, masks: Sequence[Tensor | None], causal: b
     return LeftOut(padding, seen[0] if len(seen) == 1 else torch.stack(seen).any())
 
 
-def picked(x: Tensor, rows: Tensor, layout: str, joined: bool) -> Tensor:
-    """A function of the forward's code: some rows of an activation of this layout, with its heads joined or apart."""
+def picked(x: Tensor, rows: Tensor, layout: str) -> Tensor:
+    """A function of the forward's code: some rows of an activation of this layout."""
     if layout == HEADS:
         x = x.transpose(1, 2)
-    if layout != ROWS:
-        x = x.flatten(0, 1)
-    return (x.flatten(1) if joined else x).index_select(0, rows)
+    return (x if layout == ROWS else x.flatten(0, 1)).index_select(0, rows)
 
 
 class Spread(NamedTuple):
@@ -90,12 +88,11 @@ class Spread(NamedTuple):
     saved: Tensor
 
 
-def restored(rows: Tensor, spread: Spread, layout: str, sizes: Sequence[int]) -> Tensor:
-    """A function of the backward's code: the activation of which the rows were picked; `sizes` of each row."""
-    x = spread.back.flat(rows, spread.saved)
+def restored(rows: Tensor, spread: Spread, layout: str) -> Tensor:
+    """A function of the backward's code: the activation of which the rows were picked."""
     if layout == ROWS:
-        return x
-    x = x.view(*spread.back.shape[:2], *sizes)
+        return spread.back.flat(rows, spread.saved)
+    x = spread.back(rows, spread.saved)
     return x.transpose(1, 2) if layout == HEADS else x
 
 
