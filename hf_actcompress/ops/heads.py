@@ -48,7 +48,7 @@ def keep_heads(
     q_record, k_record, v_record = (_rows_of(x, codec) for x in (q, k, v))
     keys = Derived(Recipe(_swap), (k_record,))
     if padding is not None:
-        keys = Derived(Recipe(_Keys(padding)), (k_record, stored_exact(_seen(padding, mask))))
+        keys = Derived(Recipe(_Keys(padding)), (k_record, stored_exact(seen_by_real(padding, mask))))
     return [Derived(Recipe(_swap), (q_record,)), keys, Derived(Recipe(_swap), (v_record,))], True
 
 
@@ -116,7 +116,7 @@ class _Keys:
         return rows.transpose(1, 2)
 
 
-def _seen(padding: Padding, mask: Tensor | None) -> Tensor:
+def seen_by_real(padding: Padding, mask: Tensor | None) -> Tensor:
     """[], bool: whether a real query may attend to a padding key. Once per forward for every mask."""
     real = padding.mask  # [B, S]
     if mask is None:

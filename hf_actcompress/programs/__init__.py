@@ -36,10 +36,6 @@ def find_program(
     """
     if not config.programs or not isinstance(layer, GradientCheckpointingLayer):
         return None
-    if config.drop_padding:
-        return _leaf_by_leaf("programs keep padding rows, which drop_padding=True does not want")
-    if config.share_prompts:
-        return _leaf_by_leaf("programs keep all rows, which share_prompts=True does not want")
     if config.tiled_mlp:
         return _leaf_by_leaf("programs compute all rows at once, which tiled_mlp does not want")
     if not config.selective and any(map(calls_eager, layer.modules())):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.fx import Node
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
 from .keeping import Packing, opened, plus, taken, unpacked
+from .left_out import picked, restored, seen_as
 from .stages import handed_over
 from .step import Step
 
@@ -28,6 +30,7 @@ class Backward(Emitter):
         wanted: The values that want a gradient.
         weights: The inputs that are parameters.
         inputs: How many there are, all of them; 0: the code gets values, whatever is kept of them.
+        layouts: For each activation where it has its tokens.
     """
 
     def __init__(
@@ -37,9 +40,11 @@ class Backward(Emitter):
         wanted: frozenset[int],
         weights: frozenset[int],
         inputs: int = 0,
+        layouts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(forward.setting)
         self._inputs = inputs
+        self._layouts = layouts if self.setting.fewer else {}
         # for each value that is kept through a codec, the node of the forward that makes its record
         self.packed: dict[int, Node] = {}
         self.wanted = wanted
@@ -54,6 +59,8 @@ class Backward(Emitter):
         # for each output that has been made again, the nodes on the way there that the step's backward reads, too
         self.shared: dict[int, tuple[Node, ...]] = {}
         self._saved = self.given("saved", None)
+        # what brings back the rows that were left out
+        self._spread = self.taken(None) if self.setting.fewer and inputs else None
         self._box = self.given("box", None) if self.setting.stops and inputs else None
         self.gradients: dict[int, Node] = {}
         # gradients that may be None when the code runs
@@ -110,13 +117,34 @@ class Backward(Emitter):
         found = self.taken(like)
         outside = value < self._inputs and value not in self._weights
         codec, swapped = (IDENTITY, False) if outside or not self._inputs else self._codec(value)
+        layout = None if outside else self._layouts.get(self._wide.get(value, value))
+        if layout is not None:
+            self.values[value] = self._restored(value, found, layout, codec)
+            return
         if codec != IDENTITY:
-            with self._forward.graph.inserting_after(node):
-                self.packed[value] = self._forward.call(Packing(codec, swapped), node, like=lambda _: None)
+            self.packed[value] = self._behind(node, Packing(codec, swapped))
         if outside or codec != IDENTITY:
             function = opened if outside else unpacked
             found = self.call(function, found, like=lambda _: like.transpose(1, 2) if swapped else like)
         self.values[value] = self.call(torch.transpose, found, 1, 2) if swapped else found
+
+    def _restored(self, value: int, found: Node, layout: str, codec: Codec) -> Node:
+        """The node of a value of which some rows are kept, through a codec."""
+        node = self._forward.values[value]
+        like = self._forward.meta(node)
+        if self._spread is None:
+            return seen_as(self, found, layout, like)
+        few = self._behind(node, picked, self._forward.picks, layout)
+        if codec != IDENTITY:
+            few = self._behind(few, Packing(codec, False))
+            found = self.call(unpacked, found, like=lambda _: like)
+        self.packed[value] = few
+        return self.call(restored, found, self._spread, layout, like=lambda *_: like)
+
+    def _behind(self, node: Node, function: Callable[..., Any], *args: Any) -> Node:
+        """The node of a call ``function(node, *args)`` in the forward, right behind that node."""
+        with self._forward.graph.inserting_after(node):
+            return self._forward.call(function, node, *args, like=lambda *_: None)
 
     def place_of_own(self, value: int) -> int | None:
         """Where a value is kept that is a weight or was made by the program; None for others."""

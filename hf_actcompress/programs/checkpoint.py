@@ -26,6 +26,7 @@ from .computation import Computation
 from .emit import Setting
 from .handing import Heads, with_heads
 from .keeping import Outside, opened, put_together, taken_apart
+from .left_out import LeftOut
 from .plan import Plan, assembled, both_ways, forward_of, writing
 from .stages import Stages, run_backward, running
 
@@ -94,6 +95,7 @@ class CheckpointedFunction(torch.autograd.Function):
         heads: Heads | None,
         weights: int,
         codec: Codec,
+        left_out: LeftOut | None,
         link: Tensor | None,
         *inputs: Tensor | None,
     ) -> Any:
@@ -105,7 +107,8 @@ class CheckpointedFunction(torch.autograd.Function):
             outputs = made.first(*inputs)
         # weights as their data are now: `param.data = ...` changes the parameter alone
         values = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
-        kept, ctx.slots, keepers = taken_apart(values, [Outside(0, codec)], [""] * len(values))
+        outside = [Outside(0, codec, fewer=True)]
+        kept, ctx.slots, keepers, ctx.left = taken_apart(values, outside, [""] * len(values), x.device, left_out)
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers, checkpointed=True)
         saved_next(kept, range(count))
@@ -118,7 +121,11 @@ class CheckpointedFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan: Plan = ctx.made.plan
-        *inputs, state = put_together(list(ctx.saved_tensors), ctx.slots, ctx.count)
+        saved = list(ctx.saved_tensors)
+        handed = with_heads(grads, ctx.heads, plan.graded)
+        if ctx.left is not None:
+            ctx.left.check(saved, handed, plan.layouts)
+        *inputs, state = put_together(saved, ctx.slots, ctx.count)
         with without_autocast(grads):
             inputs[0] = opened(inputs[0])
             drawn = nullcontext() if state is None else replayed_rng(state, inputs[0].device)
@@ -127,6 +134,7 @@ class CheckpointedFunction(torch.autograd.Function):
             inputs.clear()
             # the code frees each as soon as it can
             values.reverse()
-            values.extend(with_heads(grads, ctx.heads, plan.graded))
+            values.extend(handed)
+            handed.clear()
         found = run_backward(plan.backward, plan.differentiates, ctx.stages, values, grads)
-        return (None, None, None, None, None, None, *found)
+        return (None, None, None, None, None, None, None, *found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -22,6 +22,7 @@ class Computation:
         outputs: The values that are returned. An input among them is returned as it is: what its later readers give
             as its gradient comes first in the sum, as autograd's engine has it.
         optional: The values among them that may have no gradient in one backward or another.
+        layouts: For each activation where it has its tokens, as in `left_out`.
     """
 
     steps: tuple[Step, ...]
@@ -29,6 +30,7 @@ class Computation:
     weights: frozenset[int]
     outputs: tuple[int, ...]
     optional: frozenset[int] = frozenset()
+    layouts: dict[int, str] = field(default_factory=dict)
 
     @cached_property
     def first_readers(self) -> dict[int, int]:

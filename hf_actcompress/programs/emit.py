@@ -36,6 +36,7 @@ class Setting:
         needed: Which inputs want a gradient.
         stops: Where its backward stops for gradients of weights to be added up.
         kernel: The kernel of its attention, if it has one.
+        fewer: Whether rows are left out of what is kept of activations.
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class Setting:
     needed: tuple[bool, ...]
     stops: Stops = ()
     kernel: str | None = None
+    fewer: bool = False
 
 
 class Emitter:
@@ -55,6 +57,7 @@ class Emitter:
         rows: For each node [..., C] that is a view of a node [rows, C], the latter.
         sources: For each node that is another one in a new shape, that other one.
         tokens: A node [B, T, ...] that has the sizes of batch and tokens; None if there is none.
+        picks: The node of the rows that are kept of activations; None if all are.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -64,6 +67,7 @@ class Emitter:
         self.rows: dict[Node, Node] = {}
         self.sources: dict[Node, Node] = {}
         self.tokens: Node | None = None
+        self.picks: Node | None = None
         self._meta: dict[Node, Any] = {}
         self._same: dict[tuple[Any, ...], Node] = {}
 

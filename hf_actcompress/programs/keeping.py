@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 from torch.nn import Parameter
 
@@ -12,6 +13,7 @@ from ..codecs import IDENTITY, Codec
 from ..private_apis import above_autograd
 from ..records import Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
 from ..records.saving import Leaves, Slot, slot_of, slot_of_new
+from .left_out import Left, LeftOut
 
 
 class Packing:
@@ -57,6 +59,13 @@ def plus(known: Tensor | None, gradient: Tensor) -> Tensor:
     return gradient if known is None else known + gradient
 
 
+def know_outside(values: Sequence[Any], outside: Sequence[Outside]) -> None:
+    """Make known what is kept of activations from outside of which rows are left out, before others ask for it."""
+    for place, codec, flat, fewer in outside:
+        if fewer:
+            record_of(values[place].flatten(2) if flat else values[place], codec)
+
+
 class Kept(NamedTuple):
     """What is saved, in the order of the plan and with further tensors behind it.
 
@@ -64,11 +73,13 @@ class Kept(NamedTuple):
         tensors: None in the place of what is taken apart.
         slots: How that is put together, by its place.
         keepers: The module for which each is kept.
+        left: What the backward knows of the rows that are left out.
     """
 
     tensors: list[Any]
     slots: dict[int, Slot]
     keepers: Sequence[str]
+    left: Left | None
 
 
 class Outside(NamedTuple):
@@ -78,20 +89,30 @@ class Outside(NamedTuple):
         place: Where it is.
         codec: Through which it is kept, if nobody keeps it.
         flat: Whether that is as [B, T, H * D], of heads [B, T, H, D]: the shape in which a linear layer reads them.
+        fewer: Whether rows of it are left out, where any are.
     """
 
     place: int
     codec: Codec
     flat: bool = False
+    fewer: bool = False
 
 
-def taken_apart(values: list[Any], outside: Sequence[Outside], keepers: Sequence[str]) -> Kept:
+def taken_apart(
+    values: list[Any],
+    outside: Sequence[Outside],
+    keepers: Sequence[str],
+    device: torch.device,
+    left_out: LeftOut | None = None,
+) -> Kept:
     """What to save of values that are tensors, records, and activations from outside, which may be known.
 
     Args:
         values: In the order of the plan.
         outside: The activations from outside.
         keepers: The module for which each is kept.
+        device: Where they are.
+        left_out: The rows that are left out; None if all are kept.
     """
     slots: dict[int, Slot] = {}
     leaves, names = Leaves(), list(keepers)
@@ -101,15 +122,18 @@ def taken_apart(values: list[Any], outside: Sequence[Outside], keepers: Sequence
         names.extend([keepers[i]] * (len(keepers) + len(leaves.tensors) - len(names)))
         values[i] = None
 
-    for i, codec, flat in outside:
+    for i, codec, flat, fewer in outside:
         x = values[i].flatten(2) if flat else values[i]
-        record = known_record(x) if codec == IDENTITY else record_of(x, codec)
-        if record is not None and not _is_itself(record) and not is_dropped(record):
+        fewer = fewer and left_out is not None
+        record = known_record(x) if codec == IDENTITY and not fewer else record_of(x, codec)
+        if record is not None and not _is_itself(record) and (fewer or not is_dropped(record)):
             take(i, slot_of(record, leaves))
     for i, value in enumerate(values):
         if type(value) is Stored:
             take(i, slot_of_new(value, leaves))
-    return Kept(values + leaves.tensors, slots, names)
+    left = None if left_out is None else Left.of(left_out, device, leaves, len(values))
+    names.extend([""] * (len(values) + len(leaves.tensors) - len(names)))
+    return Kept(values + leaves.tensors, slots, names, left)
 
 
 def _is_itself(record: Record) -> bool:

@@ -21,6 +21,7 @@ from ..records import current, unnetted
 from ..reference.device_rules import device_rules
 from . import handing
 from .handing import Heads, HeadsHanded, let_go
+from .left_out import left_out_of, with_attentions
 from .schedule import Part, Schedule, schedule_of
 from .tape import Attend, Given, Tape
 from .whole import Whole, whole_of
@@ -146,6 +147,11 @@ class LayerCode:
         kernel = whole.kernel(x, masks, self.autocast)
         if kernel is None:
             return None
+        left_out = left_out_of(x)
+        if left_out is not None:
+            left_out = with_attentions(left_out, masks, whole.causal)
+            if left_out is None:
+                return None
         indices = [] if cache is None else [m.layer_idx for m in self.attentions if m is not None]
         layers = None if cache is None else empty_layers(cache, indices)
         if cache is not None and layers is None and (not whole.own or len(indices) > 1):
@@ -154,9 +160,9 @@ class LayerCode:
         ins = self._given(part.ins, x, kwargs, dict(zip(whole.masks.values(), masks, strict=True)))
         heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
         if checkpointed is not None:
-            found = part.program.checkpointed([*ins, *weights], self.autocast, heads, kernel, checkpointed)
+            found = part.program.checkpointed([*ins, *weights], self.autocast, heads, kernel, checkpointed, left_out)
         else:
-            found = part.program([*ins, *weights], self.autocast, sharded, heads, kernel)
+            found = part.program([*ins, *weights], self.autocast, sharded, heads, kernel, left_out)
         place = 0
         if cache is not None:
             place, *others = whole.outputs
@@ -176,6 +182,7 @@ class LayerCode:
 
     def _in_parts(self, x: Tensor, kwargs: dict[str, Any], sharded: bool) -> Tensor:
         v: list[Any] = [None] * self.values
+        left_out = left_out_of(x)
         v[self.inputs["x"]] = x
         angles = kwargs.get("position_embeddings")
         if angles is not None:
@@ -186,7 +193,9 @@ class LayerCode:
             else:
                 heads: Heads | None = {} if self.heads[i] and 3 * x.numel() >= handing.LARGE else None
                 weights = [place.get(name) for place, name in self.weights[i]]
-                found = part.program([*[v[j] for j in part.ins], *weights], self.autocast, sharded, heads)
+                found = part.program(
+                    [*[v[j] for j in part.ins], *weights], self.autocast, sharded, heads, left_out=left_out
+                )
                 for j, y in zip(part.outs, found, strict=True):
                     v[j] = y
                 if heads is not None:

@@ -19,6 +19,7 @@ from .backward import Backward
 from .computation import Computation
 from .emit import Emitter, Setting
 from .keeping import Outside, source_of
+from .left_out import LeftOut
 from .shapes import Reshape
 
 
@@ -31,14 +32,18 @@ class Rebuilt:
         code: From a list of its sources, the first one last, to a tuple of the output, perhaps as rows.
         sources: Where they are among the inputs and what the forward returns.
         kept: Where they are among what is kept: tensors of the program's own, and weights. None for others.
+        fewer: For each whether rows of it were left out.
     """
 
     output: int
     code: Callable[..., tuple[Any, ...]]
     sources: tuple[int, ...]
     kept: tuple[int | None, ...]
+    fewer: tuple[bool, ...]
 
-    def declare(self, y: Tensor, pool: Sequence[Any], kept: Sequence[Any], sharded: bool) -> None:
+    def declare(
+        self, y: Tensor, pool: Sequence[Any], kept: Sequence[Any], sharded: bool, left_out: LeftOut | None
+    ) -> None:
         """Tell those who read y. Heads may lie in memory as [B, T, H, D] and be seen as [B, H, T, D].
 
         Args:
@@ -46,10 +51,15 @@ class Rebuilt:
             pool: The inputs, and what the forward returned.
             kept: What is kept, in the order of the plan.
             sharded: Whether the weights' memory is freed when the layer has run.
+            left_out: The rows that are left out; None if all are kept.
         """
         sources = [
-            source_of(pool[i], sharded, own=False) if at is None or sharded else source_of(kept[at], sharded, own=True)
-            for i, at in zip(self.sources, self.kept, strict=True)
+            left_out.record(pool[i], y.device)
+            if fewer and left_out is not None
+            else source_of(pool[i], sharded, own=False)
+            if at is None or sharded
+            else source_of(kept[at], sharded, own=True)
+            for i, at, fewer in zip(self.sources, self.kept, self.fewer, strict=True)
         ]
         swapped = y.dim() == 4 and not y.is_contiguous()
         order = y.transpose(1, 2) if swapped else y
@@ -77,6 +87,7 @@ class Plan:
         packs: Whether others go through a codec.
         rebuilt: The outputs that are made again.
         optional: Which of the outputs may have no gradient.
+        layouts: For each output that wants a gradient where it has its tokens.
         differentiates: Whether the code itself runs autograd. All other code runs below it, which costs less.
     """
 
@@ -91,6 +102,7 @@ class Plan:
     packs: bool
     rebuilt: tuple[Rebuilt, ...]
     optional: frozenset[int]
+    layouts: tuple[str | None, ...]
     differentiates: bool
 
 
@@ -111,7 +123,7 @@ def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward
     """The graphs of both directions."""
     forward = forward_of(program, setting)
     wanted = _wanted(program, setting.needed)
-    backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas))
+    backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas), program.layouts)
     for value in program.outputs:
         if value in wanted:
             backward.give(value, backward.taken(forward.meta(forward.values[value])))
@@ -136,6 +148,8 @@ def forward_of(program: Computation, setting: Setting, repeated: bool = False) -
         node = forward.given(f"v{i}", None if dtype is None else torch.empty(meta.shape, dtype=dtype, device="meta"))  # type: ignore[union-attr]
         if dtype is not None:
             forward.values[i] = node
+    if setting.fewer:
+        forward.picks = forward.given("picks", None)
     forward.take_sizes_of(forward.values[0])
     for step in program.steps:
         ins = [None if x is None else forward.values.get(x) for x in step.ins]
@@ -155,12 +169,12 @@ def _wanted(program: Computation, needed: tuple[bool, ...]) -> frozenset[int]:
 
 def _outside(program: Computation, backward: Backward, place: int, value: int) -> Outside:
     """How an activation from outside is kept: heads as the linear layer reads them that keeps them."""
-    codec = backward.codec_of(value)
+    codec, fewer = backward.codec_of(value), backward.setting.fewer and value in program.layouts
     if codec == IDENTITY:
         for step in program.steps:
             if isinstance(step.operation, Reshape) and step.operation.flattens and step.ins == (value,):
-                return Outside(place, backward.codec_of(step.outs[0]), True)
-    return Outside(place, codec)
+                return Outside(place, backward.codec_of(step.outs[0]), True, fewer)
+    return Outside(place, codec, fewer=fewer)
 
 
 def _made_again(program: Computation, forward: Emitter, backward: Backward) -> dict[int, tuple[Backward, Node]]:
@@ -169,7 +183,7 @@ def _made_again(program: Computation, forward: Emitter, backward: Backward) -> d
     for i, value in enumerate(program.outputs):
         if value in program.optional:
             continue
-        made = Backward(forward, program.steps, backward.wanted, program.weights)
+        made = Backward(forward, program.steps, backward.wanted, program.weights, layouts=program.layouts)
         node = made.want(program.seen_as_tokens.get(value, value))
         if value >= len(program.metas) and all(x in backward.kept or x in program.weights for x in made.kept):
             again[i] = made, node
@@ -204,9 +218,16 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
         outside,
         bool(backward.packed),
         tuple(
-            Rebuilt(i, made.code([node]), places(made.kept), tuple(backward.place_of_own(x) for x in made.kept))
+            Rebuilt(
+                i,
+                made.code([node]),
+                places(made.kept),
+                tuple(backward.place_of_own(x) for x in made.kept),
+                tuple(x >= inputs and x in program.layouts for x in made.kept),
+            )  # fmt: skip
             for i, (made, node) in again.items()
         ),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
+        tuple(program.layouts.get(value) for value in program.outputs if value in backward.wanted),
         any(step.operation.differentiates for step in program.steps),
     )

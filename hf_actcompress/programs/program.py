@@ -23,7 +23,8 @@ from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_pl
 from .computation import Computation
 from .emit import ESTIMATED, ESTIMATED_CPU, Setting
 from .handing import Heads, with_heads
-from .keeping import put_together, taken_apart
+from .keeping import know_outside, put_together, taken_apart
+from .left_out import LeftOut
 from .plan import Plan, make_plan
 from .stages import Stages, Stops, run_backward, running, stops_of
 
@@ -47,6 +48,7 @@ class Program(Computation):
         sharded: bool,
         heads: Heads | None = None,
         kernel: str | None = None,
+        left_out: LeftOut | None = None,
     ) -> Any:
         """Run it: a tuple of the outputs.
 
@@ -56,15 +58,16 @@ class Program(Computation):
             sharded: Whether the weights' memory is freed when the layer has run.
             heads: Where gradients of outputs are left; None: autograd hands them in.
             kernel: The kernel of the attention in it, if there is one.
+            left_out: The rows of which nothing is kept.
         """
         stops = self._stops(inputs)
-        key = _key(inputs, autocast, stops, kernel)
+        key = _key(inputs, autocast, stops, kernel, left_out is not None)
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = make_plan(self, Setting(*key))
         run = Stages(stops, inputs) if stops else None
         link = None if run is None else run.linked(inputs)
-        return applied(ProgramFunction, plan, sharded, run, heads, link, *inputs)
+        return applied(ProgramFunction, plan, sharded, run, heads, left_out, link, *inputs)
 
     def checkpointed(
         self,
@@ -73,6 +76,7 @@ class Program(Computation):
         heads: Heads | None,
         kernel: str,
         codec: Codec,
+        left_out: LeftOut | None = None,
     ) -> Any:
         """Run it so that backward makes all of it again out of the inputs; the first is kept through a codec."""
         stops = self._stops(inputs)
@@ -82,7 +86,7 @@ class Program(Computation):
             plan = self.checkpoint_plans[key] = make_checkpoint_plan(self, Setting(*key))
         run = Stages(stops, inputs) if stops else None
         link = None if run is None else run.linked(inputs)
-        return applied(CheckpointedFunction, plan, run, heads, len(self.weights), codec, link, *inputs)
+        return applied(CheckpointedFunction, plan, run, heads, len(self.weights), codec, left_out, link, *inputs)
 
     def _stops(self, inputs: Sequence[Tensor | None]) -> Stops:
         """Where a backward stops for gradients of weights to be added up."""
@@ -96,11 +100,11 @@ class Program(Computation):
         return self
 
     def __reduce__(self) -> Any:
-        return Program, (self.steps, self.metas, self.weights, self.outputs, self.optional)
+        return Program, (self.steps, self.metas, self.weights, self.outputs, self.optional, self.layouts)
 
 
 def _key(
-    inputs: Sequence[Tensor | None], autocast: torch.dtype | None, stops: Stops, kernel: str | None
+    inputs: Sequence[Tensor | None], autocast: torch.dtype | None, stops: Stops, kernel: str | None, fewer: bool = False
 ) -> tuple[Any, ...]:
     """What decides how a program runs: the fields of a `Setting`."""
     x = inputs[0]
@@ -109,7 +113,7 @@ def _key(
     needed = tuple([x is not None and x.requires_grad for x in inputs])
     rules = device_rules()
     choice = dispatch.chosen() if rules is None else ESTIMATED_CPU if rules.on_cpu else ESTIMATED
-    return x.device, autocast, choice, dtypes, needed, stops, kernel
+    return x.device, autocast, choice, dtypes, needed, stops, kernel, fewer
 
 
 class ProgramFunction(torch.autograd.Function):
@@ -126,21 +130,27 @@ class ProgramFunction(torch.autograd.Function):
         sharded: bool,
         stages: Stages | None,
         heads: Heads | None,
+        left_out: LeftOut | None,
         link: Tensor | None,
         *inputs: Tensor | None,
     ) -> Any:
+        x = inputs[0]
+        assert x is not None
+        picks = () if left_out is None else (left_out.picked(x.device),)
         with running(plan.differentiates):
-            found = plan.forward(*inputs)
+            found = plan.forward(*inputs, *picks)
         outputs = found[: plan.outputs]
         pool = (*inputs, *found)
         # a weight as its data are now, as stock's views keep it: `param.data = ...` changes the parameter alone
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in zip(plan.kept, plan.weights, strict=True)]
+        if left_out is not None:
+            know_outside(kept, plan.outside)
         for rebuilt in plan.rebuilt:
-            rebuilt.declare(outputs[rebuilt.output], pool, kept, sharded)
+            rebuilt.declare(outputs[rebuilt.output], pool, kept, sharded, left_out)
         keepers: Sequence[str] = plan.keepers
-        ctx.slots = None
-        if plan.outside or plan.packs:
-            kept, ctx.slots, keepers = taken_apart(kept, plan.outside, keepers)
+        ctx.slots = ctx.left = None
+        if plan.outside or plan.packs or left_out is not None:
+            kept, ctx.slots, keepers, ctx.left = taken_apart(kept, plan.outside, keepers, x.device, left_out)
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers)
         saved_next(kept, [x.place for x in plan.outside])
@@ -157,16 +167,21 @@ class ProgramFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         plan, saved = ctx.plan, list(ctx.saved_tensors)
-        if ctx.slots:
+        if plan.optional:
+            grads = tuple(_with_zeros(plan, ctx.like, grads))
+        handed = with_heads(grads, ctx.heads, plan.graded)
+        if ctx.left is not None:
+            ctx.left.check(saved, handed, plan.layouts)
+            handed.append(ctx.left.spread(saved))
+        if ctx.slots or ctx.left is not None:
             saved = put_together(saved, ctx.slots, len(plan.kept))
         # the code frees each as soon as it can, unless somebody goes through the graph again
         ctx.maybe_clear_saved_tensors()
-        if plan.optional:
-            grads = tuple(_with_zeros(plan, ctx.like, grads))
         saved.reverse()
-        saved.extend(with_heads(grads, ctx.heads, plan.graded))
+        saved.extend(handed)
+        handed.clear()
         found = run_backward(plan.backward, plan.differentiates, ctx.stages, saved, grads)
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, None, None, *found)
 
 
 def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:

@@ -13,6 +13,7 @@ from .arithmetic import Add, Cast, Cat, Mul, Neg, Scale, Slice, Split, Unbind
 from .broadcast import Shift
 from .calls import BATCH, SOURCES, TOKENS
 from .dora import AnotherProduct, Magnitude
+from .left_out import HEADS, ROWS, TOKENS_FIRST
 from .operations import LayerNorm, RMSNorm
 from .pointwise import Rope
 from .program import Program
@@ -146,8 +147,26 @@ def part_of(
     metas = tuple(_small(tape.metas[value]) for value in (*ins, *weights))
     places = frozenset(range(len(ins), len(metas)))
     at_will = frozenset(at[value] for value in optional)
-    program = Program(renamed, metas, places, tuple(at[value] for value in outs), at_will)
+    layouts = _layouts(tape, at, frozenset(ins))
+    program = Program(renamed, metas, places, tuple(at[value] for value in outs), at_will, layouts)
     return Part(program, tuple(ins), tuple(names[value] for value in weights), outs)
+
+
+def _layouts(tape: Tape, at: dict[int, int], ins: frozenset[int]) -> dict[int, str]:
+    """For each activation of a program where it has its tokens. What is given beside the layer's input is none."""
+    given = {value for name, value in tape.inputs.items() if name != "x"}
+    found = {at[x]: _layout(tape.metas[x]) for x in at if x not in given and tape.metas[x].dtype != torch.bool}
+    others = {at[x] for x in ins if found.get(at[x]) != TOKENS_FIRST}
+    return {value: layout for value, layout in found.items() if layout is not None and value not in others}
+
+
+def _layout(meta: Tensor) -> str | None:
+    sizes = tuple(meta.shape)
+    if sizes[:1] == (BATCH * TOKENS,):
+        return ROWS
+    if sizes[:2] == (BATCH, TOKENS):
+        return TOKENS_FIRST
+    return HEADS if sizes[:1] + sizes[2:3] == (BATCH, TOKENS) else None
 
 
 def _without_the_rest(tape: Tape, steps: list[Step], outs: set[int]) -> Iterator[Step]:

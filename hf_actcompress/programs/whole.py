@@ -147,7 +147,8 @@ def _steps(tape: Tape, masks: dict[str, int]) -> list[Step]:
         )  # type: ignore[arg-type]
         heads = tape.metas[entry.out]
         outs = tuple(range(len(tape.metas), len(tape.metas) + 4))
-        tape.metas += [heads.transpose(1, 2), *(torch.empty(0, device="meta") for _ in range(3))]
+        out = heads.transpose(1, 2)
+        tape.metas += [out, out.new_empty(out.shape[:3]), *(torch.empty(0, device="meta") for _ in range(2))]
         steps.append(Step(operation, (*entry.ins, mask), outs, entry.module, entry.codec))
         steps.append(Step(Permute((0, 2, 1, 3)), outs[:1], (entry.out,), entry.module))
     return steps

@@ -14,7 +14,7 @@ from .hooks import kept_through
 from .net import netted
 from .outside import hooks_outside
 from .own_ops import applied, unnetted
-from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of, shares_rows
+from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of, rows_left_out, shares_rows
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, stored_exact
 from .registry import (
     clear,
@@ -74,6 +74,7 @@ __all__ = [
     "parameter",
     "record_in_order_of",
     "record_of",
+    "rows_left_out",
     "run_selectively",
     "save",
     "saved_next",

@@ -91,9 +91,14 @@ class SharedRows:
     def __init__(self, guard: RepetitionGuard, shape: torch.Size) -> None:
         self.guard, self.shape = guard, shape
 
-    def __call__(self, rows: Tensor, numbers: Tensor, excess: Tensor) -> Tensor:
-        self.guard.note("excess", excess)
-        return rows.index_select(0, numbers).view(self.shape)
+    def __call__(self, rows: Tensor, numbers: Tensor, excess: Tensor | None = None) -> Tensor:
+        if excess is not None:
+            self.guard.note("excess", excess)
+        return self.flat(rows, numbers).view(*self.shape[:2], *rows.shape[1:])
+
+    def flat(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """The same as [B * S, ...]."""
+        return rows.index_select(0, numbers)
 
 
 def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | None:

@@ -39,9 +39,8 @@ class PaddingGuard(Guard):
 
     def note_gradient(self, dy: Tensor, padding_rows: Tensor, total: int) -> None:
         """Note that dy [..., *], whose leading dimensions are `total` rows, must be zero on `padding_rows`."""
-        low, high = dy.reshape(total, -1).index_select(0, padding_rows).aminmax()
-        worst = torch.maximum(high, -low).float()
-        self.note(_GRADIENT, torch.where(worst.isfinite(), worst, 0.0))
+        worst = torch.linalg.vector_norm(dy.reshape(total, -1).index_select(0, padding_rows), torch.inf)
+        self.note(_GRADIENT, worst.float().nan_to_num(0.0, 0.0, 0.0))
 
     def note_attention(self, seen: Tensor) -> None:
         """seen [], bool: whether a real token has attended to padding."""
@@ -117,23 +116,23 @@ def dropping(rows: Padding | Copies | None) -> Iterator[None]:
         _state.rows = before
 
 
-def _rows_in(x: Tensor) -> Padding | Copies | None:
+def rows_left_out(x: Tensor) -> Padding | Copies | None:
     """The rows of x that are not kept in this forward, or None."""
-    if torch.compiler.is_compiling():
-        return None
     rows = _state.rows
-    return rows if rows is not None and rows.fits(x) and not checkpointed() else None
+    if rows is None or torch.compiler.is_compiling():
+        return None
+    return rows if rows.fits(x) and not checkpointed() else None
 
 
 def padding_in(x: Tensor) -> Padding | None:
     """The padding whose rows of x are dropped in this forward, or None."""
-    rows = _rows_in(x)
+    rows = rows_left_out(x)
     return rows if isinstance(rows, Padding) else None
 
 
 def shares_rows(x: Tensor) -> bool:
     """Whether rows of x [B, S, ...] that repeat others are kept only once in this forward."""
-    return isinstance(_rows_in(x), Copies)
+    return isinstance(rows_left_out(x), Copies)
 
 
 def checkpointed() -> bool:
@@ -149,17 +148,17 @@ def drops(x: Tensor, codec: Codec) -> bool:
 
 def keeps_fewer(x: Tensor, codec: Codec) -> bool:
     """Whether `keep` leaves rows of x out, because they are padding or repeat others."""
-    return _rows_in(x) is not None and codec.takes_rows
+    return rows_left_out(x) is not None and codec.takes_rows
 
 
 def keep(x: Tensor, codec: Codec) -> Record:
     """The record of x itself through `codec`, without its padding rows and repeated ones where these are left out."""
-    return _keep(x, codec, _rows_in(x))
+    return _keep(x, codec, rows_left_out(x))
 
 
 def keep_later(x: Tensor, codec: Codec) -> Record:
     """As `keep`, but nothing is packed until the first consumer saves the record."""
-    rows = _rows_in(x)
+    rows = rows_left_out(x)
     fewer = rows is not None and codec.takes_rows
     if codec == IDENTITY and not fewer:
         return stored_exact(x)
@@ -199,8 +198,12 @@ class RealRows:
         return self.shape[0] * self.shape[1]
 
     def __call__(self, rows: Tensor, order: Tensor) -> Tensor:
-        x = rows.new_zeros((self.total, *self.shape[2:]))
-        return x.index_copy_(0, order[: self.real], rows).view(self.shape)
+        return self.flat(rows, order).view(*self.shape[:2], *rows.shape[1:])
+
+    def flat(self, rows: Tensor, order: Tensor) -> Tensor:
+        """The same as [B * S, ...]."""
+        x = rows.new_zeros((self.total, *rows.shape[1:]))
+        return x.index_copy_(0, order[: self.real], rows)
 
     def check(self, order: Tensor, dy: Tensor, of: Tensor | None = None) -> None:
         """Note dy [B, S, ...] in the guard, or dy [K] that belongs to the rows `of` [K]."""

@@ -61,7 +61,7 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
 
 def without_copies(config: CompressionConfig) -> CompressionConfig:
     """The config for a batch in which no two sequences are known to begin alike: without shared prompts."""
-    return replace(config, share_prompts=False, programs=False) if config.share_prompts else config
+    return replace(config, share_prompts=False) if config.share_prompts else config
 
 
 def is_reusable(setting: Setting) -> bool:
