@@ -52,14 +52,14 @@ class CompressionConfig(ConfigFile):
             hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (pools are of real tokens).
             Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where one
             does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what gradient
-            checkpointing and unpatched modules keep, and encoder-decoder models.
+            checkpointing keeps of layers that are no programs, unpatched modules, and encoder-decoder models.
         share_prompts: Keep one copy of the rows of tokens with which several sequences of a batch begin, such as the
             prompt of a group of completions (GRPO) or of two answers (DPO): hidden states, MLP tensors, q, k, v and
             what attention keeps, through any codec that takes rows. For causal models without dropout (adapters'
             included): with dropout or attention in both directions the forward raises SharedRowsError, and so does
             backward where a comparison of some features finds other differences. Exact: equal rows differ by rounding
             at most. All rows are computed. Finding equal rows waits for the device. Nothing is shared where a forward
-            gets more than `input_ids`, masks [B, S], positions and labels, or a filled cache. Layers run leaf by leaf.
+            gets more than `input_ids`, masks [B, S], positions and labels, or a filled cache.
             Kept whole: statistics of norms, what gradient checkpointing and unpatched modules keep, and all in compiled
             graphs. Estimates do not take it into account. Not with `drop_padding`, `tokens`, encoder-decoders, or
             context parallelism.

@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
 from .keeping import Packing, opened, plus, taken, unpacked
-from .left_out import picked, restored, seen_as
+from .left_out import ROWS, TOKENS_FIRST, picked, restored, seen_as
 from .stages import handed_over
 from .step import Step
 
@@ -132,6 +132,9 @@ class Backward(Emitter):
         """The node of a value of which some rows are kept, through a codec."""
         node = self._forward.values[value]
         like = self._forward.meta(node)
+        if layout == ROWS and len(like) == len(self._forward.meta(self._forward.values[0])):
+            # recorded as rows, and computed as tokens where the layer is cut at its attention
+            layout = TOKENS_FIRST
         if self._spread is None:
             return seen_as(self, found, layout, like)
         few = self._behind(node, picked, self._forward.picks, layout)

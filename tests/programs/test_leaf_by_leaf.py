@@ -111,12 +111,6 @@ def test_other_presets_go_leaf_by_leaf_and_the_report_says_why(preset: str) -> N
     assert notes == {f"{REFUSED[preset]}; it runs leaf by leaf"}
 
 
-def test_padding_that_is_dropped_goes_leaf_by_leaf() -> None:
-    model = patch_model(BY_NAME["llama"].build(), CompressionConfig(drop_padding=True))
-    (note,) = {row.note for row in patch_report(model).rows if row.role == "layer"}
-    assert "drop_padding" in note and not any(hasattr(layer, "actcompress") for layer in model.model.layers)
-
-
 def test_the_report_names_programs_and_layers_without() -> None:
     rows = [row for row in patch_report(pair("llama")[1]).rows if row.role == "layer"]
     assert [row.kind for row in rows] == ["program", "program"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from tests.programs.pairs import DTYPES, MODES, calls
 from tests.programs.test_adapters import KINDS, TARGETS, adapted
 from tests.slopes import bert, llama, slope
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*lossy")
+pytestmark = [pytest.mark.daily(3), pytest.mark.filterwarnings("ignore:.*lossy")]
 NAMES = (
     "llama",
     "qwen3",
@@ -70,8 +71,19 @@ def assert_drops(make: Callable[[], Any], batch: Batch, mode: str = "fp32", **op
 @pytest.mark.parametrize("padding", ("right", "left"))
 def test_the_gradients_with_padding_kept_and_the_leaf_paths_bytes(name: str, mode: str, padding: str) -> None:
     family = BY_NAME[name]
-    for dropout in (0.0, 0.1):
-        assert_drops(partial(family.build, DTYPES[mode], dropout=dropout), batch_of(family, padding), mode)
+    assert_drops(partial(family.build, DTYPES[mode]), batch_of(family, padding), mode)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_that_are_cut_at_their_attention(name: str) -> None:
+    """A CPU has no kernel for the dropout of probabilities."""
+    family, results = BY_NAME[name], []
+    for config in (CompressionConfig(), dropping(True)):
+        model = patch_model(family.build(dropout=0.1), config)
+        results.append((step(model, batch_of(family)), kept_of(model, batch_of(family))))
+        assert set(calls(model)) == {2}
+    (expected, whole), (found, fewer) = results
+    assert same(found, expected) and fewer < whole
 
 
 @pytest.mark.parametrize("name", ("llama", "bert"))
@@ -137,17 +149,17 @@ def test_checkpointed_layers_have_the_same_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", (False, True))
-def test_a_gradient_that_reaches_padding_between_layers_raises(checkpointed: bool) -> None:
+def test_a_gradient_that_reaches_padding_in_the_last_layers_output_raises(checkpointed: bool) -> None:
     model = patch_model(BY_NAME["llama"].build(), dropping(True))
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = batch_of(BY_NAME["llama"])
-    found = model(**batch, output_hidden_states=True)
-    real = batch["attention_mask"][..., None]
-    # of the first layer's output
-    ((found.hidden_states[1] * real).sum() + found.loss).backward(retain_graph=True)
+    outputs: list[Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: outputs.append(args[0]))
+    loss, real = model(**batch).loss, batch["attention_mask"][..., None]
+    ((outputs[0] * real).sum() + loss).backward(retain_graph=True)
     with pytest.raises(PaddingError, match="reached a padding row"):
-        (found.hidden_states[1].sum() + found.loss).backward()
+        (outputs[0].sum() + loss).backward()
     assert calls(model) == [1, 1]
 
 
@@ -182,14 +194,15 @@ def test_real_tokens_that_attend_to_padding_raise() -> None:
 
 
 def test_repeated_rows_are_kept_once() -> None:
-    batch, results, kept = group(padding=2), [], []
+    batch, results, kept, stock = group(padding=2), [], [], build("llama")
     for programs in (False, True):
-        model = patch_model(build("llama"), CompressionConfig(share_prompts=True, programs=programs))
+        config = CompressionConfig(share_prompts=True, programs=programs)
+        model = patch_model(copy.deepcopy(stock), config)
         results.append(step(model, batch))
         kept.append(kept_of(model, batch))
     assert same(results[1], results[0])
-    assert calls(model) == [1 + 1] * len(calls(model))
-    assert kept[1] <= kept[0] < kept_of(patch_model(build("llama"), "exact"), batch)
+    assert set(calls(model)) == {2}
+    assert kept[1] <= kept[0] < kept_of(patch_model(stock), batch)
 
 
 def test_rows_that_an_attention_makes_differ_raise_in_the_next_layer() -> None:
@@ -197,7 +210,7 @@ def test_rows_that_an_attention_makes_differ_raise_in_the_next_layer() -> None:
 
     def others(mask: Tensor) -> Tensor:
         mask = mask.clone()
-        mask[1:, :, 1:, 0] = False
+        mask[1:, :, 3:, 2] = False
         return mask
 
     with_mask(model.model.layers[0], others)
