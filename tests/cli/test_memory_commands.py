@@ -14,6 +14,7 @@ from hf_actcompress.cli.common import Exit
 from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, _largest, chosen
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.memory import estimate
+from tests.cli.conftest import CONFIG
 from tests.cli.invoke import SIZES, run
 
 
@@ -135,6 +136,29 @@ def test_where_nothing_fits_it_says_what_would(model):
     assert "would not" in changes.values()
     data = json.loads(run("estimate", model, *SIZES, "--gpu", f"{CONTEXT_BYTES}B", "--lora", "--json").stdout)
     assert [remedy["fits"] for remedy in data["remedies"]] == [False] * 3
+
+
+def test_frozen_weights_on_the_host_are_offered_with_the_bytes_that_leave_the_card(tmp_path):
+    """The last line, as it is printed: to the byte where they would fit and where they would not."""
+    from hf_actcompress.memory.estimation.estimates import Estimates
+    from hf_actcompress.quick.sizes import readable_size
+
+    path = tmp_path / "five.json"
+    path.write_text(json.dumps({**CONFIG, "hidden_size": 64, "num_hidden_layers": 5}))
+    elsewhere = Estimates(str(path), dtype="bfloat16", lora=True).frozen_elsewhere()
+    whole = estimate(str(path), batch_size=2, seq_len=16, gradient_checkpointing=True, lora=True).device_bytes
+    options = (*SIZES, "--preset", "exact", "--lora", "--gpu")
+    for room, verdict in ((whole - elsewhere, "would fit"), (whole - elsewhere - 1, "would not")):
+        result = run("estimate", str(path), *options, f"{room}B")
+        assert result.exit_code == Exit.DOES_NOT_FIT, result.output
+        *_, line = result.stdout.splitlines()
+        assert line == (
+            "  frozen weights on the host by FSDP, DeepSpeed or accelerate "
+            f"({readable_size(elsewhere)} less), exact + checkpointing: {readable_size(whole - elsewhere)}, {verdict}"
+        )
+    # processes that share the weights have them elsewhere already
+    result = run("estimate", str(path), *options, f"{whole // 2}B", "--fsdp", "4")
+    assert result.exit_code == Exit.DOES_NOT_FIT and "on the host" not in result.stdout
 
 
 def test_frozen_weights_elsewhere_are_those_of_all_layers_but_two():

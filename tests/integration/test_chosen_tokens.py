@@ -255,8 +255,11 @@ def test_what_a_classifier_reads_is_always_chosen() -> None:
 
 
 def test_kept_bytes() -> None:
-    """Units of the hidden size per token and layer, bf16: the chosen share, and keys and values of all."""
-    limits = {"exact": 7.8, "int8": 4.15, "int4": 2.8, "int4_attention": 2.4}
+    """Units of the hidden size per token and layer, bf16: the chosen share, and keys and values of all.
+
+    The rows of the rotary angles, which all layers share, are no part of a layer's.
+    """
+    limits = {"exact": 7.65, "int8": 4.1, "int4": 2.71, "int4_attention": 2.35}
     for preset, limit in limits.items():
         options = CompressionConfig.from_preset(preset, tokens=SHARE)
         found = slope(llama, prepare=lambda model, options=options: patch_model(model, options), length=256, peak=True)

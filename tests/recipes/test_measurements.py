@@ -54,6 +54,20 @@ def test_packed_batches(tmp_path: Path) -> None:
     assert "| patched |" in (tmp_path / "packed.md").read_text()
 
 
+def test_working_peak(tmp_path: Path) -> None:
+    """Without their products, the peaks are those with them, but for a kernel's own scratch memory."""
+    found = []
+    for extra in ([], ["--products"]):
+        sizes = ["--hidden", "128", "--tokens", "1024", "--tiles", "32"]
+        assert importlib.import_module("working_peak").main([*sizes, *extra, "--out", str(tmp_path)]) == 0
+        found.append(json.loads((tmp_path / "working_peak.json").read_text())["rows"])
+    stock, tiles = found[0]["stock"], found[0]["tiles of 32 rows"]
+    for name, row in found[0].items():
+        assert row == pytest.approx(found[1][name], rel=0.01)
+    assert tiles["MLP frozen"] < 0.2 * stock["MLP frozen"] and tiles["frozen"] < stock["frozen"]
+    assert f"| {tiles['MLP frozen']:.1f} |" in (tmp_path / "working_peak.md").read_text()
+
+
 def test_longest_context(tmp_path: Path) -> None:
     """A length that is said to fit fits, and 64 tokens more do not."""
     pytest.importorskip("matplotlib")

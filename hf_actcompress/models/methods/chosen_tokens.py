@@ -68,7 +68,9 @@ class Choice:
         return scores.masked_fill(~real, -math.inf)
 
     def once(self, x: Any, make: Callable[[], Tensor]) -> Tensor:
-        """`make()`, once per forward for every x: the masks, which all layers share."""
+        """`make()`, once per forward for every x: rows of masks and of angles, which all layers share."""
+        # what is made for one layer alone lives no longer than its x
+        self._made = [entry for entry in self._made if entry[0]() is not None]
         for known, made in self._made:
             if known() is x:
                 return made

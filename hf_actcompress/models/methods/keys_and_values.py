@@ -89,10 +89,10 @@ class KeysAndValues:
         if value.dim() == 4 and value.shape[2:] == (tokens, tokens):
             return self.choice.once(value, lambda: self._mask_rows(value))
         if value.dim() >= 2 and value.size(1) == tokens and value.size(0) in (1, batch):
-            return chosen_rows(value.expand(batch, *value.shape[1:]), self.rows)
+            return self.choice.once(value, lambda: chosen_rows(value.expand(batch, *value.shape[1:]), self.rows))
         if value.dim() >= 3 and value.size(2) == tokens and value.size(1) == batch:
             # positions of several kinds, one after the other
-            return torch.stack([chosen_rows(of_kind, self.rows) for of_kind in value])
+            return self.choice.once(value, lambda: torch.stack([chosen_rows(kind, self.rows) for kind in value]))
         return value
 
     def _mask_rows(self, mask: Tensor) -> Tensor:
