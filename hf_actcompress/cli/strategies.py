@@ -181,9 +181,7 @@ def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: i
     if room is None:
         return Row(strategy, found, peaks)
     if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
-        case = batch_size, seq_len, config, strategy.checkpointing
-        shares = (several.reserved_share(*case, expandable=expandable) for expandable in (False, True))
-        found = replace(found, reserved_share=next(shares), reserved_share_expandable=next(shares))
+        found = several.replayed(batch_size, seq_len, config, strategy.checkpointing)
 
     def peak(batch_size: int) -> int:
         return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)

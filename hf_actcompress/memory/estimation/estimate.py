@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,6 +96,4 @@ def estimate(
         processes=processes,
         trl=trl,
     )
-    case = batch_size, seq_len, config, gradient_checkpointing
-    shares = [several.reserved_share(*case, expandable=expandable) for expandable in (False, True)]
-    return replace(several.estimate(*case), reserved_share=shares[0], reserved_share_expandable=shares[1])
+    return several.replayed(batch_size, seq_len, config, gradient_checkpointing)

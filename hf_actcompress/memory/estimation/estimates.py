@@ -130,6 +130,18 @@ class Estimates:
         found = self._step(setting, gradient_checkpointing, roles=False)
         return self._state_bytes(gradient_checkpointing).at_peak(found.step.peak) + context_bytes(setting)
 
+    def replayed(
+        self,
+        batch_size: int,
+        seq_len: int,
+        config: CompressionConfig | Configured | str | None,
+        gradient_checkpointing: bool = False,
+    ) -> Estimate:
+        """The estimate, with the shares of `reserved_share`."""
+        case = batch_size, seq_len, config, gradient_checkpointing
+        shares = [self.reserved_share(*case, expandable=expandable) for expandable in (False, True)]
+        return replace(self.estimate(*case), reserved_share=shares[0], reserved_share_expandable=shares[1])
+
     def reserved_share(
         self,
         batch_size: int,
