@@ -205,8 +205,7 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
     def places(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(at.get(value, value) for value in values)
 
-    kept = enumerate(backward.kept)
-    outside = tuple(_outside(program, backward, i, x) for i, x in kept if x < inputs and x not in program.weights)
+    given = [(i, x) for i, x in enumerate(backward.kept) if x < inputs and x not in program.weights]
     return Plan(
         forward.code(results),
         backward.code([*map(backward.gradients.get, range(inputs))]),
@@ -215,7 +214,7 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
         places(backward.kept),
         tuple(backward.readers[value] for value in backward.kept),
         tuple(value in program.weights for value in backward.kept),
-        outside,
+        tuple(_outside(program, backward, i, x) for i, x in given),
         bool(backward.packed),
         tuple(
             Rebuilt(

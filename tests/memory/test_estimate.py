@@ -156,7 +156,7 @@ def test_attention_dropout_takes_the_path_of_a_cpu():
 def test_shared_prompts_are_estimated_as_if_there_were_none():
     model, options = BUILDS["llama"](FEW), {"batch_size": 4, "seq_len": 32}
     found = estimate(model, config=CompressionConfig(share_prompts=True), **options)
-    alone = estimate(model, config=CompressionConfig(programs=False), **options)
+    alone = estimate(model, config=CompressionConfig(), **options)
     assert (found.kept_bytes, found.step_peak_bytes) == (alone.kept_bytes, alone.step_peak_bytes)
     assert any("share_prompts" in note for note in found.notes) and not alone.notes
 
