@@ -168,7 +168,7 @@ class LayerPrograms:
 
 def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
     """Whether it is a call in training whose arguments are known."""
-    if x.dim() != 3 or x.dtype != code.dtype or not x.numel():
+    if x.dim() != 3 or x.dtype != code.dtype or not x.numel() or not (x.is_contiguous() or code.any_order):
         return False
     if not kwargs.keys() <= _KNOWN and any(
         _says_something(kwargs[name]) for name in kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks

@@ -22,7 +22,7 @@ from ..reference.device_rules import device_rules
 from . import handing
 from .handing import Heads, HeadsHanded, let_go
 from .left_out import left_out_of, with_attentions
-from .schedule import Part, Schedule, schedule_of
+from .schedule import Part, Schedule, schedule_of, takes_any_order
 from .tape import Attend, Given, Tape
 from .whole import Whole, whole_of
 
@@ -47,6 +47,7 @@ class LayerCode:
         result: The value that is returned.
         returns: What the layer returns beside it, in a tuple; None if it returns a tensor.
         again: Whether it may be made again in backward, where it is checkpointed.
+        any_order: Whether its input may lie in memory in any order.
         dtype: The dtype of the layer's input.
         autocast: The dtype of products under autocast; None without.
     """
@@ -66,6 +67,7 @@ class LayerCode:
     result: int
     returns: tuple[Any, ...] | None
     again: bool
+    any_order: bool
     dtype: torch.dtype
     autocast: torch.dtype | None
 
@@ -92,6 +94,7 @@ class LayerCode:
             tape.result,
             tape.returns,
             tape.lossless and tape.again,
+            takes_any_order(tape),
             tape.metas[tape.inputs["x"]].dtype,
             autocast,
         )

@@ -98,6 +98,23 @@ def is_normed(value: int, entries: list[Step | Attend], exact: bool = False) -> 
     )
 
 
+def takes_any_order(tape: Tape) -> bool:
+    """Whether stock's code computes the same of an input whose memory is in another order than its tokens'.
+
+    Such is what a convolution makes of an image. Sums, and norms that are made of pointwise functions, leave it in that
+    order, in which a product may round in another way. LayerNorm does not.
+    """
+    order = {tape.inputs["x"]}
+    for entry in tape.entries:
+        if not order.intersection(entry.ins):
+            continue
+        if isinstance(entry, Attend) or not isinstance(entry.operation, (Add, LayerNorm)):
+            return False
+        if isinstance(entry.operation, Add):
+            order.update(entry.outs)
+    return True
+
+
 def _read(run: list[Step] | Attend) -> set[int]:
     if isinstance(run, Attend):
         return set(run.ins)

@@ -151,3 +151,17 @@ def test_a_model_patched_before_it_is_trained() -> None:
     programs.eval()
     step(programs, batch)
     assert set(calls(programs)) == {1}
+
+
+@pytest.mark.parametrize(("name", "as_programs"), [("llama", False), ("gpt2-gelu-new", True)])
+def test_an_input_in_the_order_of_channels_gives_stocks_values(name: str, as_programs: bool) -> None:
+    """As a convolution makes of an image. Llama's norm leaves it so, and then stock's product rounds in its own way."""
+    family = BY_NAME[name]
+    stock, patched = family.build().train(), patch_model(family.build().train())
+    batch = family.make_batch()
+    # an odd length, for which products of the two orders differ
+    ids = batch["input_ids"][:, :5]
+    embeds = stock.get_input_embeddings()(ids).detach().transpose(1, 2).contiguous().transpose(1, 2)
+    outputs = [model(inputs_embeds=embeds, use_cache=False).logits for model in (stock, patched)]
+    assert torch.equal(*outputs)
+    assert (calls(patched)[0] > 0) == as_programs
