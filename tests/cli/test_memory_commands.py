@@ -83,7 +83,7 @@ def rows_of(**peaks: int):
 
     def rows(several, strategies, room, *sizes):
         for name, peak in peaks.items():
-            estimated = SimpleNamespace(device_bytes=peak, kept_bytes=peak // 2, notes=())
+            estimated = SimpleNamespace(device_bytes=peak, kept_bytes=peak // 2, notes=(), reserved_share=None)
             yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= room else 0)
 
     return rows
