@@ -20,6 +20,9 @@ from torch.nn import functional as F
 
 from ..private_apis import unset_fake_temporarily
 
+# how often an embedding takes each row of its weight, on average, if it is one of relative positions
+_SEVERAL = 4
+
 
 @dataclass(frozen=True)
 class Pointwise:
@@ -134,13 +137,17 @@ def attention_in_order(x: Tensor) -> InOrder | None:
 def gathered_from(node: Any) -> Parameter | None:
     """The parameter of which a node has taken rows by one tensor of indices, as batched experts do; None for others.
 
-    An embedding takes such rows, too: of relative positions, for one, for each pair of tokens.
+    An embedding takes such rows, too. Here it counts if it takes each row several times: relative positions, for each
+    pair of tokens.
     """
     kind = type(node).__name__
-    if kind != "EmbeddingBackward0" and (kind != "IndexBackward0" or len(node._saved_indices) != 1):
+    embedding = kind == "EmbeddingBackward0"
+    if not embedding and (kind != "IndexBackward0" or len(node._saved_indices) != 1):
         return None
     leaf = getattr(_made_of(node), "variable", None)
-    return leaf if isinstance(leaf, Parameter) else None
+    if not isinstance(leaf, Parameter) or (embedding and node._saved_indices.numel() < _SEVERAL * leaf.size(0)):
+        return None
+    return leaf
 
 
 def rows(weight: Tensor, index: Tensor) -> Tensor:
