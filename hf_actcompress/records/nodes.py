@@ -20,9 +20,6 @@ from torch.nn import functional as F
 
 from ..private_apis import unset_fake_temporarily
 
-# how often an embedding takes each row of its weight, on average, if it is one of relative positions
-_SEVERAL = 4
-
 
 @dataclass(frozen=True)
 class Pointwise:
@@ -137,17 +134,17 @@ def attention_in_order(x: Tensor) -> InOrder | None:
 def gathered_from(node: Any) -> Parameter | None:
     """The parameter of which a node has taken rows by one tensor of indices, as batched experts do; None for others.
 
-    An embedding takes such rows, too. Here it counts if it takes each row several times: relative positions, for each
-    pair of tokens.
+    An embedding takes such rows, too. Here only that of relative positions counts, one for each pair of tokens: a
+    layer's input is kept as it is.
     """
     kind = type(node).__name__
-    embedding = kind == "EmbeddingBackward0"
-    if not embedding and (kind != "IndexBackward0" or len(node._saved_indices) != 1):
-        return None
-    leaf = getattr(_made_of(node), "variable", None)
-    if not isinstance(leaf, Parameter) or (embedding and node._saved_indices.numel() < _SEVERAL * leaf.size(0)):
-        return None
-    return leaf
+    if kind == "EmbeddingBackward0":
+        pairs = node._saved_indices.shape
+        taken = len(pairs) == 2 and pairs[0] == pairs[1]
+    else:
+        taken = kind == "IndexBackward0" and len(node._saved_indices) == 1
+    leaf = getattr(_made_of(node), "variable", None) if taken else None
+    return leaf if isinstance(leaf, Parameter) else None
 
 
 def rows(weight: Tensor, index: Tensor) -> Tensor:
