@@ -106,17 +106,19 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         is_causal: bool,
         codec: Codec,
         draws: bool,
+        grad_enabled: bool,
     ) -> Tensor:
         state = stored_exact(implementation("rng_state", q)(q.device)) if draws else None
         kept, _ = keep_heads(q, k, v, mask, is_causal, codec)
         masks = [stored_exact(x) if x is not None else None for x in (mask, bias)]
         save(ctx, *kept, *masks, state)
         ctx.attend = SameAutocast(attend, q)
-        # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph
+        # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph.
+        # A bias may want one while gradients are off: in the first run of a layer under reentrant checkpointing
         leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:6])
 
         def compute() -> tuple[Tensor]:
-            with torch.enable_grad():
+            with torch.set_grad_enabled(grad_enabled):
                 return (attend(*leaves).detach(),)
 
         # a second run of a layer has to draw the same random numbers as the first
@@ -138,7 +140,7 @@ class RecomputedAttentionFunction(torch.autograd.Function):
             out = ctx.attend(*leaves)
             grads = iter(torch.autograd.grad(out, wanted, dout, allow_unused=True))
         found = (next(grads) if need and x is not None else None for x, need in zip(leaves, needs, strict=True))
-        return (None, *found, None, None, None)
+        return (None, *found, None, None, None, None)
 
 
 def _leaves(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -179,5 +181,8 @@ def recomputed_attention(
     Gradient:
         Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.
     """
-    out: Tensor = applied(RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec, draws)
+    grad_enabled = torch.is_grad_enabled()
+    out: Tensor = applied(
+        RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec, draws, grad_enabled
+    )
     return out
