@@ -84,8 +84,9 @@ def test_the_fit_in_exact_arithmetic(kind: str) -> None:
 
 
 # root mean square and largest error of f', x ~ N(0, 1); optiacts reaches 3.2e-3 (gelu) and 3.5e-4 (silu) in fp32
+# (gelu in fp32: 3.65e-6 and 2.9e-4 with the erf of a CPU with AVX2, less with AVX-512)
 FIGURES = {
-    ("gelu", torch.float32): (3.5e-6, 2e-4),
+    ("gelu", torch.float32): (3.7e-6, 3e-4),
     ("gelu", torch.float16): (4.4e-4, 8e-3),
     ("gelu", torch.bfloat16): (1.75e-3, 1.6e-2),
     ("gelu_tanh", torch.float32): (3.5e-6, 2e-4),

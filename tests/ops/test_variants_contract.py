@@ -121,7 +121,8 @@ def test_inputs_of_any_layout(name: str) -> None:
         ys = [seeded(VARIANTS[name], t) for t in (strided, dense)]
         dys = [pattern(dense).view(8, WIDTH)] * 2
         grads = [torch.autograd.grad(y, t, dy)[0] for y, t, dy in zip(ys, (strided, dense), dys, strict=True)]
-        torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-6)
+        # a CPU's erf of a strided tensor may differ in the last bit, which the slope near gelu's minimum amplifies
+        torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=2e-6)
 
 
 @every_variant
