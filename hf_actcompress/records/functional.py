@@ -1,4 +1,4 @@
-"""Finds which function of torch.nn.functional saves a tensor now, and what that says about the tensor."""
+"""Finds which function of torch saves a tensor now, and what that says about the tensor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 _DROPOUT = torch.nn.functional.dropout.__code__
@@ -38,6 +39,12 @@ def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
     # each index is that of a pixel in its image
     height, width = frame.f_locals["input"].shape[-2:]
     return x.to(torch.int16 if height * width <= 2**15 else torch.int32)
+
+
+def is_saved_by_checkpointing(frames: int) -> bool:
+    """Whether the Function that saves a tensor now, that many frames up, is one of torch's checkpointing."""
+    caller = sys._getframe(frames + 1).f_back
+    return caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
 
 
 def widened(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from ..private_apis import (
 from ..reference.bits import pack_mask
 from ._current import Netting, current
 from .activations import is_activation, is_feature_map
-from .functional import dropout_of_mask, narrow_indices, widened
+from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
 from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
@@ -155,12 +155,16 @@ class Net(Netting):
     def _computed(self, x: Tensor, own: bool = False) -> Made | None:
         """How x is computed again from what its autograd node holds; for a view, from what its base's node holds.
 
-        Our own ops keep rows of a weight as they are: without a report, they do not ask the net about them.
+        Our own ops keep rows of a weight as they are: without a report, they do not ask the net about them. So does
+        checkpointing: its codec must not take more than what it replaces.
         """
         base = x._base if x._base is not None else x
-        if base.numel() != x.numel():
+        # stack frames between this one and the function that saves
+        if base.numel() != x.numel() or (
+            gathered_from(base.grad_fn) is not None and (own or is_saved_by_checkpointing(3))
+        ):
             return None
-        held = None if own and gathered_from(base.grad_fn) is not None else self._known(base) or self._by_its_node(base)
+        held = self._known(base) or self._by_its_node(base)
         if held is None or (x.shape == base.shape and x.stride() == base.stride()):
             return held
         if not dense(base.shape, base.stride()) or base.storage_offset() != x.storage_offset():

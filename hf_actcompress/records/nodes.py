@@ -134,16 +134,12 @@ def attention_in_order(x: Tensor) -> InOrder | None:
 def gathered_from(node: Any) -> Parameter | None:
     """The parameter of which a node has taken rows by one tensor of indices, as batched experts do; None for others.
 
-    An embedding takes such rows, too. Here only that of relative positions counts, one for each pair of tokens: a
-    layer's input is kept as it is.
+    An embedding takes such rows, too: of relative positions, for one, for each pair of tokens.
     """
     kind = type(node).__name__
-    if kind == "EmbeddingBackward0":
-        pairs = node._saved_indices.shape
-        taken = len(pairs) == 2 and pairs[0] == pairs[1]
-    else:
-        taken = kind == "IndexBackward0" and len(node._saved_indices) == 1
-    leaf = getattr(_made_of(node), "variable", None) if taken else None
+    if kind != "EmbeddingBackward0" and (kind != "IndexBackward0" or len(node._saved_indices) != 1):
+        return None
+    leaf = getattr(_made_of(node), "variable", None)
     return leaf if isinstance(leaf, Parameter) else None
 
 
