@@ -109,7 +109,7 @@ def test_the_guess_at_the_largest_batch() -> None:
     """A batch of 2: 100 bytes of a weight's size stay, and what a batch keeps and works in grows with it."""
     weight = torch.empty(25)
     sizes = [100, 30, 40, -40, 20, -20, -30, -100]
-    history = History(sizes, (1, 2, 3, 5), 4, ())
+    history = History(sizes, (1, 2, 3, 5), 4, (), [*range(len(sizes))], frozenset())
     base = FakeStep(30, 170, {}, (100, 130, 170), (150,), history)
     # two layers more, of 10 bytes each, from the second allocation on
     more = [(Growth(FakeStep(10, 0, {}), (2, 10), (1, 10)), 2)]
