@@ -1,18 +1,13 @@
-"""What estimate, plan and report say of a model's memory: as text, as JSON, on a page."""
+"""What estimate says of a model's memory: as text, as JSON, on a page."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
-from types import SimpleNamespace
-
-import pytest
 
 from hf_actcompress.cli.common import Exit
-from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, _largest, chosen
-from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.cli.strategies import DEFAULT
 from hf_actcompress.memory import estimate
 from tests.cli.conftest import CONFIG
 from tests.cli.invoke import SIZES, run
@@ -75,38 +70,6 @@ def test_an_estimate_of_one_process_of_several(model):
     assert run("estimate", model, *SIZES, "--zero", "2", "--processes", "2", "--quick").exit_code == Exit.USAGE
     assert run("estimate", model, *SIZES, "--fsdp", "2", "--quick").exit_code == Exit.USAGE
     assert run("estimate", model, *SIZES, "--target-len", "4").exit_code == Exit.NO_MODEL
-
-
-def rows_of(**peaks: int):
-    """Rows as if they had been estimated."""
-    by_name = {strategy.name: strategy for strategy in DEFAULT}
-
-    def rows(several, strategies, room, *sizes):
-        for name, peak in peaks.items():
-            estimated = SimpleNamespace(device_bytes=peak, kept_bytes=peak // 2, notes=(), reserved_share=None)
-            yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= room else 0)
-
-    return rows
-
-
-@pytest.mark.parametrize(
-    "preset, room, code, fitting",
-    [
-        ((), 99, Exit.DOES_NOT_FIT, "none of these"),
-        ((), 100, Exit.OK, "stock"),
-        (("exact",), 100, Exit.DOES_NOT_FIT, "stock"),
-        (("exact",), 150, Exit.OK, "stock, exact"),
-    ],
-)
-def test_what_fits_has_to_be_what_was_asked_for(model, monkeypatch, preset, room, code, fitting):
-    """A preset may need more than stock where tensors are tiny: that stock fits is then no success."""
-    # the package's name of that module is the command
-    command = sys.modules["hf_actcompress.cli.estimate"]
-    monkeypatch.setattr(command, "rows", rows_of(stock=100, exact=150))
-    arguments = [part for name in preset for part in ("--preset", name)]
-    result = run("estimate", model, *SIZES, "--gpu", f"{room}B", *arguments)
-    assert result.exit_code == code
-    assert f"\nfits into {room}B: {fitting}\n" in result.stdout
 
 
 def test_the_longest_sequences_and_an_evaluation(model):
@@ -232,91 +195,3 @@ def test_without_matplotlib(model, tmp_path, monkeypatch):
     result = run("report", model, *SIZES, "--html", str(tmp_path / "page.html"))
     assert result.exit_code == Exit.MISSING
     assert "hf-actcompress[plot]" in result.stderr and "Traceback" not in result.output
-
-
-def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
-    from hf_actcompress.memory.planning.plans import Plan
-
-    exact = estimate(model, batch_size=8, seq_len=128).device_bytes
-    page, out = tmp_path / "page.html", tmp_path / "plan.json"
-    options = ("--batch-size", "8", "--seq-len", "128", "--gpu", f"{exact - 10_000}B")
-    options += ("--allow", "checkpoint", "--headroom", "0")
-    result = run("plan", model, *options, "--html", str(page), "--out", str(out))
-    assert result.exit_code == Exit.OK, result.output
-    assert "checkpoint" in result.stdout and "gradients exact" in result.stdout and "\x1b" not in result.stdout
-    found = Plan.from_json(out.read_text())
-    assert found.config.checkpoint and found.estimate.device_bytes <= exact - 10_000
-    text = page.read_text()
-    assert "<img" not in text and 'class="mark"' in text and "the budget" in text and "model.layers.1" in text
-
-
-def test_plan_that_does_not_fit(model, monkeypatch):
-    from hf_actcompress.errors import DoesNotFitError
-
-    def refuse(model, **options):
-        assert options["budget"] == 2**20 and options["objective"] == "fidelity" and "allow" not in options
-        raise DoesNotFitError("a batch of 3 would fit", 5, 3, 0)
-
-    monkeypatch.setattr(sys.modules["hf_actcompress.cli.plan"], "_planned", refuse)
-    result = run("plan", model, "--gpu", "1MiB", "--objective", "fidelity")
-    assert result.exit_code == Exit.DOES_NOT_FIT
-    assert result.stderr == f"planning {model}\nerror: a batch of 3 would fit\n" and result.stdout == ""
-
-
-def test_report_measures_per_module(model, tmp_path):
-    page = tmp_path / "page.html"
-    result = run("report", model, *SIZES, "--json", "--html", str(page))
-    assert result.exit_code == Exit.OK, result.output
-    data = json.loads(result.stdout)
-    modules = {row["module"] for row in data["rows"]}
-    assert {"model.layers.0.mlp", "model.layers.1.self_attn"} <= modules
-    assert 0 < data["patched_bytes"] < data["stock_bytes"]
-    assert "memory over time" in page.read_text()
-
-
-def test_report_of_fewer_layers_and_with_adapters(model):
-    one = json.loads(run("report", model, *SIZES, "--json", "--layers", "1", "--lora").stdout)
-    assert any(".0." in row["module"] and "lora_A" in row["module"] for row in one["rows"])
-    assert not any(".layers.1." in row["module"] for row in one["rows"])
-
-
-def test_report_of_an_encoder_and_of_too_long_a_sequence(tmp_path):
-    path = tmp_path / "bert.json"
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": 64, **sizes}
-    path.write_text(json.dumps({**config, "max_position_embeddings": 32}))
-    assert run("report", str(path), *SIZES).exit_code == Exit.OK
-    result = run("report", str(path), "--seq-len", "33")
-    assert result.exit_code == Exit.NO_MODEL and "32 positions" in result.stderr
-
-
-def test_report_refuses_what_the_machine_cannot_hold(model, monkeypatch):
-    monkeypatch.setattr(os, "sysconf", lambda name: 100)
-    result = run("report", model, *SIZES)
-    assert result.exit_code == Exit.NO_MODEL and "--layers" in result.stderr
-    assert run("report", model, *SIZES, "--layers", "1").exit_code == Exit.OK
-
-
-def test_strategies_are_of_known_classes():
-    for strategy in chosen([]):
-        assert strategy.time in TIME_CLASSES
-    by_name = {strategy.name: strategy for strategy in DEFAULT}
-    assert (by_name["stock"].time, by_name["exact"].time, by_name["offload"].time) == ("none", "low", "transfer")
-    assert by_name["int8"].gradients == "lossy: 8 bits" and by_name["offload"].gradients == "exact"
-    assert Strategy("pooled", "pooled").gradients == "lossy"
-    with pytest.raises(UnknownOptionError, match="int9"):
-        chosen(["int9"])
-
-
-@pytest.mark.parametrize("start", (1, 16, 500))
-@pytest.mark.parametrize("room", (105, 199, 1000, 6543))
-@pytest.mark.parametrize("guess", (None, 1, 16, 130, 2000))
-def test_the_largest_batch_is_the_largest(start, room, guess):
-    def peak(batch_size):
-        # a line with roundings, as an allocator makes them
-        return 100 + 7 * batch_size + batch_size % 3
-
-    peaks = {start: peak(start)}
-    largest = _largest(peaks, room, 100, peak, guess)
-    assert largest == max((size for size in range(1, 2000) if peak(size) <= room), default=0)
-    assert all(peaks[size] == peak(size) for size in peaks) and len(peaks) <= 8

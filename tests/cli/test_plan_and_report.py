@@ -1,0 +1,74 @@
+"""What plan and report print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from hf_actcompress.cli.common import Exit
+from hf_actcompress.memory import estimate
+from tests.cli.invoke import SIZES, run
+
+
+def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
+    from hf_actcompress.memory.planning.plans import Plan
+
+    exact = estimate(model, batch_size=8, seq_len=128).device_bytes
+    page, out = tmp_path / "page.html", tmp_path / "plan.json"
+    options = ("--batch-size", "8", "--seq-len", "128", "--gpu", f"{exact - 10_000}B")
+    options += ("--allow", "checkpoint", "--headroom", "0")
+    result = run("plan", model, *options, "--html", str(page), "--out", str(out))
+    assert result.exit_code == Exit.OK, result.output
+    assert "checkpoint" in result.stdout and "gradients exact" in result.stdout and "\x1b" not in result.stdout
+    found = Plan.from_json(out.read_text())
+    assert found.config.checkpoint and found.estimate.device_bytes <= exact - 10_000
+    text = page.read_text()
+    assert "<img" not in text and 'class="mark"' in text and "the budget" in text and "model.layers.1" in text
+
+
+def test_plan_that_does_not_fit(model, monkeypatch):
+    from hf_actcompress.errors import DoesNotFitError
+
+    def refuse(model, **options):
+        assert options["budget"] == 2**20 and options["objective"] == "fidelity" and "allow" not in options
+        raise DoesNotFitError("a batch of 3 would fit", 5, 3, 0)
+
+    monkeypatch.setattr(sys.modules["hf_actcompress.cli.plan"], "_planned", refuse)
+    result = run("plan", model, "--gpu", "1MiB", "--objective", "fidelity")
+    assert result.exit_code == Exit.DOES_NOT_FIT
+    assert result.stderr == f"planning {model}\nerror: a batch of 3 would fit\n" and result.stdout == ""
+
+
+def test_report_measures_per_module(model, tmp_path):
+    page = tmp_path / "page.html"
+    result = run("report", model, *SIZES, "--json", "--html", str(page))
+    assert result.exit_code == Exit.OK, result.output
+    data = json.loads(result.stdout)
+    modules = {row["module"] for row in data["rows"]}
+    assert {"model.layers.0.mlp", "model.layers.1.self_attn"} <= modules
+    assert 0 < data["patched_bytes"] < data["stock_bytes"]
+    assert "memory over time" in page.read_text()
+
+
+def test_report_of_fewer_layers_and_with_adapters(model):
+    one = json.loads(run("report", model, *SIZES, "--json", "--layers", "1", "--lora").stdout)
+    assert any(".0." in row["module"] and "lora_A" in row["module"] for row in one["rows"])
+    assert not any(".layers.1." in row["module"] for row in one["rows"])
+
+
+def test_report_of_an_encoder_and_of_too_long_a_sequence(tmp_path):
+    path = tmp_path / "bert.json"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", "vocab_size": 64, **sizes}
+    path.write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    assert run("report", str(path), *SIZES).exit_code == Exit.OK
+    result = run("report", str(path), "--seq-len", "33")
+    assert result.exit_code == Exit.NO_MODEL and "32 positions" in result.stderr
+
+
+def test_report_refuses_what_the_machine_cannot_hold(model, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    result = run("report", model, *SIZES)
+    assert result.exit_code == Exit.NO_MODEL and "--layers" in result.stderr
+    assert run("report", model, *SIZES, "--layers", "1").exit_code == Exit.OK

@@ -1,0 +1,70 @@
+"""The rows of an estimate: strategies, which of them fit, the largest batch of each."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hf_actcompress.cli.common import Exit
+from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, _largest, chosen
+from hf_actcompress.errors import UnknownOptionError
+from tests.cli.invoke import SIZES, run
+
+
+def rows_of(**peaks: int):
+    """Rows as if they had been estimated."""
+    by_name = {strategy.name: strategy for strategy in DEFAULT}
+
+    def rows(several, strategies, room, *sizes):
+        for name, peak in peaks.items():
+            estimated = SimpleNamespace(device_bytes=peak, kept_bytes=peak // 2, notes=(), reserved_share=None)
+            yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= room else 0)
+
+    return rows
+
+
+@pytest.mark.parametrize(
+    "preset, room, code, fitting",
+    [
+        ((), 99, Exit.DOES_NOT_FIT, "none of these"),
+        ((), 100, Exit.OK, "stock"),
+        (("exact",), 100, Exit.DOES_NOT_FIT, "stock"),
+        (("exact",), 150, Exit.OK, "stock, exact"),
+    ],
+)
+def test_what_fits_has_to_be_what_was_asked_for(model, monkeypatch, preset, room, code, fitting):
+    """A preset may need more than stock where tensors are tiny: that stock fits is then no success."""
+    # the package's name of that module is the command
+    command = sys.modules["hf_actcompress.cli.estimate"]
+    monkeypatch.setattr(command, "rows", rows_of(stock=100, exact=150))
+    arguments = [part for name in preset for part in ("--preset", name)]
+    result = run("estimate", model, *SIZES, "--gpu", f"{room}B", *arguments)
+    assert result.exit_code == code
+    assert f"\nfits into {room}B: {fitting}\n" in result.stdout
+
+
+def test_strategies_are_of_known_classes():
+    for strategy in chosen([]):
+        assert strategy.time in TIME_CLASSES
+    by_name = {strategy.name: strategy for strategy in DEFAULT}
+    assert (by_name["stock"].time, by_name["exact"].time, by_name["offload"].time) == ("none", "low", "transfer")
+    assert by_name["int8"].gradients == "lossy: 8 bits" and by_name["offload"].gradients == "exact"
+    assert Strategy("pooled", "pooled").gradients == "lossy"
+    with pytest.raises(UnknownOptionError, match="int9"):
+        chosen(["int9"])
+
+
+@pytest.mark.parametrize("start", (1, 16, 500))
+@pytest.mark.parametrize("room", (105, 199, 1000, 6543))
+@pytest.mark.parametrize("guess", (None, 1, 16, 130, 2000))
+def test_the_largest_batch_is_the_largest(start, room, guess):
+    def peak(batch_size):
+        # a line with roundings, as an allocator makes them
+        return 100 + 7 * batch_size + batch_size % 3
+
+    peaks = {start: peak(start)}
+    largest = _largest(peaks, room, 100, peak, guess)
+    assert largest == max((size for size in range(1, 2000) if peak(size) <= room), default=0)
+    assert all(peaks[size] == peak(size) for size in peaks) and len(peaks) <= 8
