@@ -83,7 +83,6 @@ def stock_only(unread: object = None) -> Iterator[None]:
     Args:
         unread: A linear layer that need not compute its output. Only linear functions follow it, and only the
             gradients of this forward are used, not its values.
-            this forward only the gradients are used, not the values.
     """
     before = current.stock_only, current.unread
     current.stock_only, current.unread = True, unread
