@@ -47,6 +47,15 @@ class CheckpointInputMixin(PatchedModule):
             self.__dict__["actcompress"] = replace(self.actcompress, function=function)
 
 
+def forward_after_unpatching(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward of a layer that was unpatched between a forward and its backward.
+
+    transformers checkpoints the forward of the layer's class, so a reentrant checkpoint runs that of the patched class
+    again when the layer is not of this class any more.
+    """
+    return type(layer).forward(layer, *args, **kwargs)
+
+
 def function_of(layer: Any, settings: CheckpointSettings | None) -> Callable[..., Any]:
     """The checkpoint function that a layer was given, made to keep what the settings say, if there are settings."""
     if settings is not None and torch.compiler.is_compiling():

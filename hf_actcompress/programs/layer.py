@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec
 from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording, stock_type
-from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointSettings, function_of
+from ..modules.checkpoint import (
+    CHECKPOINT_FUNCTION,
+    WITH_ATTENTION,
+    CheckpointSettings,
+    forward_after_unpatching,
+    function_of,
+)
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
 from .checkpoint import is_plain
@@ -57,6 +63,8 @@ class ProgramLayerMixin(ModuleMixin):
     prefix = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, ProgramLayerMixin):
+            return forward_after_unpatching(self, *args, **kwargs)
         settings = self.actcompress
         if settings is not None and not torch.compiler.is_compiling():
             found = settings.programs.run(self, args, kwargs)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from hf_actcompress import patch_model
+from hf_actcompress import patch_model, unpatch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import BY_NAME, Batch, Gradients, cast_batch, mode_of, step
 from tests.programs.pairs import DTYPES, LEAVES, MODES, PROGRAMS, calls
@@ -123,3 +123,24 @@ def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         assert not model(**batch).loss.requires_grad
     assert set(calls(model)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("config", "reentrant"), ((PROGRAMS, True), (PROGRAMS, False), (LEAVES, True)), ids=("reentrant", "plain", "leaves")
+)
+def test_a_layer_that_is_unpatched_before_its_backward(config: Any, reentrant: bool) -> None:
+    """A reentrant checkpoint runs the forward of the class that the layer had."""
+    batch, results = BY_NAME["llama"].make_batch(), []
+    for patched in (False, True):
+        model = BY_NAME["llama"].build(torch.float32).train()
+        if patched:
+            patch_model(model, config)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        loss = model(**batch).loss
+        if patched:
+            unpatch_model(model)
+        loss.backward()
+        results.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    assert torch.equal(results[1][0], results[0][0])
+    torch.testing.assert_close(results[1][1], results[0][1])

@@ -19,7 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...config import CompressionConfig
 from ...errors import UnsupportedModelError
 from ...modules.base import stock_type
-from ...modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointInputMixin, CheckpointSettings
+from ...modules.checkpoint import (
+    CHECKPOINT_FUNCTION,
+    CheckpointInputMixin,
+    CheckpointSettings,
+    forward_after_unpatching,
+)
 from ...ops.methods.chosen_rows import chosen_rows, merged_rows
 from ...private_apis import FakeTensor
 from ...roles import Role
@@ -38,6 +43,8 @@ class ChosenTokensMixin(CheckpointInputMixin):
     """A layer that computes gradients for the chosen tokens."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, ChosenTokensMixin):
+            return forward_after_unpatching(self, *args, **kwargs)
         if torch.compiler.is_compiling() and self.actcompress is not None:
             return self._not_compiled(*args, **kwargs)
         stock = super().forward  # type: ignore[misc]
