@@ -82,4 +82,4 @@ def on_cpu(x: Tensor) -> bool:
 
 def takes_constants(x: Tensor) -> bool:
     """Whether x can be combined with constant CPU tensors. A tensor without data needs others without data."""
-    return type(x) is Tensor and x.is_cpu and device_rules() is None and not torch.compiler.is_compiling()
+    return type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling() and _rules.get() is None

@@ -78,9 +78,11 @@ def chunk_starts(count: int, step: int) -> Sequence[int]:
 
 def is_one_chunk(rows: int, features: int, device: torch.device) -> bool:
     """Whether `row_chunks` would yield a tensor [..., features] of so many rows as one chunk."""
-    if torch.compiler.is_compiling() or not rows * features:
+    count = rows * features
+    if torch.compiler.is_compiling() or not count:
         return False
-    return rows == 1 or rows * features <= _chunk(device)
+    # a CPU's chunks are the smallest; which device it is need not be asked for them
+    return rows == 1 or count <= _CHUNK["cpu"] or count <= _chunk(device)
 
 
 def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -49,6 +49,8 @@ def int_group_pack(
         without = None if channels is None else (x.reshape(rows, features), 0, channels)
         made, scale, zero = _quantise(values, bits, stochastic, keep_sign, without)
         codes = made.byte().view(rows, features)
+        if bits == 8:
+            return codes, scale, zero
         # a row ends with a whole byte
         missing = row_bytes(features, bits) * 8 // bits - features
         return pack_rows(pad(codes, (0, missing)) if missing else codes, bits), scale, zero
@@ -116,9 +118,11 @@ def _of(rows: Tensor, span: tuple[int, int, int]) -> Tensor:
 def _ends_without(values: Tensor, rows: Tensor, start: int, channels: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the largest [r, n, 1] of values [r, n, size], leaving out `channels` of rows [r, D]."""
 
+    shape = values.shape
+    count = shape[1] * shape[2]
+
     def grouped(x: Tensor) -> Tensor:
-        count = values.size(1) * values.size(2)
-        return (x if x.size(1) == count else x[:, start : start + count]).view(values.shape)
+        return (x if x.size(1) == count else x[:, start : start + count]).view(shape)
 
     if torch.compiler.is_compiling():
         # the compiler fuses this mask into the ops that read it
