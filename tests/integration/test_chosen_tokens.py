@@ -254,16 +254,18 @@ def test_what_a_classifier_reads_is_always_chosen() -> None:
     assert rows[:, 0].all() and rows[:, -1].all() and (rows.sum(1) == 4).all()
 
 
-def test_kept_bytes() -> None:
+@pytest.mark.daily(4)
+@pytest.mark.parametrize(
+    ("preset", "limit"), (("exact", 7.65), ("int8", 4.1), ("int4", 2.71), ("int4_attention", 2.35)), ids=str
+)
+def test_kept_bytes(preset: str, limit: float) -> None:
     """Units of the hidden size per token and layer, bf16: the chosen share, and keys and values of all.
 
     The rows of the rotary angles, which all layers share, are no part of a layer's.
     """
-    limits = {"exact": 7.65, "int8": 4.1, "int4": 2.71, "int4_attention": 2.35}
-    for preset, limit in limits.items():
-        options = CompressionConfig.from_preset(preset, tokens=SHARE)
-        found = slope(llama, prepare=lambda model, options=options: patch_model(model, options), length=256, peak=True)
-        assert found.kept <= limit and found.peak <= limit + 0.05
+    options = CompressionConfig.from_preset(preset, tokens=SHARE)
+    found = slope(llama, prepare=lambda model: patch_model(model, options), length=256, peak=True)
+    assert found.kept <= limit and found.peak <= limit + 0.05
 
 
 def test_products() -> None:
