@@ -76,8 +76,6 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
     `row` is the argument by which a kernel has rows: the kind of an activation, the formula of a norm. Each is
     tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
     """
-    if type(x) is Tensor and x.is_cpu and _choice != "triton":
-        return getattr(reference, name)  # type: ignore[no-any-return]
     if runs_kernel(name, x, row):
         if _choice == "triton":
             return _kernel(name)

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
-from .keeping import Packing, lies_as_tokens, opened, plus, taken, unpacked
+from .keeping import Packing, opened, plus, taken, unpacked
 from .left_out import ROWS, TOKENS_FIRST, picked, restored, seen_as
 from .stages import handed_over
 from .step import Step
@@ -117,7 +117,6 @@ class Backward(Emitter):
         found = self.taken(like)
         outside = value < self._inputs and value not in self._weights
         codec, swapped = (IDENTITY, False) if outside or not self._inputs else self._codec(value)
-        swapped = swapped or lies_as_tokens(like, codec)
         layout = None if outside else self._layouts.get(self._wide.get(value, value))
         if layout is not None:
             self.values[value] = self._restored(value, found, layout, codec)

@@ -28,16 +28,6 @@ class Packing:
         return Stored(self.codec, *self.codec.pack(x.transpose(1, 2) if self.swapped else x))
 
 
-def lies_as_tokens(heads: Any, codec: Codec) -> bool:
-    """Whether heads [B, H, T, D] are a view of memory [B, T, H, D], and a codec can pack its rows in that order.
-
-    The memory has not to be copied then. `heads` are an example that the code is written for.
-    """
-    if not codec.takes_rows or codec.along_tokens or not isinstance(heads, Tensor) or heads.dim() != 4:
-        return False
-    return not heads.is_contiguous() and heads.transpose(1, 2).is_contiguous()
-
-
 class Later(NamedTuple):
     """An activation that is unpacked or made again when the backward's code gets there."""
 
