@@ -65,6 +65,10 @@ def build(name: str, mode: str, layers: int, args: argparse.Namespace) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = args.dropout if module.p > 0 else 0.0
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     return MODES[mode](model)
 
 
@@ -154,6 +158,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["stock", "exact", "leaf by leaf"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 4 on all linear layers")
     parser.add_argument("--use-cache", action="store_true", help="as the configs have it by default")
     parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=4, help="of 25 steps, in each of which every mode has its turn")
