@@ -45,9 +45,17 @@ def tiled_settings(settings: _Settings, module: nn.Module, config: CompressionCo
     """The settings of an MLP, with the rows of a tile if tiles were asked for."""
     if not config.tiled_mlp:
         return settings
-    width = next((p.shape[-1] for p in module.parameters() if p.dim() == 2), 0)
-    tile = config.tiled_mlp if isinstance(config.tiled_mlp, int) else max(_SMALLEST, width // 2)
+    tile = config.tiled_mlp if isinstance(config.tiled_mlp, int) else max(_SMALLEST, _width(module) // 2)
     return replace(settings, tile=tile, keeps="its input")
+
+
+def _width(module: nn.Module) -> int:
+    """The features that the first layer with a matrix reads. A packed matrix has another shape: the layer knows."""
+    for part in module.modules():
+        for p in part._parameters.values():
+            if p is not None and p.dim() == 2:
+                return int(getattr(part, "in_features", p.shape[-1]))
+    return 0
 
 
 def _base_layer(module: Any) -> nn.Module:

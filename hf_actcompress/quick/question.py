@@ -118,8 +118,8 @@ def question(
     if data["head"] not in (None, sizes["head"]):
         raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
     sizes["rank"] = _LORA_RANK if lora is True or not lora else int(lora)
-    # a weight of packed codes has no width
-    sizes["tile"] = _LEAST_TILE if quantization else max(_LEAST_TILE, sizes[data["tile"]] // 2)
+    # also of quantised weights: a linear layer knows its inputs' width
+    sizes["tile"] = max(_LEAST_TILE, sizes[data["tile"]] // 2)
     mode = _mode(dtype or values.get("dtype") or values.get("torch_dtype"), autocast, bool(lora), quantization)
     sizes["adafactor"] = _adafactor_step(sizes, mode)
     key = f"{variant}/{'grouped' if sizes['groups'] > 1 else 'single'}/{mode}"

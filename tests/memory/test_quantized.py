@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_actcompress import estimate, kept_bytes, measure_step, patch_model
+from hf_actcompress import CompressionConfig, estimate, kept_bytes, measure_step, patch_model
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory import plan
+from hf_actcompress.memory.estimation.quantized import quantize
+from hf_actcompress.models.gated_mlps import find_gated_mlp
 from tests.cli.invoke import run
 
 pytestmark = pytest.mark.daily(3)
@@ -216,3 +219,18 @@ def test_on_the_command_line(tmp_path: Any) -> None:
     assert row["estimate"]["weights_bytes"] == expected.weights_bytes and row["peak_bytes"] == expected.device_bytes
     planned = plan(str(path), **SIZES, budget="4GiB", quantization="nf4", lora=True)
     assert planned.estimate.weights_bytes == expected.weights_bytes
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_tile_of_packed_weights_has_as_many_rows_as_of_plain_ones(kind: str) -> None:
+    """Each tile unpacks all weights again, so that small ones cost time. A loaded model and an estimate's agree."""
+    pytest.importorskip("bitsandbytes")
+    plain: Any = hf.LlamaForCausalLM(hf.LlamaConfig(**{**TINY, "hidden_size": 1024, "num_hidden_layers": 1}))
+    packed, estimated = copy.deepcopy(plain), copy.deepcopy(plain).to("meta")
+    mlp = packed.model.layers[0].mlp
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(mlp, name, quantized(getattr(mlp, name), kind))
+    quantize(estimated, kind)
+    config = CompressionConfig(tiled_mlp="auto")
+    sites = [find_gated_mlp(model.model.layers[0].mlp, config) for model in (plain, packed, estimated)]
+    assert [site.settings.tile for site in sites] == [512] * 3

@@ -154,8 +154,8 @@ function question(classes, config, training) {
   }
   const { dtype, autocast, lora, quantization } = training;
   sizes.rank = Number.isInteger(lora) && lora > 0 ? lora : LORA_RANK;
-  // a weight of packed codes has no width
-  sizes.tile = quantization ? LEAST_TILE : Math.max(LEAST_TILE, Math.floor(sizes[data.tile] / 2));
+  // also of quantised weights: a linear layer knows its inputs' width
+  sizes.tile = Math.max(LEAST_TILE, Math.floor(sizes[data.tile] / 2));
   const mode = modeOf(dtype || values.dtype || values.torch_dtype, autocast, Boolean(lora), quantization);
   sizes.adafactor = adafactorStep(sizes, mode);
   const key = `${variant}/${sizes.groups > 1 ? "grouped" : "single"}/${mode}`;
