@@ -76,6 +76,7 @@ def check(rows: list[dict[str, Any]]) -> None:
             assert row["widest"] > 0.8, row
 
 
+@pytest.mark.daily(2)
 def test_every_kernel_for_one_generation(tmp_path: Path) -> None:
     rows = compiled(tmp_path, "--capability", "90", "--dtype", "bfloat16", "--samples", "2", "--width", "4096")
     assert {row["name"] for row in rows} == set(KERNELS)
@@ -87,6 +88,7 @@ def test_norms_of_wide_rows(tmp_path: Path) -> None:
     check(compiled(tmp_path, *options, "--name", "layer_norm_output_bwd", "layer_norm_bwd"))
 
 
+@pytest.mark.daily(2)
 def test_some_kernels_for_the_others(tmp_path: Path) -> None:
     others = [str(c) for c in CAPABILITIES - {90}]
     names = ["layer_norm_bwd", "gated_product_bwd", "int_group_pack", "int_group_grad_weight", "rope_fwd"]
