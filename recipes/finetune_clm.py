@@ -11,7 +11,6 @@ import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 
 import torch
@@ -19,22 +18,13 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from common.compare import Mode, RunResult, compare_runs, compute_dtype, measure_peak
 from common.data import CausalBlocks, Example, corpus_blocks, evaluation_loader, load_corpus, training_loader
+from common.loop import run_steps
 from common.models import CAUSAL_CONFIGS, add_lora, build_model, nudge, trainable_parameters
 from common.options import build_parser, parse
 from common.report import print_run, publish
-from common.state import (
-    IGNORE,
-    learning_rate,
-    losses_so_far,
-    make_accelerator,
-    save_checkpoint,
-    save_model,
-    set_learning_rate,
-    total,
-)
+from common.state import IGNORE, losses_so_far, make_accelerator, save_model, total
 from common.tokenization import get_tokenizer
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_actcompress import CompressionConfig, patch_model
@@ -89,31 +79,6 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
     return {"held-out loss": loss / tokens, "perplexity": math.exp(min(loss / tokens, 700))}
 
 
-def run_steps(
-    args: argparse.Namespace,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Example],
-    losses: list[float],
-) -> list[float]:
-    """The training loop. Goes on from the losses it is given and appends to them; returns tokens/s step by step."""
-    model.train()
-    batches, speeds = iter(loader), []
-    progress = tqdm(range(len(losses), args.max_steps), disable=not accelerator.is_main_process)
-    for step in progress:
-        began = time.perf_counter()
-        set_learning_rate(optimizer, learning_rate(args, step))
-        micro_batches = [next(batches) for _ in range(args.gradient_accumulation_steps)]
-        losses.append(train_step(accelerator, model, optimizer, micro_batches, args.max_grad_norm))
-        tokens = sum(batch["input_ids"].numel() for batch in micro_batches) * accelerator.num_processes
-        speeds.append(tokens / (time.perf_counter() - began))
-        progress.set_postfix(loss=f"{losses[-1]:.4f}")
-        if args.save_every and len(losses) % args.save_every == 0:
-            save_checkpoint(accelerator, args, losses)
-    return speeds
-
-
 def train(args: argparse.Namespace, mode: Mode) -> RunResult:
     """Train from the seed, or from a checkpoint, to --max-steps."""
     accelerator = make_accelerator(args)
@@ -132,7 +97,7 @@ def train(args: argparse.Namespace, mode: Mode) -> RunResult:
     if args.resume:
         accelerator.load_state(args.resume)
 
-    speeds = run_steps(args, accelerator, model, optimizer, loader, losses)
+    speeds = run_steps(args, accelerator, model, optimizer, loader, losses, train_step)
     metrics, peak = evaluate(accelerator, model, held_out), None
     if args.compare:
         batch = next(iter(held_out))  # the same one for stock and patched
