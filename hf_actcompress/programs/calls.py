@@ -210,7 +210,7 @@ def _attend(
     r.note(Permute((0, 2, 1, 3)), (heads,), y)
 
 
-RULES: dict[str, Callable[..., None]] = {
+CALLS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), _add),
     **dict.fromkeys(("__iadd__", "add_"), _add_in_place),
     **dict.fromkeys(("expand", "broadcast_to"), _expand),

@@ -33,7 +33,7 @@ from ..modules.selective import SelectiveMixin
 from ..private_apis import FakeTensor, without_dispatch_modes
 from ..roles import Role
 from .arguments import ENCODED_MASK, arguments, dtype_of, further_arguments, head_width, width_of
-from .calls import BATCH, RULES, SOURCES, TOKENS
+from .calls import BATCH, CALLS, SOURCES, TOKENS
 from .dora import dora, is_dora
 from .noting import noted, operation_of, product, rotated
 from .own_attention import AttentionCode
@@ -58,7 +58,7 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
         NotStraight: It cannot be written down.
     """
     with without_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        recorder = Recorder(RULES, autocast)
+        recorder = Recorder(CALLS, autocast)
         twin, parameters = _without_data(layer, recorder)
         mask = torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
         others = further_arguments(layer, TOKENS, SOURCES, partial(_empty, dtype_of(layer)))

@@ -73,7 +73,7 @@ def _dropped(mask: Tensor, x: Tensor, p: float) -> Tensor:
     return x * mask * (1 / (1 - p))
 
 
-POINTWISE: dict[str, Pointwise] = {
+POINTWISE_NODES: dict[str, Pointwise] = {
     "AbsBackward0": Pointwise(torch.abs),
     "CosBackward0": Pointwise(torch.cos),
     "DivBackward0": Pointwise(_divided, 2),
@@ -97,7 +97,7 @@ POINTWISE: dict[str, Pointwise] = {
 
 def pointwise(node: object) -> Pointwise | None:
     """The row of the table for a node. None if the table has none, or if there is no node."""
-    return POINTWISE.get(type(node).__name__)
+    return POINTWISE_NODES.get(type(node).__name__)
 
 
 class InOrder(NamedTuple):

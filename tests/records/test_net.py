@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hf_actcompress.codecs import IDENTITY
 from hf_actcompress.records import frame, live_entries, nodes
 from hf_actcompress.records.net import netted
-from hf_actcompress.records.nodes import POINTWISE, Pointwise
+from hf_actcompress.records.nodes import POINTWISE_NODES, Pointwise
 from tests.oracle import assert_equal_bits, kept_bytes
 
 SHAPE = (24, 32)
@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def test_every_row_of_the_table_has_a_call() -> None:
-    assert {*CALLS, "NativeDropoutBackward0"} == {*POINTWISE}
+    assert {*CALLS, "NativeDropoutBackward0"} == {*POINTWISE_NODES}
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -151,7 +151,7 @@ def test_what_was_written_on_without_a_gradient_is_kept() -> None:
 
 
 def test_a_formula_that_torch_has_changed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POINTWISE, "SiluBackward0", Pointwise(torch.sigmoid))
+    monkeypatch.setitem(POINTWISE_NODES, "SiluBackward0", Pointwise(torch.sigmoid))
     monkeypatch.setattr(nodes, "_proved", {})
     a, _, weight = inputs()
     assert_same(lambda: (F.silu(a + 1) @ weight).sum(), (a, weight))
