@@ -132,7 +132,7 @@ def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) ->
     if not program.lossless:
         # a sum of what a codec has changed would be another one
         return frozenset()
-    sums = {step.outs[0] for step in program.steps if step.operation.sums}.difference(program.outputs)
+    sums = {step.outs[0] for step in program.steps if step.operation.sums}
     for value in sorted(sums.intersection(map(backward.wide, backward.kept))):
         again = Backward(forward, program.steps, backward.wanted, program.weights, sums=frozenset({value}))
         again.take_sizes_of(again.taken(forward.meta(forward.values[0])))
