@@ -31,6 +31,7 @@ class Backward(Emitter):
         weights: The inputs that are parameters.
         inputs: How many there are, all of them; 0: the code gets values, whatever is kept of them.
         layouts: For each activation where it has its tokens.
+        sums: Sums that are made again, because all that they are made from is kept anyway.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Backward(Emitter):
         weights: frozenset[int],
         inputs: int = 0,
         layouts: Mapping[int, str] = MappingProxyType({}),
+        sums: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(forward.setting)
+        self._sums = sums
         self._inputs = inputs
         self._layouts = layouts if self.setting.fewer else {}
         # for each value that is kept through a codec, the node of the forward that makes its record
@@ -117,7 +120,7 @@ class Backward(Emitter):
         found = self.taken(like)
         outside = value < self._inputs and value not in self._weights
         codec, swapped = (IDENTITY, False) if outside or not self._inputs else self._codec(value)
-        layout = None if outside else self._layouts.get(self._wide.get(value, value))
+        layout = None if outside else self._layouts.get(self.wide(value))
         if layout is not None:
             self.values[value] = self._restored(value, found, layout, codec)
             return
@@ -160,7 +163,7 @@ class Backward(Emitter):
 
     def _codec(self, value: int) -> tuple[Codec, bool]:
         """The same, and whether the value is packed as its memory lies: attention's output."""
-        value = self._wide.get(value, value)
+        value = self.wide(value)
         value = self._rows.get(value, value)
         for step in self._steps:
             if step.codec == IDENTITY:
@@ -178,22 +181,30 @@ class Backward(Emitter):
             # a value that wants a gradient comes from an op, which may have declared it
             kept = value not in self.wanted
         else:
-            kept = not (step.operation.rebuilds(step.outs.index(value)) and self._pays(step, value))
+            kept = not (self._rebuilds(value) and self._pays(step, value))
         if not kept:
             return False
         readers = [reader for reader in self.read_by(value) if not reader.operation.sums]
         return all(reader.operation.multiplies and reader.ins[0] == value for reader in readers)
+
+    def wide(self, value: int) -> int:
+        """The value itself of one that is kept in a narrower dtype."""
+        return self._wide.get(value, value)
 
     def read_by(self, value: int) -> list[Step]:
         return [step for step in self._steps if value in step.ins]
 
     def _have(self, value: int) -> None:
         step = self._maker.get(value)
-        made_again = step is not None and step.operation.rebuilds(step.outs.index(value))
-        if step is None or not made_again or not self._pays(step, value):
+        if step is None or not self._rebuilds(value) or not self._pays(step, value):
             self._keep(value)
         else:
             step.operation.rebuild(self, step)
+
+    def _rebuilds(self, value: int) -> bool:
+        """Whether a value that a step has made can be made again in backward."""
+        step = self._maker[value]
+        return value in self._sums or step.operation.rebuilds(step.outs.index(value))
 
     def taken(self, like: Any) -> Node:
         """The next of what the code is given."""
@@ -217,8 +228,7 @@ class Backward(Emitter):
         """Whether the source of a cast would be kept for the cast alone, and takes more."""
         (source,) = step.ins
         assert source is not None
-        maker = self._maker.get(source)
-        kept = maker is not None and not maker.operation.rebuilds(maker.outs.index(source))
+        kept = source in self._maker and not self._rebuilds(source)
         alone = source not in self.values and self.read_by(source) == [step]
         return kept and alone and self._bytes(value) < self._bytes(source)
 
@@ -227,9 +237,9 @@ class Backward(Emitter):
         if not self._inputs or self.codec_of(value) == IDENTITY:
             return False
         (source,) = step.ins
-        maker = self._maker.get(source)  # type: ignore[arg-type]
-        kept = maker is not None and not maker.operation.rebuilds(maker.outs.index(source))
-        return kept and source not in self.values and self.codec_of(source) == IDENTITY  # type: ignore[arg-type]
+        assert source is not None
+        kept = source in self._maker and not self._rebuilds(source)
+        return kept and source not in self.values and self.codec_of(source) == IDENTITY
 
     def _bytes(self, value: int | None) -> int:
         return 0 if value is None else int(self._forward.meta(self._forward.values[value]).itemsize)

@@ -23,6 +23,7 @@ class Computation:
             as its gradient comes first in the sum, as autograd's engine has it.
         optional: The values among them that may have no gradient in one backward or another.
         layouts: For each activation where it has its tokens, as in `left_out`.
+        lossless: Whether its layer keeps all as it is, nothing through a codec.
     """
 
     steps: tuple[Step, ...]
@@ -31,6 +32,7 @@ class Computation:
     outputs: tuple[int, ...]
     optional: frozenset[int] = frozenset()
     layouts: dict[int, str] = field(default_factory=dict)
+    lossless: bool = True
 
     @cached_property
     def first_readers(self) -> dict[int, int]:

@@ -121,9 +121,31 @@ def writing(setting: Setting) -> Iterator[None]:
 
 def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward]:
     """The graphs of both directions."""
+    forward, backward = _both_ways(program, setting, frozenset())
+    sums = _sums_of_kept(program, forward, backward)
+    return _both_ways(program, setting, sums) if sums else (forward, backward)
+
+
+def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) -> frozenset[int]:
+    """The kept sums that can be made again out of what else is kept, as x + norm(y) where x and y are."""
+    found: set[int] = set()
+    if not program.lossless:
+        # a sum of what a codec has changed would be another one
+        return frozenset()
+    sums = {step.outs[0] for step in program.steps if step.operation.sums}
+    for value in sorted(sums.intersection(map(backward.wide, backward.kept))):
+        again = Backward(forward, program.steps, backward.wanted, program.weights, sums=frozenset({value}))
+        again.take_sizes_of(again.taken(forward.meta(forward.values[0])))
+        again.want(value)
+        if program.weights.union(backward.kept).difference(found).issuperset(again.kept):
+            found.add(value)
+    return frozenset(found)
+
+
+def _both_ways(program: Computation, setting: Setting, sums: frozenset[int]) -> tuple[Emitter, Backward]:
     forward = forward_of(program, setting)
     wanted = _wanted(program, setting.needed)
-    backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas), program.layouts)
+    backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas), program.layouts, sums)
     for value in program.outputs:
         if value in wanted:
             backward.give(value, backward.taken(forward.meta(forward.values[value])))

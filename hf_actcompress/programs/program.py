@@ -100,7 +100,7 @@ class Program(Computation):
         return self
 
     def __reduce__(self) -> Any:
-        return Program, (self.steps, self.metas, self.weights, self.outputs, self.optional, self.layouts)
+        return Program, (self.steps, self.metas, self.weights, self.outputs, self.optional, self.layouts, self.lossless)
 
 
 def _key(

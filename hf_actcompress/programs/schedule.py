@@ -165,7 +165,7 @@ def part_of(
     places = frozenset(range(len(ins), len(metas)))
     at_will = frozenset(at[value] for value in optional)
     layouts = _layouts(tape, at, frozenset(ins))
-    program = Program(renamed, metas, places, tuple(at[value] for value in outs), at_will, layouts)
+    program = Program(renamed, metas, places, tuple(at[value] for value in outs), at_will, layouts, tape.lossless)
     return Part(program, tuple(ins), tuple(names[value] for value in weights), outs)
 
 

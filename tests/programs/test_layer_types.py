@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from hf_actcompress import patch_model
+from hf_actcompress import CompressionConfig, kept_bytes, patch_model
 from hf_actcompress.programs.layer import ProgramLayerMixin
 from tests.programs.pairs import LEAVES, PROGRAMS
 
@@ -76,3 +76,17 @@ def test_a_decoder_of_which_the_cache_has_two_parts() -> None:
         keys = [layer.keys for layer in output.past_key_values.self_attention_cache.layers]
         results.append([*keys, *(p.grad for p in bart.parameters() if p.grad is not None)])
     assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "gemma3_text"])
+def test_sums_of_what_is_kept_are_made_again(kind: str) -> None:
+    """The sum behind the norm of attention's product: the leaf path keeps it, a tensor of the hidden size."""
+
+    def kept(layers: int, config: CompressionConfig) -> int:
+        options = {**SMALL, **KINDS[kind], "num_hidden_layers": layers}
+        model = patch_model(AutoModel.from_config(AutoConfig.for_model(kind, **options)).train(), config)
+        return kept_bytes(lambda: model(ids, use_cache=False).last_hidden_state, "cpu")
+
+    ids = batch(kind)["input_ids"]
+    leaves, programs = (kept(3, config) - kept(1, config) for config in (LEAVES, PROGRAMS))
+    assert leaves - programs >= 2 * ids.numel() * SMALL["hidden_size"] * 4
