@@ -128,10 +128,10 @@ def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward
 
 def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) -> frozenset[int]:
     """The kept sums that can be made again out of what else is kept, as x + norm(y) where x and y are."""
-    found: set[int] = set()
     if not program.lossless:
         # a sum of what a codec has changed would be another one
         return frozenset()
+    found: set[int] = set()
     sums = {step.outs[0] for step in program.steps if step.operation.sums}
     for value in sorted(sums.intersection(map(backward.wide, backward.kept))):
         again = Backward(forward, program.steps, backward.wanted, program.weights, sums=frozenset({value}))
