@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..codecs import CODECS
@@ -67,10 +68,14 @@ class CachedSelectiveMixin(SelectiveMixin):
         return partial(found.copy, self)
 
     def kwargs_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """An empty cache in place of each; None if something is in one, it is of an unknown kind, or rows run again."""
+        """An empty cache in place of each.
+
+        None if something is in one, rows run again, or an argument is of an unknown kind, to which a second run might
+        write what the first one has written.
+        """
         if any(isinstance(value, Cache) for value in args):
             return None
-        if any(isinstance(value, PackedMask) for value in (*args, *kwargs.values())):
+        if any(isinstance(value, PackedMask) or _is_foreign(value) for value in (*args, *kwargs.values())):
             return None
         caches = {name: value for name, value in kwargs.items() if isinstance(value, Cache)}
         layer = self.__dict__.get("layer_idx")
@@ -98,6 +103,11 @@ def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
         Role.SELECTIVE, codec=CODECS[config.other], keeps="outputs of linear layers", segment=segment_of(config)
     )
     return Site(CachedSelectiveMixin, settings)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether it is a container of which no copy is made for the second run."""
+    return hasattr(type(value), "__setitem__") and not isinstance(value, (Cache, Tensor, UserDict, dict, list))
 
 
 def _is_its_own(module: nn.Module, names: frozenset[str]) -> bool:

@@ -63,6 +63,21 @@ def _as_patched(parts: _Parts, run: Callable[..., Any], *args: Any, **kwargs: An
 
     Unpatched linear layers would compute, and save, what the first run did not.
     """
+    attributes = vars(parts[0][0]).copy()
+    try:
+        return _with_parts(parts, run, *args, **kwargs)
+    finally:
+        _restore(vars(parts[0][0]), attributes)
+
+
+def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    """Undo what a second run wrote on its module, as a model may read there what the first run has left."""
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    attributes.update(before)
+
+
+def _with_parts(parts: _Parts, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if settings_of(parts[0][0]) is parts[0][2]:
         return run(*args, **kwargs)
     before = [(module, type(module), module.__dict__.get("actcompress")) for module, _, _ in parts]

@@ -1,7 +1,13 @@
-"""Tensors in the nested tuples, lists and dicts of a call's arguments."""
+"""Tensors in the nested tuples, lists and dicts of a call's arguments.
+
+A dict is also what transformers hands from layer to layer with keys and values that several layers read (Gemma 3n), a
+`UserDict`.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +21,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
-    elif isinstance(value, dict):
+    elif isinstance(value, (dict, UserDict)):
         for item in value.values():
             yield from tensors_in(item)
 
@@ -28,7 +34,10 @@ _PLACE = Place()
 
 
 def replaced(value: Any, by: Iterator[Any]) -> Any:
-    """The same nested value with new leaves: each tensor or place becomes the next tensor of `by`, or else a place."""
+    """The same nested value with new leaves: each tensor or place becomes the next tensor of `by`, or else a place.
+
+    The containers are new ones: what somebody writes into them later is not in the old ones.
+    """
     if isinstance(value, (Tensor, Place)):
         found = next(by)
         return found if isinstance(found, Tensor) else _PLACE
@@ -37,4 +46,8 @@ def replaced(value: Any, by: Iterator[Any]) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: replaced(item, by) for key, item in value.items()}
+    if isinstance(value, UserDict):
+        other = copy.copy(value)
+        other.data = {key: replaced(item, by) for key, item in value.items()}
+        return other
     return value

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -84,8 +85,9 @@ class Call:
     def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> None:
         self._forward: Forward | None = forward
         self._again = forward.again
-        self._given: Any = (args, kwargs)
         self._inputs = [_Seen(t) for t in tensors_in((args, kwargs))]
+        # as they are now: the module may put its results into a dict that it was given
+        self._given: Any = replaced((args, kwargs), repeat(None))
         # None for an output that was modified in place: it is computed again
         self._linear: list[_Seen | None] = []
         # storages of the linear layers' inputs
@@ -176,7 +178,6 @@ class Call:
             self._drawn = None
         self._held_inputs = [net.held_for(seen.x) for seen in self._inputs]
         self._held_linear = [None if seen is None else net.held_for(seen.x) for seen in self._linear]
-        self._given = replaced(self._given, iter(range(len(self._inputs))))
         for seen in (*self._inputs, *self._linear):
             if seen is not None:
                 seen.forget()
