@@ -63,11 +63,12 @@ def _as_patched(parts: _Parts, run: Callable[..., Any], *args: Any, **kwargs: An
 
     Unpatched linear layers would compute, and save, what the first run did not.
     """
-    attributes = vars(parts[0][0]).copy()
+    attributes: dict[str, Any] = parts[0][0].__dict__
+    before = attributes.copy()
     try:
         return _with_parts(parts, run, *args, **kwargs)
     finally:
-        _restore(vars(parts[0][0]), attributes)
+        _restore(attributes, before)
 
 
 def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
