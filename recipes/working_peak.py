@@ -6,8 +6,8 @@
 Layers have the proportions of Llama-3.1-8B. Products of matrices and attention's kernels return memory without values,
 because they take most of the time and no byte depends on values; with --products they run. The peaks are those of a
 backward, by the CPU allocator's events, in bytes per token and channel, above all that was there before: inputs of
-layers, weights, and the gradients to which a training adds. "frozen" has weights without gradients, "trained" has all.
-"less gradients" is computed: it is "trained" without the bytes of the MLP's gradients in the weights' dtype, which stay
+layers, weights, and the gradients to which a training adds. "frozen" has weights without gradients, "LoRA" adapters of
+rank 32 on all linear layers, "trained" has all. "less gradients" is computed: it is "trained" without the bytes of the MLP's gradients in the weights' dtype, which stay
 after a first step and are therefore kept. Tiles hold them as sums in fp32 until the last tile; stock holds one at a
 time, so that this column favours stock. "MLP" is one MLP alone; stock's is checkpointed by itself. Writes
 working_peak.json and .md.
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from common.bench_report import environment
 from common.files import replace_text
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +39,9 @@ SKIPPED = (
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )  # fmt: skip
-COLUMNS = ("frozen", "trained", "less gradients", "MLP frozen", "MLP trained", "MLP less gradients")
+COLUMNS = (
+    "frozen", "LoRA", "trained", "less gradients", "MLP frozen", "MLP LoRA", "MLP trained", "MLP less gradients",
+)  # fmt: skip
 STOCK = "stock"
 
 
@@ -56,7 +59,7 @@ def like(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def llama(args: argparse.Namespace, trained: bool, tile: int) -> Any:
+def llama(args: argparse.Namespace, weights: str, tile: int) -> Any:
     """A checkpointed model without its head, whose gradients exist; `tile` rows, 0 for stock."""
     torch.manual_seed(0)
     heads = max(4, args.hidden // 64)
@@ -64,12 +67,16 @@ def llama(args: argparse.Namespace, trained: bool, tile: int) -> Any:
         vocab_size=64, hidden_size=args.hidden, intermediate_size=7 * args.hidden // 2, num_hidden_layers=args.layers,
         num_attention_heads=heads, num_key_value_heads=heads // 4, use_cache=False,
     )  # fmt: skip
-    model = LlamaModel(config).to(torch.bfloat16).train().requires_grad_(trained)
+    model = LlamaModel(config).requires_grad_(weights == "trained")
+    if weights == "LoRA":
+        # adapters go into the model itself
+        get_peft_model(model, LoraConfig(r=32, target_modules="all-linear"))
+    model.to(torch.bfloat16).train()
     if tile:
         patch_model(model, CompressionConfig(tiled_mlp=tile))
     model.gradient_checkpointing_enable()
     for p in model.parameters():
-        p.grad = torch.zeros_like(p) if trained else None
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
     return model
 
 
@@ -87,8 +94,8 @@ def peak(forward: Callable[[torch.Tensor], torch.Tensor], args: argparse.Namespa
 def measure(args: argparse.Namespace, tile: int) -> dict[str, float]:
     """One row."""
     row = {}
-    for weights in ("frozen", "trained"):
-        model = llama(args, weights == "trained", tile)
+    for weights in ("frozen", "LoRA", "trained"):
+        model = llama(args, weights, tile)
         mlp = model.layers[0].mlp
         row[weights] = peak(lambda x, model=model: model(inputs_embeds=x).last_hidden_state, args)
         row[f"MLP {weights}"] = peak(mlp if tile else lambda x, mlp=mlp: checkpoint(mlp, x, use_reentrant=False), args)
