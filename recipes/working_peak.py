@@ -3,14 +3,14 @@
     python recipes/working_peak.py --out recipes/results/working_peak      # some minutes on one core
     python recipes/working_peak.py --hidden 256 --tokens 2048 --tiles 64 --products
 
-Layers have the proportions of Llama-3.1-8B. Products of matrices and attention's kernels return memory without values,
-because they take most of the time and no byte depends on values; with --products they run. The peaks are those of a
-backward, by the CPU allocator's events, in bytes per token and channel, above all that was there before: inputs of
-layers, weights, and the gradients to which a training adds. "frozen" has weights without gradients, "LoRA" adapters of
-rank 32 on all linear layers, "trained" has all. "less gradients" is computed: it is "trained" without the bytes of the MLP's gradients in the weights' dtype, which stay
-after a first step and are therefore kept. Tiles hold them as sums in fp32 until the last tile; stock holds one at a
-time, so that this column favours stock. "MLP" is one MLP alone; stock's is checkpointed by itself. Writes
-working_peak.json and .md.
+Layers have the proportions of Llama-3.1-8B. Products of matrices and attention's kernels return memory without
+values, because they take most of the time and no byte depends on values; with --products they run. The peaks are
+those of a backward, by the CPU allocator's events, in bytes per token and channel, above all that was there before:
+inputs of layers, weights, and the gradients to which a training adds. "frozen" has weights without gradients, "LoRA"
+adapters of rank 32 on all linear layers, "trained" has all. "less gradients" is computed: it is "trained" without the
+bytes of the MLP's gradients in the weights' dtype, which stay after a first step and are therefore kept. Tiles hold
+them as sums in fp32 until the last tile; stock holds one at a time, so that this column favours stock. "MLP" is one
+MLP alone; stock's is checkpointed by itself. Writes working_peak.json and .md.
 """
 
 import argparse
