@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.bench_models import FAMILIES, Shape
+from common.bench_models import FAMILIES, Shape, with_adapters
 from common.bench_report import environment
 from common.files import replace_text
 from common.traffic import Traffic
@@ -65,11 +65,7 @@ def build(name: str, mode: str, layers: int, args: argparse.Namespace) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = args.dropout if module.p > 0 else 0.0
-    if args.lora:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    return MODES[mode](model)
+    return MODES[mode](with_adapters(model, 4) if args.lora else model)
 
 
 def batch() -> dict[str, torch.Tensor]:

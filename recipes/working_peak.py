@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.bench_models import with_adapters
 from common.bench_report import environment
 from common.files import replace_text
-from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -69,8 +69,7 @@ def llama(args: argparse.Namespace, weights: str, tile: int) -> Any:
     )  # fmt: skip
     model = LlamaModel(config).requires_grad_(weights == "trained")
     if weights == "LoRA":
-        # adapters go into the model itself
-        get_peft_model(model, LoraConfig(r=32, target_modules="all-linear"))
+        with_adapters(model, 32)
     model.to(torch.bfloat16).train()
     if tile:
         patch_model(model, CompressionConfig(tiled_mlp=tile))

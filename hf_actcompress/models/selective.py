@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from ..codecs import CODECS
@@ -18,6 +17,7 @@ from ..modules.base import Settings, settings_of
 from ..modules.selective import SelectiveMixin
 from ..ops import PackedMask
 from ..private_apis import BatchNormBase
+from ..records import is_foreign
 from ..roles import Role
 from .attention_rows import copy_in_rows
 from .empty_cache import EmptyCache
@@ -75,7 +75,7 @@ class CachedSelectiveMixin(SelectiveMixin):
         """
         if any(isinstance(value, Cache) for value in args):
             return None
-        if any(isinstance(value, PackedMask) or _is_foreign(value) for value in (*args, *kwargs.values())):
+        if any(isinstance(value, PackedMask) or is_foreign(value) for value in (*args, *kwargs.values())):
             return None
         caches = {name: value for name, value in kwargs.items() if isinstance(value, Cache)}
         layer = self.__dict__.get("layer_idx")
@@ -103,11 +103,6 @@ def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
         Role.SELECTIVE, codec=CODECS[config.other], keeps="outputs of linear layers", segment=segment_of(config)
     )
     return Site(CachedSelectiveMixin, settings)
-
-
-def _is_foreign(value: Any) -> bool:
-    """Whether it is a container of which no copy is made for the second run."""
-    return hasattr(type(value), "__setitem__") and not isinstance(value, (Cache, Tensor, UserDict, dict, list))
 
 
 def _is_its_own(module: nn.Module, names: frozenset[str]) -> bool:

@@ -42,7 +42,7 @@ class SelectiveMixin(ModuleMixin):
         proved: dict[Any, bool] = self.__dict__.setdefault("actcompress_proved", {})
         kind = (x.dtype, autocast_dtype(x), self.training, *_kinds(args), *kwargs, *_kinds(tuple(kwargs.values())))
         parts = [(part, type(part), part.actcompress) for part in self.modules() if isinstance(part, PatchedModule)]
-        run_again = partial(_as_patched, parts, partial(self.run_again, stock))
+        run_again = partial(_undone, self, partial(_as_patched, parts, partial(self.run_again, stock)))
         out = run_selectively(Forward(stock, SameAutocast(run_again, x), again, proved, kind), args, kwargs)
         if not settings.note and not all(proved.values()):
             self.__dict__["actcompress"] = replace(settings, note=_DIFFERS)
@@ -58,27 +58,26 @@ class SelectiveMixin(ModuleMixin):
         return stock(*args, **kwargs)
 
 
+def _undone(module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``run(*args, **kwargs)``. The attributes of the module are then those of before.
+
+    A model may read there what the first run has left, such as keys for a later layer.
+    """
+    attributes: dict[str, Any] = module.__dict__
+    before = attributes.copy()
+    try:
+        return run(*args, **kwargs)
+    finally:
+        for name in attributes.keys() - before.keys():
+            del attributes[name]
+        attributes.update(before)
+
+
 def _as_patched(parts: _Parts, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``run(*args, **kwargs)`` with the patches of the first run, which may have been removed before backward.
 
     Unpatched linear layers would compute, and save, what the first run did not.
     """
-    attributes: dict[str, Any] = parts[0][0].__dict__
-    before = attributes.copy()
-    try:
-        return _with_parts(parts, run, *args, **kwargs)
-    finally:
-        _restore(attributes, before)
-
-
-def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    """Undo what a second run wrote on its module, as a model may read there what the first run has left."""
-    for name in attributes.keys() - before.keys():
-        del attributes[name]
-    attributes.update(before)
-
-
-def _with_parts(parts: _Parts, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if settings_of(parts[0][0]) is parts[0][2]:
         return run(*args, **kwargs)
     before = [(module, type(module), module.__dict__.get("actcompress")) for module, _, _ in parts]

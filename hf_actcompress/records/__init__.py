@@ -11,6 +11,7 @@ from ._apart import apart
 from ._current import current, stock_only
 from .copies import Copies, copies_of
 from .hooks import kept_through
+from .nested import is_foreign
 from .net import netted
 from .outside import hooks_outside
 from .own_ops import applied, unnetted
@@ -60,6 +61,7 @@ __all__ = [
     "hooks_outside",
     "in_frame",
     "is_dropped",
+    "is_foreign",
     "is_lossless",
     "keep",
     "kept_through",

@@ -26,6 +26,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def is_foreign(value: Any) -> bool:
+    """Whether a value is a container that can be written on, and of which `replaced` makes no new one."""
+    return hasattr(type(value), "__setitem__") and not isinstance(value, (Tensor, UserDict, dict, list))
+
+
 class Place:
     """Stands for a tensor in nested arguments."""
 

@@ -122,8 +122,11 @@ def build(family: str, shape: Shape, args: argparse.Namespace, dropout: float | 
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             module.p = args.dropout if dropout is None else dropout
-    if args.lora:
-        from peft import LoraConfig, get_peft_model
+    return with_adapters(model, 16, args.lora_dropout) if args.lora else model
 
-        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", lora_dropout=args.lora_dropout))
-    return model
+
+def with_adapters(model: Any, rank: int, dropout: float = 0.0) -> Any:
+    """The model in peft's wrapper, with adapters on all linear layers. They are in the model itself, too."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", lora_dropout=dropout))

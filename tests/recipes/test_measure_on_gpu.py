@@ -72,14 +72,8 @@ def test_a_job_that_is_cut_off_leaves_its_files_and_no_process(
     counted = 0
     for limit in (2.0, 10.0, 40.0):
         # a busy machine may take seconds to start a process
-        ended = session.run(
-            session.Job("counting", (), 1),
-            ["-c", COUNTING.format(out, limit + 1)],
-            out / "counting.log",
-            limit,
-            None,
-            archive,
-        )
+        code = ["-c", COUNTING.format(out, limit + 1)]
+        ended = session.run(session.Job("counting", (), 1), code, out / "counting.log", limit, None, archive)
         assert not ended.ok and ended.ending == "cut off" and ended.status is None
         # before anybody asks for it a last time; a file that is just being written is empty
         counted = int(archived(tmp_path / "out.tar.gz").get("out/counts") or 0)
