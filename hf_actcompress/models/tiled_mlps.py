@@ -50,7 +50,10 @@ def tiled_settings(settings: _Settings, module: nn.Module, config: CompressionCo
 
 
 def _width(module: nn.Module) -> int:
-    """The features that the first layer with a matrix reads. A packed matrix has another shape: the layer knows."""
+    """How many features the first layer with a matrix reads.
+
+    The matrix of a quantised layer is packed, so its shape does not say it. The layer itself does.
+    """
     for part in module.modules():
         for p in part._parameters.values():
             if p is not None and p.dim() == 2:

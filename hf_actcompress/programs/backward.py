@@ -188,7 +188,7 @@ class Backward(Emitter):
         return all(reader.operation.multiplies and reader.ins[0] == value for reader in readers)
 
     def wide(self, value: int) -> int:
-        """The value itself of one that is kept in a narrower dtype."""
+        """The value that a kept one stands for: the wide value, if what is kept is its cast to a narrower dtype."""
         return self._wide.get(value, value)
 
     def read_by(self, value: int) -> list[Step]:

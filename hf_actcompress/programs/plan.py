@@ -120,7 +120,11 @@ def writing(setting: Setting) -> Iterator[None]:
 
 
 def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward]:
-    """The graphs of both directions."""
+    """The graphs of both directions.
+
+    Which sums need not be kept is known once everything else that is kept is known. So the graphs are written again if
+    there are such sums.
+    """
     forward, backward = _both_ways(program, setting, frozenset())
     sums = _sums_of_kept(program, forward, backward)
     return _both_ways(program, setting, sums) if sums else (forward, backward)
@@ -129,7 +133,7 @@ def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward
 def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) -> frozenset[int]:
     """The kept sums that can be made again out of what else is kept, as x + norm(y) where x and y are."""
     if not program.lossless:
-        # a sum of what a codec has changed would be another one
+        # a codec changes the terms, so their sum would not be the one of the forward
         return frozenset()
     found: set[int] = set()
     sums = {step.outs[0] for step in program.steps if step.operation.sums}
@@ -143,6 +147,7 @@ def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) ->
 
 
 def _both_ways(program: Computation, setting: Setting, sums: frozenset[int]) -> tuple[Emitter, Backward]:
+    """The graphs if these sums are made again in backward."""
     forward = forward_of(program, setting)
     wanted = _wanted(program, setting.needed)
     backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas), program.layouts, sums)

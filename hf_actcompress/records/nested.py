@@ -1,7 +1,7 @@
 """Tensors in the nested tuples, lists and dicts of a call's arguments.
 
-A dict is also what transformers hands from layer to layer with keys and values that several layers read (Gemma 3n), a
-`UserDict`.
+A `UserDict` counts as a dict. transformers hands one from layer to layer, in which later layers find the keys and
+values of earlier ones (Gemma 3n).
 """
 
 from __future__ import annotations
