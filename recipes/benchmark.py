@@ -6,13 +6,14 @@
     python recipes/benchmark.py --device cuda --suite largest --models gpt2-small llama-1b --caps 8GiB 16GiB 24GiB
 
 Suite "equal": each mode starts from the same weights, at one batch size. Every round runs each mode once, in turn, so
-that other work on the machine affects all modes alike. The figures are medians over the rounds, after a warm-up step of
-each mode. Gradient errors and kept bytes per layer are those of the same model with few layers. A mode that should be
-exact and whose gradients differ gets no speed figure, and the command fails. Suite "largest": the largest batch that
-trains with AdamW on a card of each size, and its tokens/s; on a CPU the bytes are counted instead. Suite "bytes", for
-compiled modes: kept bytes, peak, error against fp64 (without dropout) and the CPU seconds of the first step with empty
-caches; --resume continues after the results in --out. Writes benchmark.jsonl (one record per result) and benchmark.md
-after each mode and each round, and benchmark.png at the end. recipes/benchmark_kernels.py measures single kernels.
+that other work on the machine affects all modes alike. The times are medians over the rounds, after a warm-up step of
+each mode; on a CPU they are CPU seconds of all threads, and the least of them counts. Gradient errors and kept bytes
+per layer are those of the same model with few layers. A mode that should be exact and whose gradients differ gets no
+speed figure, and the command fails. Suite "largest": the largest batch that trains with AdamW on a card of each size,
+and its tokens/s; on a CPU the bytes are counted instead. Suite "bytes", for compiled modes: kept bytes, peak, error
+against fp64 (without dropout) and the CPU seconds of the first step with empty caches; --resume continues after the
+results in --out. Writes benchmark.jsonl (one record per result) and benchmark.md after each mode and each round, and
+benchmark.png at the end. recipes/benchmark_kernels.py measures single kernels.
 """
 
 import argparse

@@ -60,6 +60,14 @@ def environment(device: str, command: str, options: dict[str, Any]) -> dict[str,
     }
 
 
+def _times(suites: set[str], options: dict[str, Any]) -> str:
+    """How a step was timed; suite "bytes" times none."""
+    if suites == {"bytes"}:
+        return ""
+    what = "medians" if options["device"] == "cuda" else "the least CPU time of all threads"
+    return f"; {what} of {options['rounds']} rounds, interleaved, after one warm-up step each"
+
+
 def _lora(options: dict[str, Any]) -> str:
     return f", LoRA with dropout {options['lora_dropout']}" if options["lora"] else ""
 
@@ -74,13 +82,7 @@ def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
         f"triton {about['triton']}, liger-kernel {about['liger-kernel']}",
         f"{options['grain']}{_lora(options)}, h = {options['hidden']}, {options['layers']} layers "
         f"and a vocabulary of {options['vocab']} where the name is no shape, dropout {options['dropout']}, batch "
-        f"{options['batch']}, sequence {options['seq_len']}"
-        + (
-            ""
-            if suites == {"bytes"}
-            else f"; medians of {options['rounds']} rounds, interleaved, after one warm-up step each"
-        )
-        + ".",
+        f"{options['batch']}, sequence {options['seq_len']}{_times(suites, options)}.",
         "",
     ]
     for suite, columns in COLUMNS.items():

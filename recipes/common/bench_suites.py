@@ -48,18 +48,25 @@ class Result:
     first_step_ratio: float | None = None
     cap: str = ""
     seconds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
+    stock_seconds: list[float] = field(default_factory=list)
 
-    def add_time(self, seconds: float, stock: float | None, tokens: int) -> None:
-        """One more round: medians of the time and of the ratio to stock's time in the same round."""
+    def add_time(self, seconds: float, stock: float | None, tokens: int, device: str) -> None:
+        """One more round of this mode, and of stock in the same round.
+
+        On a GPU medians count, of the ratio to stock's time too. On a CPU minima do: other programs only add to the
+        CPU seconds of a process.
+        """
         self.seconds.append(seconds)
         if stock is not None:
-            self.ratios.append(seconds / stock)
+            self.stock_seconds.append(stock)
         if not self.correct:
             return
-        median = statistics.median(self.seconds)
-        self.step_ms, self.tokens_per_second = 1000 * median, tokens / median
-        self.step_ratio = statistics.median(self.ratios) if self.ratios else None
+        best = statistics.median(self.seconds) if device == "cuda" else min(self.seconds)
+        self.step_ms, self.tokens_per_second = 1000 * best, tokens / best
+        if stock is not None:
+            pairs = zip(self.seconds, self.stock_seconds, strict=True)
+            ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+            self.step_ratio = ratio if device == "cuda" else best / min(self.stock_seconds)
 
 
 Forward = Callable[..., Any]
@@ -126,12 +133,15 @@ def _few_layers(shape: Shape) -> tuple[int, int]:
 
 
 def timed(step: Callable[[], None], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    """Seconds of a step: on a GPU until it has done all work, on a CPU those of all threads of this process."""
+    if device == "cpu":
+        start = time.process_time()
+        step()
+        return time.process_time() - start
+    torch.cuda.synchronize()
     start = time.perf_counter()
     step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -209,7 +219,8 @@ class _EqualBatch:
         for result, step in steps:
             # stock has been timed for the others already
             seconds = timed_stock if step is self.stock else None
-            result.add_time(seconds or timed(step, self.args.device), timed_stock, self.batch["input_ids"].numel())
+            seconds = seconds or timed(step, self.args.device)
+            result.add_time(seconds, timed_stock, self.batch["input_ids"].numel(), self.args.device)
 
 
 @contextmanager
