@@ -6,7 +6,7 @@ written by `torch.save` needs this package and the stock class, nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import compilation
 from ..codecs import CODECS, IDENTITY, Codec
 from ..errors import UnsupportedModelError
-from ..private_apis import FakeTensor, transforms_active
+from ..private_apis import FakeTensor, is_idle_capture, transforms_active
 from ..records import current
 from ..roles import Role
 
@@ -135,8 +135,13 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether the module has hooks, which run only when the module itself is called."""
-    return any(module.__dict__.get(hooks) for hooks in HOOKS)
+    """Whether the module has hooks that do something now; they run only when the module itself is called."""
+    return any(are_wanted(hooks) for kind in HOOKS if (hooks := module.__dict__.get(kind)))
+
+
+def are_wanted(hooks: Mapping[int, Any]) -> bool:
+    """Whether one of these hooks does something when its module is called now."""
+    return not all(map(is_idle_capture, hooks.values()))
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ are read where they are needed. `names.py` lists all of them: for what, and sinc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -51,6 +52,7 @@ __all__ = [
     "hooks_on_every_module",
     "inductor_decompositions",
     "innermost_saved_tensor_hooks",
+    "is_idle_capture",
     "min_cut_partition",
     "next_sequence_number",
     "not_a_view",
@@ -70,6 +72,9 @@ __all__ = [
     "without_torch_function",
     "without_torch_function_modes",
 ]
+
+# the module of transformers that captures outputs by hooks
+_CAPTURES = "transformers.utils.output_capturing"
 
 
 def innermost_saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -152,6 +157,16 @@ def hooks_on_every_module() -> bool:
     of = torch_module
     forward = of._global_forward_hooks or of._global_forward_pre_hooks
     return bool(forward or of._global_backward_hooks or of._global_backward_pre_hooks)
+
+
+def is_idle_capture(hook: Any) -> bool:
+    """Whether a hook is one with which transformers captures outputs, in a call that captures none.
+
+    A model keeps these hooks on its modules after the first call with ``output_hidden_states=True`` or similar.
+    """
+    if getattr(hook, "__module__", None) != _CAPTURES or torch.compiler.is_compiling():
+        return False
+    return not sys.modules[_CAPTURES]._active_collector.get()
 
 
 def fused_attention_choice(

@@ -39,6 +39,8 @@ _KNOWN = {
     "cache_position",
     # these describe packed rows to kernels that programs do not call
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    # the Trainer hands these to the model's loss, and models hand them to their layers, too
+    "num_items_in_batch", "shift_labels",
 }  # fmt: skip
 # how many tensors every layer is given: its input, cosines and sines
 _OF_ALL = 3
@@ -107,14 +109,15 @@ class LayerPrograms:
     """The programs of one layer. Deep-copies and pickles with the layer.
 
     Attributes:
-        codes: By the dtype of autocast, None without it: what has been proved right; None where there is nothing.
+        codes: By the dtypes of the layer's input and of autocast (None without it): what has been proved right; None
+            where there is nothing.
         prove: The tape of a layer under an autocast, or a NotStraight error.
         names: The names of the layer's arguments behind the first one, in order.
         look: What the layer is made of, to be looked at in each call.
         calls: How many calls ran as programs.
     """
 
-    codes: dict[torch.dtype | None, LayerCode | None]
+    codes: dict[tuple[torch.dtype, torch.dtype | None], LayerCode | None]
     prove: Callable[[nn.Module, torch.dtype | None], Tape]
     names: tuple[str, ...]
     look: Look
@@ -127,8 +130,9 @@ class LayerPrograms:
         tapes: Mapping[torch.dtype | None, Tape],
         prove: Callable[[nn.Module, torch.dtype | None], Tape],
     ) -> LayerPrograms:
+        codes = [LayerCode.of(layer, tape, autocast) for autocast, tape in tapes.items()]
         return cls(
-            {autocast: LayerCode.of(layer, tape, autocast) for autocast, tape in tapes.items()},
+            {(code.dtype, code.autocast): code for code in codes},
             prove,
             tuple(inspect.signature(inspect.unwrap(stock_type(layer).forward)).parameters)[2:],
             Look.at(layer),
@@ -151,10 +155,10 @@ class LayerPrograms:
         x = args[0]
         if not isinstance(x, Tensor) or not self.look.holds():
             return None
-        autocast = autocast_dtype(x)
-        if autocast not in self.codes:
-            self._write_down(layer, autocast)
-        code = self.codes[autocast]
+        dtypes = x.dtype, autocast_dtype(x)
+        if dtypes not in self.codes:
+            self._write_down(layer, dtypes)
+        code = self.codes[dtypes]
         if code is None or not _is_ordinary(code, x, kwargs):
             return None
         weights = [place.get(name) for place, name in code.places]
@@ -166,12 +170,12 @@ class LayerPrograms:
         self.calls += found is not None
         return found
 
-    def _write_down(self, layer: nn.Module, autocast: torch.dtype | None) -> None:
-        """The first call under that autocast."""
+    def _write_down(self, layer: nn.Module, dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
+        """The first call with an input of that dtype, under that autocast."""
         try:
-            self.codes[autocast] = LayerCode.of(layer, self.prove(layer, autocast), autocast)
+            self.codes[dtypes] = LayerCode.of(layer, self.prove(layer, dtypes[1]), dtypes[1])
         except NotStraight:
-            self.codes[autocast] = None
+            self.codes[dtypes] = None
 
 
 def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..modules.base import HOOKS, stock_type
+from ..modules.base import HOOKS, are_wanted, stock_type
 from ..private_apis import hooks_on_every_module
 from ..records import current
 
@@ -76,7 +76,7 @@ class Look:
         hooks, states, places, names, values = self._fast or self._prepared()
         if any([kind.forward is not forward for kind, forward in self.forwards]):
             return False
-        if hooks_on_every_module() or any(hooks):
+        if hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks))):
             return False
         if any(map(dict.get, states, repeat("forward"))):
             return False

@@ -109,25 +109,43 @@ def _returned(item: Any, inputs: dict[str, int], recorder: Recorder) -> Given:
 
 def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict[str, Tensor]]:
     """A copy of the layer with weights without data, and these by name."""
-    if is_sharded(layer):
+    if is_sharded(layer) and not all(type(p) is nn.Parameter and not hasattr(p, "ds_id") for p in layer.parameters()):
+        # FSDP2 has plain weights while the layer runs
         raise NotStraight("it is sharded")
     memo: dict[int, Any] = {}
     for module in layer.modules():
         memo.update((id(v), v) for v in vars(module).values() if isinstance(v, PretrainedConfig))
+        # who has put hooks there wants to see the model run, not us
+        memo.update((id(vars(module)[hooks]), OrderedDict()) for hooks in HOOKS)
     for tensor in (*layer.parameters(), *layer.buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, FakeTensor):
             raise NotStraight(f"it has a {type(tensor).__name__} as a weight")
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
     # `from_pretrained` returns models in eval mode, and patch_model comes before the trainer's call of train()
-    twin = copy.deepcopy(layer, memo).train()
+    twin = _copied(layer, memo).train()
     if any(True for _ in twin.buffers()):
         raise NotStraight("it has buffers")
-    for module in twin.modules():
-        for hooks in HOOKS:
-            # who has put them there wants to see the model run, not us
-            vars(module)[hooks] = OrderedDict()
     return twin, dict(twin.named_parameters())
+
+
+def _copied(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, also of a layer that FSDP2 shards: that one has a class and a state that refuse copies."""
+    kind, state = type(layer), vars(layer)
+    if _refuses_copies(layer):
+        # torch puts that class and FSDPModule before the layer's own class
+        kind = kind.__mro__[2]
+        state = {name: value for name, value in state.items() if not name.startswith("__composable_api")}
+    if any(_refuses_copies(module) for module in layer.modules() if module is not layer):
+        raise NotStraight("a module inside of it is sharded")
+    twin: nn.Module = kind.__new__(kind)
+    memo[id(layer)] = twin
+    vars(twin).update(copy.deepcopy(state, memo))
+    return twin
+
+
+def _refuses_copies(module: nn.Module) -> bool:
+    return is_sharded(module) and "__deepcopy__" in vars(type(module))
 
 
 def _watch(name: str, module: nn.Module, recorder: Recorder) -> None:

@@ -11,10 +11,13 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.modules.base import PatchedModule
 from tests.families import BODY, BY_NAME, Family
+from tests.programs.pairs import NAMES as PROGRAMS
+from tests.programs.pairs import calls
 
 three = pytest.mark.parametrize(
     "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
@@ -84,6 +87,21 @@ def test_training_and_evaluation(family: Family, checkpointing: bool, tmp_path: 
     if "autocast" in family.bit_equal:
         assert (predictions[0].predictions == predictions[1].predictions).all()
         assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("how", ["fp32", "autocast", "checkpointed", "lora"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_layer_runs_as_programs(name: str, how: str, tmp_path: Path) -> None:
+    """In each micro-step, with all arguments that the Trainer hands on."""
+    family = BY_NAME[name]
+    model = family.build(dropout=0.1)
+    if how == "lora":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=2))
+    options = {"bf16": how == "autocast", "gradient_checkpointing": how == "checkpointed", "max_steps": 1}
+    model = _trained(_trainer(patch_model(model), family, tmp_path, **options)).model
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    assert calls(model) == [2] * len(layers)
 
 
 @three

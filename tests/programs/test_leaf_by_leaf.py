@@ -71,6 +71,28 @@ def test_calls_that_go_leaf_by_leaf(what: str, monkeypatch: pytest.MonkeyPatch) 
     assert calls(programs)[0] == before
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_hooks_of_transformers_count_while_they_capture(name: str, checkpointed: bool) -> None:
+    """They stay on the layers and inside of them after one call that asks for outputs."""
+    leaves, programs = pair(name)
+    batch = BY_NAME[name].make_batch("right")
+    for model in (leaves, programs):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+    asked = [model(**batch, output_hidden_states=True, output_attentions=True) for model in (leaves, programs)]
+    assert asked[0].hidden_states and all(map(torch.equal, asked[0].hidden_states, asked[1].hidden_states))
+    assert calls(programs) == [0, 0]
+    assert_same(programs, leaves, batch)
+    assert calls(programs) == [1, 1]
+
+
+def test_weights_that_change_their_dtype_are_written_down_anew() -> None:
+    leaves, programs = (model.to(torch.bfloat16) for model in pair("llama"))
+    assert_same(programs, leaves, BY_NAME["llama"].make_batch("right"), "bf16")
+    assert calls(programs) == [1, 1]
+
+
 def test_a_child_that_was_exchanged_is_written_down_anew() -> None:
     leaves, programs = pair("llama")
     batches = [exchanged(model, BY_NAME["llama"].make_batch()) for model in (leaves, programs)]

@@ -149,7 +149,7 @@ def test_copies_files_and_unpatching() -> None:
         before = calls(other)[0]
         assert_same(other, leaves, batch)
         assert calls(other)[0] == before + 1
-        inner = other.model.layers[0].actcompress.programs.codes[None].attentions
+        inner = other.model.layers[0].actcompress.programs.codes[torch.float32, None].attentions
         assert other.model.layers[0].self_attn in inner
     assert calls(programs) == [0, 0]
     stock = BY_NAME["llama"].build()

@@ -22,7 +22,7 @@ def code_of_backward(name: str) -> str:
     model, batch = pair(name)[1], BY_NAME[name].make_batch("none")
     model(**batch).loss.backward()
     layer = next(m for m in model.modules() if getattr(getattr(m, "actcompress", None), "programs", None) is not None)
-    whole = layer.actcompress.programs.codes[None].whole
+    whole = layer.actcompress.programs.codes[torch.float32, None].whole
     plans = [plan for part in (whole.part, whole.cached) for plan in part.program.plans.values()]
     found: Any = plans[0].backward
     code: str = found.__self__.code

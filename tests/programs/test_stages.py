@@ -103,7 +103,7 @@ def test_a_backward_stops_for_all_but_the_last_weights(monkeypatch: pytest.Monke
     assert found and not any(found)
     model(**batch(8)).loss.backward()
     layer = model.model.layers[0]
-    part = layer.actcompress.programs.codes[None].whole.part
+    part = layer.actcompress.programs.codes[torch.float32, None].whole.part
     names = [[part.parameters[i - len(part.ins)].split(".")[1] for i in stop] for stop in found[-1]]
     # those of attention and of the norms come together, as long as they are no more than one of the MLP
     assert names == [["down_proj"], ["up_proj"], ["gate_proj"], ["weight", "o_proj", "v_proj", "k_proj"]]
