@@ -37,7 +37,7 @@ from .tape import Tape
 _KNOWN = {
     "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "use_cache",
     "cache_position",
-    # these describe packed rows to kernels that programs do not call
+    # these describe packed rows to kernels of other packages
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
     # the Trainer hands these to the model's loss, and models hand them to their layers, too
     "num_items_in_batch", "shift_labels",

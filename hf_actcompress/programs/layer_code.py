@@ -21,6 +21,7 @@ from ..records import current, unnetted
 from ..reference.device_rules import device_rules
 from . import handing
 from .handing import Heads, HeadsHanded, let_go
+from .interfaces import call
 from .left_out import left_out_of, with_attentions
 from .schedule import Part, Schedule, schedule_of, takes_any_order
 from .tape import Attend, Given, Tape
@@ -48,6 +49,7 @@ class LayerCode:
         returns: What the layer returns beside it, in a tuple; None if it returns a tensor.
         again: Whether it may be made again in backward, where it is checkpointed.
         any_order: Whether its input may lie in memory in any order.
+        another: Whether its attention is a function that we have no code for, which may look at any token.
         dtype: The dtype of the layer's input.
         autocast: The dtype of products under autocast; None without.
     """
@@ -68,6 +70,7 @@ class LayerCode:
     returns: tuple[Any, ...] | None
     again: bool
     any_order: bool
+    another: bool
     dtype: torch.dtype
     autocast: torch.dtype | None
 
@@ -95,6 +98,7 @@ class LayerCode:
             tape.returns,
             tape.lossless and tape.again,
             takes_any_order(tape),
+            any(isinstance(entry, Attend) and entry.handed is not None for entry in tape.entries),
             tape.metas[tape.inputs["x"]].dtype,
             autocast,
         )
@@ -117,7 +121,7 @@ class LayerCode:
             kwargs = self._with_biases(x, kwargs)
         if self.whole is not None and (self.again or checkpointed is None):
             y = self._as_a_whole(self.whole, x, weights, kwargs, sharded, checkpointed)
-        if y is None and checkpointed is None and not own:
+        if y is None and checkpointed is None and not own and not (self.another and left_out_of(x) is not None):
             y = self._in_parts(x, kwargs, sharded)
         if y is None:
             return None
@@ -222,6 +226,8 @@ class LayerCode:
         if cache is not None:
             k, value = cache.update(k, value, module.layer_idx)
         options = {name: read(module) for name, read in self.keywords[index].items()}
+        if part.handed is not None:
+            return call(part, module, q, k, value, kwargs, options)
         # the net would find nothing to save but in what can be made again, and in a copy of an output that lies as q
         # (as all outputs do on tensors without data)
         netted = part.normed or q.is_contiguous() or device_rules() is not None

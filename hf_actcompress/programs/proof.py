@@ -36,7 +36,9 @@ from .tracing import tape_of
 
 _BATCH, _TOKENS, _SOURCES = 2, 5, 4
 # the calls that are tried without autocast, and under it
-_CASES, _AUTOCAST_CASES = ("", "mask and a cache"), ("mask",)
+_CASES: tuple[str, ...] = ("", "mask and a cache")
+_AUTOCAST_CASES: tuple[str, ...] = ("mask",)
+_CASES_WITHOUT_MASKS = ("", "cache")
 
 # by what decides the answer: whether it may run as one program, and be made again; or why not even as several
 _answers: dict[Hashable, tuple[bool, bool] | str] = {}
@@ -128,7 +130,11 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
     stock, programs = _unpatched(_share(leaves)), _share(leaves)
     made = LayerPrograms.of(programs, {autocast: tape}, proved)
     patch_instance(programs, ProgramLayerMixin, LayerSettings(Role.LAYER, "program", programs=made))
-    for calls, case in enumerate(_CASES if autocast is None else _AUTOCAST_CASES, 1):
+    cases = _CASES if autocast is None else _AUTOCAST_CASES
+    if any(isinstance(entry, Attend) and entry.handed is not None for entry in tape.entries):
+        # which masks its attention function takes we do not know; it gets what the layer is given
+        cases = _CASES_WITHOUT_MASKS
+    for calls, case in enumerate(cases, 1):
         try:
             expected, by_leaf, found = (_step(m, tape, case, autocast) for m in (stock, leaves, programs))
         except REFUSALS as error:

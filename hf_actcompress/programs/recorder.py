@@ -43,6 +43,7 @@ class Recorder(TorchFunctionMode):
         entries: What has been noted.
         autocast: The dtype of products under autocast; None while it is off.
         masks: By the id of the tensor: the name of the layer's argument that is this mask.
+        handed: By the id of the object: the name of the layer's argument for which it stands.
         modules: The modules of the layer, by name.
         module: The name of that which runs.
         flat: The values [B, T, C] that the code also has, or only has, as [B * T, C].
@@ -55,6 +56,7 @@ class Recorder(TorchFunctionMode):
         self.metas: list[Tensor] = []
         self.entries: list[Step | Attend] = []
         self.masks: dict[int, str] = {}
+        self.handed: dict[int, str] = {}
         self.modules: dict[str, nn.Module] = {}
         self.module = ""
         self.flat: set[int] = set()

@@ -28,6 +28,8 @@ class Attend:
         own: What runs, and runs again in backward, in place of the function that the config names; None: that one.
         bias: A position bias, of `own`.
         mask: The name of the layer's argument that is its mask.
+        handed: Of a function that we have no code for: its keywords, and which arguments of the layer they are. None
+            for torch's attention and for `own`.
     """
 
     module: str
@@ -40,6 +42,7 @@ class Attend:
     own: AttentionCode | None = field(default=None, compare=False)
     bias: int | None = None
     mask: str = "attention_mask"
+    handed: tuple[tuple[str, str], ...] | None = None
 
     def key(self, sizes: bool = True) -> Hashable:
         """Attentions of the same key do the same."""

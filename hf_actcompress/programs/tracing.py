@@ -7,7 +7,6 @@ finds ours: their stock function looked up among the globals of the layer's file
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from ..roles import Role
 from .arguments import ENCODED_MASK, arguments, dtype_of, further_arguments, head_width, width_of
 from .calls import BATCH, CALLS, SOURCES, TOKENS
 from .dora import dora, is_dora
+from .interfaces import calls_another, calls_interface, handed_in, handed_on
 from .noting import noted, operation_of, product, rotated
 from .own_attention import AttentionCode
 from .recorder import Recorder, with_gated_products, with_splits
@@ -78,9 +78,11 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
         inputs = {name: recorder.given(value) for name, value in zip(("x", "cos", "sin"), (x, *angles), strict=True)}
         inputs.update({name: recorder.given(value) for name, value in others.items() if name != ENCODED_MASK})
         known = {name: recorder.given(value) for name, value in parameters.items()}
+        handed = handed_on(layer)
+        recorder.handed = {id(value): name for name, value in handed.items()}
         try:
             with recorder:
-                result = twin.forward(x, **{**arguments(layer, mask, (angles[0], angles[1])), **others})
+                result = twin.forward(x, **{**arguments(layer, mask, (angles[0], angles[1])), **others, **handed})
         finally:
             for module in twin.modules():
                 vars(module).pop("forward", None)
@@ -89,7 +91,8 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
             tail = tuple(None if item is None else _returned(item, inputs, recorder) for item in tail)
         entries = with_splits(with_gated_products(recorder.entries))
         tape = Tape(inputs, known, entries, recorder.value(found), tail, recorder.metas)
-        if not tape.lossless and any(isinstance(entry, Attend) and entry.own is not None for entry in entries):
+        attends = [entry for entry in entries if isinstance(entry, Attend)]
+        if not tape.lossless and any(attend.own is not None or attend.handed is not None for attend in attends):
             raise NotStraight(_AGAIN)
         return tape
 
@@ -164,7 +167,7 @@ def _watch(name: str, module: nn.Module, recorder: Recorder) -> None:
         # it runs as programs already, under another autocast, or is told how to keep its input
         unpatch_instance(module)  # type: ignore[arg-type]
         return
-    if isinstance(module, AttentionMixin) or calls_eager(module):
+    if isinstance(module, AttentionMixin) or calls_eager(module) or calls_another(module):
         _watch_attention(name, module, recorder)
     elif is_dora(module):
         module.forward = partial(dora, recorder, module)  # type: ignore[method-assign]
@@ -188,22 +191,18 @@ def _is_known(codec: Codec) -> bool:
 
 def calls_eager(module: nn.Module) -> bool:
     """Whether it calls its file's eager function, and keeps what that keeps or runs again in backward."""
-    config = vars(module).get("config")
-    if isinstance(module, AttentionMixin) or getattr(config, "_attn_implementation", None) != "eager":
-        return False
-    code = getattr(inspect.unwrap(stock_type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return not isinstance(module, AttentionMixin) and calls_interface(module) == "eager"
 
 
 def _watch_attention(name: str, module: Any, recorder: Recorder) -> None:
     config = module.__dict__["config"]
     function, settings = sdpa_attention_forward, settings_of(module)
-    if not isinstance(module, AttentionMixin):
+    if calls_another(module):
+        function = None  # type: ignore[assignment]
+    elif not isinstance(module, AttentionMixin):
         function = eager_function_of(stock_type(module))  # type: ignore[assignment]
         if function is None:
             raise NotStraight("its attention is of its own making")
-    elif config._attn_implementation != "sdpa":
-        raise NotStraight(f"its attention is {config._attn_implementation}")
     codec = IDENTITY if settings is None else settings.codec
     rotates = isinstance(module, RotaryMixin) and calls_rope(module.stock_class) and not why_stock(module.stock_class)
     if settings is not None:
@@ -237,7 +236,8 @@ def _attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     name, recorder, codec, function = module.config.__dict__[_RECORDING]  # type: ignore[union-attr]
-    kwargs.pop("use_cache", None)
+    handed = handed_in(kwargs, recorder.handed) if function is None else None
+    kwargs = {word: value for word, value in kwargs.items() if word != "use_cache" and id(value) not in recorder.handed}
     bias = kwargs.pop("position_bias", None)
     if any(isinstance(value, Tensor) for value in kwargs.values()):
         raise NotStraight("its attention is called with further tensors")
@@ -248,13 +248,15 @@ def _attention(
     asked = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
     own = None
-    if bias is not None or function is not sdpa_attention_forward:
+    if bias is not None and handed is not None:
+        raise NotStraight(f"its attention ({module.config._attn_implementation}) takes a position bias")  # type: ignore[union-attr]
+    if handed is None and (bias is not None or function is not sdpa_attention_forward):
         own = AttentionCode(function, module, found)
     recorder.entries.append(
         Attend(
             name, ins, recorder.given(heads), found, codec, causal, own=own,
             bias=None if bias is None else recorder.value(bias),
-            mask=recorder.masks.get(id(attention_mask), "attention_mask"),
+            mask=recorder.masks.get(id(attention_mask), "attention_mask"), handed=handed,
         )
     )  # fmt: skip
     return heads, None

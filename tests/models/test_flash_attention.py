@@ -6,6 +6,7 @@ No kernel of that package runs on a CPU. Here a function stands for it that take
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress import CompressionConfig, kept_bytes, patch_model
 from hf_actcompress.reference import packed_sdpa
 from hf_actcompress.reference.sequences import Band, Sequences, sequences_of
 from tests.families import BODY, BY_NAME, Batch, build, differing, relative_error, step
 from tests.models.test_packed import GEMMA3, packed, rows, watched_step
+from tests.programs.pairs import LEAVES, PROGRAMS, assert_same, calls
 
 NAME = "flash_attention_2"
 
@@ -81,6 +83,31 @@ def test_gradients_are_stocks(family: Any, given: str, config: Any, kernel: list
     torch.testing.assert_close(found, loss, rtol=1e-6 if config == "long" else 0, atol=0)
     assert grads.keys() == expected.keys()
     assert relative_error(grads, {name: grad.double() for name, grad in expected.items()}) < 1e-5
+
+
+@pytest.mark.parametrize("given", ["nothing", "packed"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "bert", "gpt2-gelu-tanh", "opt", "modernbert"])
+def test_layers_are_programs_around_it(name: str, given: str) -> None:
+    """It gets what stock hands it, of packed rows too; bits and kept bytes are those of the leaf path."""
+    family = BY_NAME[name]
+    if given == "packed" and name not in ("llama", "qwen3", "phi3"):
+        pytest.skip("a model without packed rows")
+    stock = with_kernel(family, "fp32")
+    batch = family.make_batch("none") if given == "nothing" else batch_of(given)
+    leaves, programs = (patch_model(copy.deepcopy(stock), options) for options in (LEAVES, PROGRAMS))
+    assert_same(programs, leaves, batch)
+    assert calls(programs) == [1, 1] and torch.equal(step(programs, batch)[0], step(stock, batch)[0])
+    kept = [kept_bytes(lambda model=model: model(**batch), "cpu") for model in (leaves, programs)]
+    assert kept[1] <= kept[0]
+
+
+def test_it_may_look_at_rows_that_are_left_out() -> None:
+    leaves, programs = (
+        patch_model(with_kernel(BY_NAME["llama"], "fp32"), replace(options, drop_padding=True))
+        for options in (LEAVES, PROGRAMS)
+    )
+    assert_same(programs, leaves, batch_of("padding"))
+    assert calls(programs) == [0, 0]
 
 
 def test_in_bf16_bits_are_stocks() -> None:
