@@ -22,6 +22,7 @@ from hf_actcompress import PRESETS, CompressionConfig, patch_model
 from hf_actcompress.memory.measurement.allocator import allocator_events, collected
 from hf_actcompress.models import shared_prompts
 from tests.oracle import held_bytes
+from tests.programs.pairs import calls
 
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
@@ -196,6 +197,7 @@ def _trained(
     trainer = _trainer(recipe, model, folder, _lora(recipe) if adapters else None, **options)
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
+    assert patched is None or all(calls(trainer.model))
     after = {n: p.detach().float() for n, p in trainer.model.named_parameters() if p.requires_grad}
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses, {name: after[name] - before[name].float() for name in before}
