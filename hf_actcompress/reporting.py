@@ -20,7 +20,7 @@ from .models.heads import find_head
 from .models.padding import why_not
 from .models.root import pretrained_models, root_module, root_of
 from .modules.base import PLAIN_TENSORS, Settings, settings_of, stock_type
-from .programs import LayerSettings, find_program
+from .programs import LayerPrograms, LayerSettings, find_program
 from .roles import Role
 
 _INERT = (
@@ -157,7 +157,16 @@ def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:
         reason = _INERT
     elif weight is not None and type(weight) not in PLAIN_TENSORS:
         reason = f"its weight is a {type(weight).__name__}, not a plain tensor: the stock forward runs"
-    return PatchRow(name, stock, settings.role, settings.kind, codec, settings.keeps, reason=reason, note=settings.note)
+    note = _note_of_calls(settings.programs) if isinstance(settings, LayerSettings) else settings.note
+    return PatchRow(name, stock, settings.role, settings.kind, codec, settings.keeps, reason=reason, note=note)
+
+
+def _note_of_calls(programs: LayerPrograms) -> str:
+    """Whether calls went leaf by leaf, which gives the same numbers and takes the host longer."""
+    if not programs.leaf_calls:
+        return ""
+    calls = programs.calls + programs.leaf_calls
+    return f"{programs.leaf_calls} of {calls} calls ran leaf by leaf; of the last one, {programs.why}"
 
 
 def _left_alone(name: str, module: nn.Module, config: CompressionConfig) -> PatchRow | None:

@@ -21,7 +21,7 @@ from .proof import proved
 from .refusal import NotStraight
 from .tracing import calls_eager
 
-__all__ = ["LayerSettings", "find_program", "is_outdated"]
+__all__ = ["LayerPrograms", "LayerSettings", "find_program", "is_outdated"]
 
 
 def find_program(

@@ -109,19 +109,23 @@ class LayerPrograms:
     """The programs of one layer. Deep-copies and pickles with the layer.
 
     Attributes:
-        codes: By the dtypes of the layer's input and of autocast (None without it): what has been proved right; None
-            where there is nothing.
+        codes: By the dtypes of the layer's input and of autocast (None without it): what has been proved right, or why
+            nothing has.
         prove: The tape of a layer under an autocast, or a NotStraight error.
         names: The names of the layer's arguments behind the first one, in order.
         look: What the layer is made of, to be looked at in each call.
         calls: How many calls ran as programs.
+        leaf_calls: How many calls with gradients went leaf by leaf.
+        why: Why the last of these did.
     """
 
-    codes: dict[tuple[torch.dtype, torch.dtype | None], LayerCode | None]
+    codes: dict[tuple[torch.dtype, torch.dtype | None], LayerCode | str]
     prove: Callable[[nn.Module, torch.dtype | None], Tape]
     names: tuple[str, ...]
     look: Look
     calls: int = 0
+    leaf_calls: int = 0
+    why: str = ""
 
     @classmethod
     def of(
@@ -150,49 +154,65 @@ class LayerPrograms:
         """
         if len(args) != 1:
             if not args or len(args) > 1 + len(self.names):
-                return None
+                return self._leaf_by_leaf("it has other arguments than its forward")
             kwargs = {**dict(zip(self.names, args[1:], strict=False)), **kwargs}
         x = args[0]
         if not isinstance(x, Tensor) or not self.look.holds():
-            return None
+            return self._leaf_by_leaf("a module in it has hooks or has changed since patch_model")
         dtypes = x.dtype, autocast_dtype(x)
         if dtypes not in self.codes:
             self._write_down(layer, dtypes)
         code = self.codes[dtypes]
-        if code is None or not _is_ordinary(code, x, kwargs):
-            return None
+        if isinstance(code, str):
+            return self._leaf_by_leaf(code)
+        why = _why_unknown(code, x, kwargs)
+        if why is not None:
+            return self._leaf_by_leaf(why)
         weights = [place.get(name) for place, name in code.places]
-        if not _plain(weights) or not recording(x):
-            return None
-        if not x.requires_grad and not any([w is not None and w.requires_grad for w in weights]):
+        if not _plain(weights):
+            return self._leaf_by_leaf("a weight is no plain parameter")
+        if not recording(x) or not (x.requires_grad or any([w is not None and w.requires_grad for w in weights])):
             return None
         found = code.run(x, weights, kwargs, is_sharded(layer), checkpointed)
+        if found is None and checkpointed is None:
+            return self._leaf_by_leaf("its attention or its mask is none that programs know")
         self.calls += found is not None
         return found
+
+    def _leaf_by_leaf(self, why: str) -> tuple[Any] | None:
+        """Note why a call goes leaf by leaf, for the report; not of calls without gradients, which keep nothing."""
+        if torch.is_grad_enabled():
+            self.leaf_calls, self.why = self.leaf_calls + 1, why
+        return None
 
     def _write_down(self, layer: nn.Module, dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
         """The first call with an input of that dtype, under that autocast."""
         try:
             self.codes[dtypes] = LayerCode.of(layer, self.prove(layer, dtypes[1]), dtypes[1])
-        except NotStraight:
-            self.codes[dtypes] = None
+        except NotStraight as reason:
+            self.codes[dtypes] = str(reason)
 
 
-def _is_ordinary(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether it is a call in training whose arguments are known."""
+def _why_unknown(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> str | None:
+    """Why it is no call in training whose arguments are known; None if it is one."""
     if x.dim() != 3 or x.dtype != code.dtype or not x.numel() or not (x.is_contiguous() or code.any_order):
-        return False
-    if not kwargs.keys() <= _KNOWN and any(
-        _says_something(kwargs[name]) for name in kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks
-    ):
-        return False
+        return "its input has another dtype, shape or order in memory"
+    if not kwargs.keys() <= _KNOWN:
+        others = kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks
+        for name in others:
+            if _says_something(kwargs[name]):
+                return f"it is called with {name}"
     if len(code.inputs) > _OF_ALL and not _has_inputs(code, x, kwargs):
-        return False
+        return "position biases or an encoder's states are given otherwise"
     angles, cache = kwargs.get("position_embeddings"), cache_of(kwargs)
     if angles is not None and not _are_given(angles, x, code.angles):
-        return False
-    if cache is None:
-        return True
+        return "position_embeddings are others than cosines and sines of its input's dtype"
+    if cache is None or _takes(code, cache):
+        return None
+    return "its cache has keys and values already, or is of another kind"
+
+
+def _takes(code: LayerCode, cache: Any) -> bool:
     attentions = [module for module in code.attentions if module is not None]
     if len(attentions) == 1 and type(cache).__name__ == "EncoderDecoderCache":
         # stock's code asks for a part of it

@@ -141,6 +141,17 @@ def test_the_report_names_programs_and_layers_without() -> None:
     assert row.kind == "leaf by leaf" and row.note.endswith("it runs leaf by leaf")
 
 
+def test_the_report_says_which_calls_went_leaf_by_leaf() -> None:
+    model, batch = pair("llama")[1], BY_NAME["llama"].make_batch("right")
+    model(**batch).loss.backward()
+    assert "leaf by leaf" not in str(patch_report(model))
+    model(**batch, unknown=3).loss.backward()
+    with torch.no_grad():
+        model(**batch, unknown=3)
+    (note,) = {row.note for row in patch_report(model).rows if row.role == "layer"}
+    assert note == "1 of 2 calls ran leaf by leaf; of the last one, it is called with unknown"
+
+
 class ScaledLayer(type(BY_NAME["llama"].build().model.layers[0])):  # type: ignore[misc]
     """Does with few tokens what it does not do with many: only trying it can tell."""
 
