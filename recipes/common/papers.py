@@ -266,7 +266,7 @@ PAPERS = {
             "up to half of the memory of BatchNorm and activation", "abstract", 0.5, "less",
             "kept bytes of a convolution with BatchNorm and ReLU, two images of 56 pixels; preset exact, which "
             "rebuilds the BatchNorm's output instead of inverting the activation", at.chain_less,
-            reason="another method with the same bytes: the claim is shown to be met, not In-Place ABN to meet it",
+            incomparable="another method with the same bytes, which shows nothing of In-Place ABN",
         ),
     )),
     "groups": Paper("quantisation in groups", "", "", (
@@ -274,15 +274,16 @@ PAPERS = {
             "HyC-LoRA (MLSys 2025), Llama-2-7B with LoRA, 4 bits: buffers 5.61x smaller, by count", "the paper", 5.61,
             "times", "kept bytes of a layer with Llama 2's proportions, 512 wide, 2 x 512 tokens, bf16, LoRA on all "
             "linear layers; preset int4_attention", _llama("int4_attention", lora=True),
-            reason="ours has queries, keys, values and attention's output in 5 bits, in groups whose ranges are those "
-            "of the tensor, and adapters' inputs in 8; theirs ranges that are calibrated and then stay, and no others",
+            incomparable="another method. Ours has queries, keys, values and attention's output in 5 bits, in groups "
+            "whose ranges are those of the tensor, and adapters' inputs in 8; theirs ranges that are calibrated and "
+            "then stay, and no others",
         ),
         Claim(
             "COAT (ICLR 2025), Llama-2-7B, 8 bits (fp8): activations 1.65x smaller", "README of the authors' code",
             1.65, "times", "kept bytes of a layer with Llama 2's proportions, 512 wide, 2 x 512 tokens, bf16; preset "
             "int8, which takes as many bytes", _llama("int8", lora=False),
-            reason="another method at the same width: COAT leaves attention's 5 of its 22.7 units as they are, and "
-            "stores what the preset makes again",
+            incomparable="another method at the same width. COAT leaves attention's 5 of its 22.7 units as they are, "
+            "and stores what the preset makes again",
         ),
     )),
 }  # fmt: skip

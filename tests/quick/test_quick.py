@@ -169,6 +169,43 @@ def test_a_browser_shows_it(tmp_path):
         assert f'<th scope="row">{strategy}</th><td class="number">{peak:.2f} GiB</td>' in shown
 
 
+# pastes each config, chooses what is asked, and adds a table of what the page then shows
+_ASK = """
+  const set = (id, value, event) => {
+    page.getElementById(id).value = value;
+    page.getElementById(id).dispatchEvent(new view.Event(event, { bubbles: true }));
+  };
+  const answers = page.body.appendChild(page.createElement("table"));
+  for (const { config, training, optimizer, batch, seq, strategy } of CASES) {
+    set("config", config, "input");
+    for (const [id, value] of Object.entries({ training, optimizer, batch, seq, rank: 16 })) set(id, value, "change");
+    const row = [...page.getElementById("rows").rows].find((row) => row.cells[0].textContent === strategy);
+    const problem = page.getElementById("problem").textContent;
+    answers.insertRow().insertCell().textContent = problem || row.cells[1].textContent;
+  }
+"""
+
+
+@needs_browser
+def test_a_browser_computes_what_the_estimate_says(tmp_path):
+    asked = [
+        {
+            "config": json.dumps(PRESETS[case["model"]]), "training": case["mode"], "optimizer": case["optimizer"],
+            "batch": case["batch_size"], "seq": case["seq_len"], "strategy": case["strategy"],
+        }
+        for case in CASES
+    ]  # fmt: skip
+    # in the text of a script no tag may end it
+    clicks = _ASK.replace("CASES", json.dumps(asked).replace("</", "<\\/"))
+    found = looked_at(page.page(), tmp_path, 1200, False, clicks)
+    assert not found["errors"]
+    for (shown,), case in zip(found["tables"][-1], CASES, strict=True):
+        size, unit = shown.split(" ")
+        # two digits behind the point are shown
+        expected = case["device_bytes"] / 2**30
+        assert unit == "GiB" and float(size) == pytest.approx(expected, rel=WITHIN, abs=0.005), named(case)
+
+
 @needs_browser
 @pytest.mark.parametrize("width, dark", ((360, True), (1200, False)), ids=("phone, dark", "desktop, light"))
 def test_the_page_can_be_read(tmp_path, dark, width):

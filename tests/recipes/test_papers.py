@@ -86,7 +86,7 @@ def test_reproduce_measures_what_it_writes(tmp_path: Path, capsys: pytest.Captur
     rows = {row["paper"]: row for row in record["rows"]}
     # stock keeps the BatchNorm's input and the ReLU's output, exact the first; and two numbers per channel
     assert rows["inplace-abn"]["ours"] == pytest.approx(0.5, abs=0.01)
-    assert rows["inplace-abn"]["verdict"] == "reproduced"
+    assert rows["inplace-abn"]["verdict"] == "not comparable here"
     assert 1.5 < rows["tempo"]["ours"] < 2.5
     assert record["torch"] == torch.__version__ and record["scale"]["name"] == "quick"
     table = (tmp_path / "reproduce.md").read_text()
