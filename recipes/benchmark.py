@@ -12,8 +12,9 @@ per layer are those of the same model with few layers. A mode that should be exa
 speed figure, and the command fails. Suite "largest": the largest batch that trains with AdamW on a card of each size,
 and its tokens/s; on a CPU the bytes are counted instead. Suite "bytes", for compiled modes: kept bytes, peak, error
 against fp64 (without dropout) and the CPU seconds of the first step with empty caches; --resume continues after the
-results in --out. Writes benchmark.jsonl (one record per result) and benchmark.md after each mode and each round, and
-benchmark.png at the end. recipes/benchmark_kernels.py measures single kernels.
+results in --out. Suite "host": what recipes/host_time.py measures, per layer of tiny models of the same families, in
+the modes of the benchmark. Writes benchmark.jsonl (one record per result) and benchmark.md after each mode and each
+round, and benchmark.png at the end. recipes/benchmark_kernels.py measures single kernels.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from common.bench_bytes import compiled_bytes, earlier
+from common.bench_host import host_costs
 from common.bench_modes import DEFAULT_MODES, MODES
 from common.bench_options import add_model_options, check_model_options
 from common.bench_report import environment, markdown, plot, write
@@ -33,13 +35,15 @@ from tqdm.auto import tqdm
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_options(parser)
-    parser.add_argument("--suite", nargs="+", choices=("equal", "largest", "bytes"), default=["equal"])
+    parser.add_argument("--suite", nargs="+", choices=("equal", "largest", "bytes", "host"), default=["equal"])
     parser.add_argument("--modes", nargs="+", choices=("all", *MODES), default=list(DEFAULT_MODES))
     parser.add_argument("--caps", nargs="+", default=["8GiB", "12GiB", "16GiB", "24GiB"], help="card sizes, in GiB")
     parser.add_argument("--resume", action="store_true", help="suite bytes: do not measure what --out has already")
     parser.add_argument("--trials", type=int, default=4, help="batch sizes to try under each cap")
     args = parser.parse_args(argv)
     check_model_options(parser, args)
+    if "host" in args.suite and args.device != "cpu":
+        parser.error("--suite host: with --device cpu")
     if any(not cap.endswith("GiB") for cap in args.caps):
         parser.error("--caps are in GiB, as in 24GiB")
     args.modes = list(MODES) if "all" in args.modes else args.modes
@@ -59,6 +63,9 @@ def run(args: argparse.Namespace) -> Iterator[list[Result]]:
             done += results
         if "bytes" in args.suite:
             yield from compiled_bytes(name, args, done)
+        if "host" in args.suite:
+            done += host_costs(name, args)
+            yield done
         if "largest" in args.suite:
             for cap, mode in product(args.caps, args.modes):
                 done.append(largest_batch(name, mode, cap, args))

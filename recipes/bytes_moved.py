@@ -5,9 +5,8 @@
 
 What matrix products and attention move is left out: it is the same on both sides. All else is bound by memory, so its
 time on a GPU is close to these bytes over the memory's speed. Counted on a CPU, with kernels in Triton's interpreter
-(common/traffic.py says how), per layer and token: the difference between two depths and two batch sizes, in units of
-the hidden size (a tensor [tokens, hidden] of 16 bits that is read or written once is 2). Dropout is off: a CPU draws
-its masks in several ops where a GPU has one kernel. Writes bytes_moved.json and bytes_moved.md.
+(common/traffic.py says how), per layer and token in units of the hidden size (common/moved.py). Dropout is off: a CPU
+draws its masks in several ops where a GPU has one kernel. Writes bytes_moved.json and bytes_moved.md.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import json
 import os
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,13 +28,12 @@ import torch
 from common.bench_models import FAMILIES, Shape
 from common.bench_report import environment
 from common.files import replace_text
-from common.traffic import Traffic, interpreted_launches
+from common.moved import SEQUENCE, per_token
+from common.traffic import interpreted_launches
 
 from hf_actcompress import patch_model
 from hf_actcompress.dispatch import use
 
-DEPTHS, BATCHES = (1, 2), (1, 2)
-SEQUENCE, VOCABULARY = 16, 64
 COLUMNS = ("model", "mode", "forward", "backward", "total", "x stock", "launches")
 
 # mode -> (what changes a stock model into that mode, which implementations run)
@@ -62,45 +59,19 @@ class Row:
         return sum(self.forward.values()) + sum(self.backward.values())
 
 
-def build(name: str, layers: int, hidden: int) -> Any:
-    """A model with layers in the shape of Llama-3, BERT or GPT-2: MLPs 3.5 or 4 times as wide, 1/4 of the keys."""
-    ffn = hidden * 7 // 2 if name == "llama" else 4 * hidden
+def build(name: str, shape: Shape) -> Any:
     torch.manual_seed(0)
-    model = FAMILIES[name](Shape(hidden, layers, 4, 1, ffn, VOCABULARY), SEQUENCE)
+    model = FAMILIES[name](shape, SEQUENCE)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model.to(torch.bfloat16).train()
 
 
-def step(model: Any, batch: int) -> tuple[Traffic, Traffic]:
-    """The traffic of the forward and of the backward of one step, without the loss, whose bytes are not the layers'."""
-    ids = torch.randint(5, VOCABULARY, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
-    model.zero_grad()
-    forward, backward = Traffic(), Traffic()
-    with interpreted_launches(forward), forward:
-        hidden = model.base_model(input_ids=ids).last_hidden_state
-    with interpreted_launches(backward), backward:
-        hidden.backward(torch.ones_like(hidden))
-    return forward, backward
-
-
 def measure(name: str, mode: str, hidden: int) -> Row:
     prepare, choice = MODES[mode]
-    forward, backward, launches = Counter[str](), Counter[str](), 0
-    for sign, layers in zip((-1, 1), DEPTHS, strict=True):
-        model = prepare(build(name, layers, hidden))
-        with use(choice):
-            # a first step, because what happens only once must not be counted
-            step(model, BATCHES[0])
-            for turn, batch in zip((-1, 1), BATCHES, strict=True):
-                for found, made in zip((forward, backward), step(model, batch), strict=True):
-                    launches += sign * made.launches if turn > 0 else 0
-                    for op, moved in made.moved.items():
-                        found[op] += sign * turn * moved
-    unit = (DEPTHS[1] - DEPTHS[0]) * (BATCHES[1] - BATCHES[0]) * SEQUENCE * hidden
-    per_token = [{op: moved / unit for op, moved in found.most_common() if moved} for found in (forward, backward)]
-    return Row(name, mode, *per_token, launches / (DEPTHS[1] - DEPTHS[0]))
+    with use(choice):
+        return Row(name, mode, *per_token(lambda s: prepare(build(name, s)), name, hidden, watch=interpreted_launches))
 
 
 def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:

@@ -6,8 +6,9 @@
 Tensors are tiny, so that a CPU's time is that of Python, autograd and the dispatcher: what a GPU waits for when its own
 work per layer is less. All figures are per layer, forward and backward: the slope between two depths. Times are process
 time on one thread, interleaved, the minimum of many steps; of --repeats such runs the median and the range are given.
-"Launches" are dispatched ops that are no views and would run a kernel; "products" are the matrix products among them.
-Writes host_time.json and host_time.md.
+"Launches" are dispatched ops that are no views and would run a kernel; matrix products and calls of a fused attention
+are among them. Bytes are those that all others move, counted at a width of 512 (common/moved.py): per token, over the
+hidden size. Writes host_time.json and host_time.md.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,11 @@ import torch
 from common.bench_models import FAMILIES, Shape, with_adapters
 from common.bench_report import environment
 from common.files import replace_text
-from common.traffic import Traffic
+from common.host import COUNTED, Build, Counts, counts, host_microseconds
 
 from hf_actcompress import PRESETS, CompressionConfig, patch_model
 
-DEPTHS = (4, 12)
-STEPS = 25
-COLUMNS = ("model", "mode", "host us", "x stock", "launches", "products", "autograd nodes")
+COLUMNS = ("model", "mode", "host us", "x stock", *COUNTED.values())
 Prepare = Callable[[Any], Any]
 
 MODES: dict[str, Prepare] = {
@@ -52,85 +50,32 @@ class Row:
     mode: str
     microseconds: list[float]
     ratios: list[float]
-    launches: float
-    products: float
-    nodes: float
+    counts: Counts
 
 
-def build(name: str, mode: str, layers: int, args: argparse.Namespace) -> Any:
-    shape = Shape(args.hidden, layers, 2, 1, 2 * args.hidden, 200)
-    torch.manual_seed(0)
-    model = FAMILIES[name](shape, 512).to(getattr(torch, args.dtype)).train()
-    model.config.use_cache = args.use_cache
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = args.dropout if module.p > 0 else 0.0
-    return MODES[mode](with_adapters(model, 4) if args.lora else model)
+def builder(name: str, mode: str, args: argparse.Namespace) -> Build:
+    """Makes models of any size in this mode."""
 
+    def build(shape: Shape) -> Any:
+        torch.manual_seed(0)
+        model = FAMILIES[name](shape, 512).to(getattr(torch, args.dtype)).train()
+        model.config.use_cache = args.use_cache
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = args.dropout if module.p > 0 else 0.0
+        return MODES[mode](with_adapters(model, 4) if args.lora else model)
 
-def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(5, 190, (1, 4), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
-
-
-def seconds(model: Any, inputs: dict[str, torch.Tensor]) -> float:
-    """Process time of one step."""
-    model.zero_grad()
-    began = time.process_time()
-    model(**inputs).loss.backward()
-    return time.process_time() - began
-
-
-def per_layer(values: Sequence[float]) -> float:
-    return (values[1] - values[0]) / (DEPTHS[1] - DEPTHS[0])
-
-
-def host_microseconds(name: str, args: argparse.Namespace) -> list[float]:
-    """The time per layer in each mode, in one run."""
-    inputs, at = batch(), []
-    for layers in DEPTHS:
-        models = [build(name, mode, layers, args) for mode in args.modes]
-        best = [float("inf")] * len(models)
-        for _ in range(args.rounds * STEPS):
-            for i, model in enumerate(models):
-                best[i] = min(best[i], seconds(model, inputs))
-        at.append(best)
-    return [1e6 * per_layer(pair) for pair in zip(*at, strict=True)]
-
-
-def counts(name: str, mode: str, args: argparse.Namespace) -> tuple[float, float, float]:
-    """Launches, products and autograd nodes."""
-    found = []
-    for layers in DEPTHS:
-        model, inputs = build(name, mode, layers, args), batch()
-        model(**inputs).loss.backward()
-        with Traffic() as counter:
-            loss = model(**inputs).loss
-            loss.backward()
-        found.append((counter.launches, counter.products, nodes(model(**inputs).loss)))
-    launches, products, count = (per_layer(pair) for pair in zip(*found, strict=True))
-    return launches, products, count
-
-
-def nodes(loss: torch.Tensor) -> int:
-    """Number of nodes in the graph below a loss, without those that add to a parameter's gradient."""
-    pending: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen and type(node).__name__ != "AccumulateGrad":
-            seen.add(node)
-            pending += [parent for parent, _ in node.next_functions]
-    return len(seen)
+    return build
 
 
 def measure(name: str, args: argparse.Namespace) -> list[Row]:
-    runs = [host_microseconds(name, args) for _ in range(args.repeats)]
+    builds = [builder(name, mode, args) for mode in args.modes]
+    runs = [host_microseconds(builds, args.hidden, args.rounds) for _ in range(args.repeats)]
     stock = args.modes.index("stock")
     rows = []
     for i, mode in enumerate(args.modes):
         ratios = [run[i] / run[stock] for run in runs]
-        rows.append(Row(name, mode, [run[i] for run in runs], ratios, *counts(name, mode, args)))
+        rows.append(Row(name, mode, [run[i] for run in runs], ratios, counts(builds[i], name, args.hidden)))
     return rows
 
 
@@ -144,7 +89,7 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     for r in rows:
         ratio = f"{statistics.median(r.ratios):.2f} ({min(r.ratios):.2f} to {max(r.ratios):.2f})"
         cells = [r.model, r.mode, f"{statistics.median(r.microseconds):.0f}", ratio]
-        lines.append(f"| {' | '.join([*cells, *(f'{x:.1f}' for x in (r.launches, r.products, r.nodes))])} |")
+        lines.append(f"| {' | '.join([*cells, *(f'{x:.1f}' for x in astuple(r.counts))])} |")
     return "\n".join(lines) + "\n"
 
 

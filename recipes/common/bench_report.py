@@ -11,6 +11,7 @@ import torch
 
 from .bench_suites import Result
 from .files import replace_text
+from .host import COUNTED
 from .versions import PACKAGES, device_name, versions
 
 # column -> how a result fills it
@@ -41,7 +42,15 @@ _BYTES = {
     "first step, CPU s": lambda r: _number(r.first_step_s, ".1f"),
     "x compiled stock": lambda r: _number(r.first_step_ratio, ".2f"),
 }
-COLUMNS = {"equal": _EQUAL, "largest": _LARGEST, "bytes": _BYTES}
+_HOST = {
+    "host us": lambda r: _number(r.host_us, ".0f"),
+    "x stock": lambda r: _number(r.host_ratio, ".2f"),
+    **{
+        column: lambda r, name=name: "-" if r.host is None else f"{getattr(r.host, name):.1f}"
+        for name, column in COUNTED.items()
+    },
+}
+COLUMNS = {"equal": _EQUAL, "largest": _LARGEST, "bytes": _BYTES, "host": _HOST}
 
 
 def _number(value: float | None, form: str) -> str:
@@ -64,6 +73,8 @@ def _times(suites: set[str], options: dict[str, Any]) -> str:
     """How a step was timed; suite "bytes" times none."""
     if suites == {"bytes"}:
         return ""
+    if suites == {"host"}:
+        return f"; the host's time is that of tiny models on one thread, the least of {options['rounds']} x 25 steps"
     what = "medians" if options["device"] == "cuda" else "the least CPU time of all threads"
     return f"; {what} of {options['rounds']} rounds, interleaved, after one warm-up step each"
 

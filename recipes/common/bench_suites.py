@@ -16,6 +16,7 @@ from hf_actcompress import find_batch_size, kept_bytes, measure_step
 from .bench_graphs import counted, new_graphs
 from .bench_models import Shape, build, shape_of
 from .bench_modes import MODES, sharing_weights
+from .host import Counts
 
 # relative L2 error over all gradients: several roundings of the dtype, and far below what a wrong term makes
 GRADIENT_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -46,6 +47,9 @@ class Result:
     fp64_error: float | None = None
     first_step_s: float | None = None
     first_step_ratio: float | None = None
+    host_us: float | None = None
+    host_ratio: float | None = None
+    host: Counts | None = None
     cap: str = ""
     seconds: list[float] = field(default_factory=list)
     stock_seconds: list[float] = field(default_factory=list)

@@ -41,12 +41,13 @@ class Traffic(TorchDispatchMode):
     Attributes:
         launches: Number of ops and kernels that run on the device.
         products: Number of matrix products among them.
+        attentions: Number of fused attentions among them, forward or backward.
         moved: Name of an op or a kernel -> bytes, without products and attention.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches = self.products = 0
+        self.launches = self.products = self.attentions = 0
         self.moved: Counter[str] = Counter()
 
     @property
@@ -61,6 +62,7 @@ class Traffic(TorchDispatchMode):
             return result
         self.launches += 1
         self.products += name in PRODUCTS
+        self.attentions += "attention" in name
         if name not in PRODUCTS and "attention" not in name:
             self.moved[name] += op_bytes(name, args, kwargs, result)
         return result

@@ -83,6 +83,7 @@ def test_two_active_adapters() -> None:
     batch = BY_NAME["llama"].make_batch("right")
     (loss, grads), (expected, wanted) = (step(model, batch) for model in patched)
     assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
+    assert calls(patched[1]) == [1, 1]
 
 
 def test_adapters_that_come_after_patching_run_as_programs() -> None:

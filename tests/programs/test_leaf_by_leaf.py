@@ -101,6 +101,21 @@ def test_a_child_that_was_exchanged_is_written_down_anew() -> None:
     assert calls(programs) == [1, 1]
 
 
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_a_parametrised_weight_sends_its_layer_alone() -> None:
+    leaves, programs = pair("llama")
+    batch = BY_NAME["llama"].make_batch("right")
+    assert_same(programs, leaves, batch)
+    for model in (leaves, programs):
+        nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Twice())
+    assert_same(programs, leaves, batch)
+    assert calls(programs) == [1, 2]
+
+
 def test_no_grad_goes_leaf_by_leaf() -> None:
     leaves, programs = pair("llama")
     batch = BY_NAME["llama"].make_batch("right")

@@ -12,6 +12,7 @@ import torch
 
 from hf_actcompress import patch_model, unpatch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes
+from hf_actcompress.programs import stages
 from hf_actcompress.records import live_entries
 from tests.families import BY_NAME, cast_batch, step
 from tests.programs.pairs import DTYPES, MODES, PROGRAMS, assert_same, calls, every_family, pair
@@ -113,13 +114,23 @@ def test_other_data_before_backward_and_writes() -> None:
         loss.backward()
 
 
-def test_no_second_derivatives_in_silence() -> None:
+@pytest.mark.parametrize("staged", (False, True))
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_no_second_derivatives_in_silence(checkpointed: bool, staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of layers' weights alone: those of the head would raise by themselves."""
     _, programs = pair("llama")
-    grads = torch.autograd.grad(
-        programs(**BY_NAME["llama"].make_batch()).loss, list(programs.parameters()), create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        sum(g.sum() for g in grads).backward()  # type: ignore[union-attr]
+    if checkpointed:
+        programs.gradient_checkpointing_enable({"use_reentrant": False})
+    batch, layers = BY_NAME["llama"].make_batch(), programs.model.layers
+    if staged:
+        monkeypatch.setattr(stages, "SLACK", 0)
+        programs(**batch).loss.backward()
+    for layer in layers:
+        grads = torch.autograd.grad(programs(**batch).loss, list(layer.parameters()), create_graph=True)
+        for gradient in grads:
+            with pytest.raises(RuntimeError, match="second derivatives"):
+                gradient.sum().backward(retain_graph=True)
+    assert calls(programs) == [2 + staged] * 2
 
 
 @pytest.mark.parametrize("reentrant", (False, True))

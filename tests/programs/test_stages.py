@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,22 @@ def test_the_peak_is_that_of_the_leaf_path(case: str, tokens: int, way: str, mon
     assert peaks[1] <= peaks[0] + 4 * max(stages.SLACK, 4 * tokens * HIDDEN)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert calls(models[1]) == [1 + (case == "in the second backward")] * 2
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_the_peak_with_the_slack_as_it_is(case: str, checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights wide enough that layers stop in any case. What the leaf path holds beside them is no more than 64 KiB."""
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 512)
+    peaks, linked = [], []
+    for config in (LEAVES, PROGRAMS):
+        model = llama(config, checkpointed)
+        CASES[case](model)
+        monkeypatch.setattr(program, "Stages", lambda *args: linked.append(args) or stages.Stages(*args))
+        loss = model(**batch(256)).loss
+        peaks.append(trace(loss.backward).peak_bytes)
+    assert len(linked) == 2
+    assert peaks[1] <= peaks[0] + 2**16
 
 
 @pytest.mark.parametrize("checkpointed", (False, True))

@@ -35,6 +35,23 @@ def test_benchmark(tmp_path: Path) -> None:
     assert f"{kept['exact']:.2f}" in (tmp_path / "benchmark.md").read_text()
 
 
+def test_the_benchmark_counts_what_host_time_counts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    modes = ["--models", "llama", "--modes", "stock", "exact", "--rounds", "1", "--out", str(tmp_path)]
+    benchmark, host_time = map(importlib.import_module, ("benchmark", "host_time"))
+    options = benchmark.parse_args(["--suite", "host", *modes])
+    (rows,) = benchmark.run(options)
+    of_host = host_time.measure("llama", host_time.parse_args([*modes, "--repeats", "1"]))
+    stock, exact = (row.host for row in rows)
+    assert [row.host for row in rows] == [row.counts for row in of_host]
+    assert all(row.host_us > 0 and row.host_ratio > 0 for row in rows)
+    assert (exact.products, exact.attentions) == (stock.products, stock.attentions) == (21, 2)
+    assert exact.launches <= stock.launches and exact.moved_forward == stock.moved_forward > 0
+    report = importlib.import_module("common.bench_report")
+    text = report.markdown(rows, report.environment("cpu", "", vars(options)))
+    assert f"| {stock.launches:.1f} |" in text and "attention calls" in text
+
+
 def test_benchmark_finds_the_largest_batch(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     modes = ["stock", "exact"]
