@@ -6,6 +6,9 @@ Ours divides the graphs of patched models, which have marks, and hands all other
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +17,8 @@ from typing import Any
 import torch._inductor.config as inductor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.fx import GraphModule
+
+from ..codecs import CODECS
 
 
 def install() -> None:
@@ -41,17 +46,37 @@ class Partitioner(CustomPartitionerFn):
         return partition(gm, joint_inputs, inner=self.inner, **kwargs)
 
     def uuid(self) -> Any:
-        """A key for our code and that of `inner`; None if `inner` has no key, which switches torch's caches off."""
-        if self.inner is None:
-            return _hash("")
-        inner = self.inner.uuid()
-        return None if inner is None else _hash(repr(inner))
+        """A key for our code, that of `inner` and all codecs; a new one each time if `inner` or a codec has none.
+
+        A mark has a codec's name alone, and others may register another codec of that name in the next process. A key
+        of None would not switch torch's caches off: all partitions without a key would share their graphs.
+        """
+        inner, codecs = "" if self.inner is None else self.inner.uuid(), codecs_key()
+        if inner is None or codecs is None:
+            return os.urandom(32)
+        return _hash(repr((self.inner is None, inner, codecs)))
+
+
+def codecs_key() -> str | None:
+    """The parameters of all codecs, and what is in the files of those that are not ours; None if one has no file."""
+    rows = sorted((name, repr(codec)) for name, codec in CODECS.items())
+    # a codec's bases, and the codecs that it holds with theirs
+    parts = (part for codec in CODECS.values() for part in (codec, *getattr(codec, "__dict__", {}).values()))
+    kinds = {kind for part in parts if hasattr(part, "pack") for kind in type(part).__mro__}
+    known = {*sys.stdlib_module_names, "hf_actcompress"}
+    try:
+        files = {inspect.getfile(kind) for kind in kinds if kind.__module__.partition(".")[0] not in known}
+        return repr((rows, [Path(file).read_text() for file in sorted(files)]))
+    except (OSError, TypeError):
+        return None
 
 
 @cache
-def _hash(inner: str) -> bytes:
+def _hash(others: str) -> bytes:
     package = Path(__file__).parent.parent
     files = sorted(
-        str(path) for part in ("compilation", "codecs", "reference") for path in (package / part).rglob("*.py")
+        str(path)
+        for part in ("compilation", "codecs", "private_apis", "reference")
+        for path in (package / part).rglob("*.py")
     )
-    return get_hash_for_files(tuple(files), inner)
+    return get_hash_for_files(tuple(files), others)
