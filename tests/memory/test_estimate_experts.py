@@ -1,0 +1,35 @@
+"""Estimates of mixtures of experts beside what the CPU's allocator shows of the real step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from hf_actcompress.memory import estimate
+from tests.memory.test_estimate import BF16, FP32, real
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "use_cache": False, "pad_token_id": 0,
+}  # fmt: skip
+BUILDS: dict[str, tuple[Any, dict[str, int]]] = {
+    "mixtral": (hf.MixtralForCausalLM, {"num_local_experts": 4, "intermediate_size": 256}),
+    "qwen3_moe": (hf.Qwen3MoeForCausalLM, {"num_experts": 8, "moe_intermediate_size": 96, "head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", ["stock", "exact"])
+@pytest.mark.parametrize("name", BUILDS)
+def test_experts(name: str, config: str, dtype: torch.dtype) -> None:
+    cls, own = BUILDS[name]
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**SIZES, **own)).to(dtype)
+    found = estimate(model, batch_size=2, seq_len=128, config=config, device="cpu")
+    kept, peak = real(model, config, 2, 128)
+    print(f"kept {found.kept_bytes} for {kept}, peak {found.step_peak_bytes} for {peak}")
+    assert found.kept_bytes == pytest.approx(kept, rel=0.01)
+    assert found.step_peak_bytes == pytest.approx(peak, rel=0.05)
