@@ -17,6 +17,9 @@ Terms = Sequence[float]
 # as in reference/linear_cross_entropy.py: elements of a chunk of logits, and the multiple that its rows or columns are
 LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 18, 1 << 25, 16
 
+# after so many numbers that do not halve the interval, `largest` halves it
+_SLOW = 4
+
 
 @dataclass(frozen=True)
 class QuickEstimate:
@@ -109,10 +112,28 @@ def evaluate(data: Mapping[str, Any], case: Sequence[int], optimizer: str, sizes
     )
 
 
-def largest(needed: Callable[[int], int], room: int, most: int) -> int:
-    """The largest number from 1 to `most` whose bytes fit into `room`, 0 if none does; `needed` grows with it."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= room else (low, middle)
+def largest(needed: Callable[[int], int], room: int, most: int | None = None) -> int:
+    """The largest number from 1 to `most` whose bytes fit into `room`, 0 if none does; `needed` grows with it.
+
+    `needed` is asked a few times only, because it may be a slow estimate that is almost linear. So the next number is
+    where the line through the last two points meets the room. Where such lines narrow the interval too slowly, as for
+    bytes that grow with a square, the middle of the interval is next.
+    """
+    low, at_low = 0, 0
+    high, at_high = None if most is None else most + 1, 0
+    number, width, slow = 1, high, 0
+    while high is None or high - low > 1:
+        size = needed(number)
+        if size <= room:
+            slope = (size - at_low) / (number - low) if low else 0.0
+            low, at_low = number, size
+            number = number + max(1, int((room - size) / slope)) if slope > 0 else 2 * number
+        else:
+            high, at_high = number, size
+            slope = (at_high - at_low) / (high - low) if low else 0.0
+            number = low + int((room - at_low) / slope) if slope > 0 else (low + high) // 2
+        if high is not None:
+            halved = width is None or 2 * (high - low) <= width
+            width, slow = (high - low, 0) if halved else (width, slow + 1)
+            number = (low + high) // 2 if slow >= _SLOW else min(max(number, low + 1), high - 1)
     return low

@@ -13,7 +13,6 @@ import torch
 from hf_actcompress import measure_step, patch_model, patch_report, unpatch_model
 from hf_actcompress.errors import DoesNotFitError, MeasurementError, UnknownOptionError, UnsupportedModelError
 from hf_actcompress.memory import Plan, estimate, max_batch_size, max_seq_len, plan
-from hf_actcompress.memory.estimation.largest import largest
 from hf_actcompress.memory.planning.costs import DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
 from hf_actcompress.memory.planning.knapsack import Weighed, choose, undominated
 from tests.slopes import gpt2
@@ -184,23 +183,6 @@ def test_the_largest_batch_and_sequence():
     length = max_seq_len(model(), batch_size=2, budget=budget, step=32, limit=640, **options)
     sizes = [estimate(model(), batch_size=2, seq_len=s, **options).device_bytes for s in (length, length + 32)]
     assert length % 32 == 0 and sizes[0] <= budget and (length == 640 or budget < sizes[1])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_search_finds_the_border_of_any_growing_function(seed):
-    draw = random.Random(seed)
-    steps = [draw.randint(1, 50) + (n if seed % 2 else 0) for n in range(200)]
-    sizes = list(itertools.accumulate(steps))
-    for budget in (0, sizes[0], sizes[5] + 1, sizes[150]):
-        asked: list[int] = []
-
-        def size(n: int, asked: list[int] = asked) -> int:
-            asked.append(n)
-            return sizes[n - 1] if n <= len(sizes) else 10**9
-
-        expected = sum(s <= budget for s in sizes)
-        assert largest(size, budget) == expected
-        assert largest(size, budget, limit=40) == min(expected, 40)
 
 
 @pytest.mark.parametrize("seed", range(10))

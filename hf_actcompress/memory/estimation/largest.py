@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...quick.formula import largest
 from ...quick.sizes import parse_size
 from .estimates import Estimates
 
@@ -71,31 +72,6 @@ def _needed(
     """A function of (sequences, tokens) that gives the bytes a device needs."""
     several = Estimates(model, **options)
     return lambda batch_size, seq_len: several.device_bytes(batch_size, seq_len, config, gradient_checkpointing)
-
-
-def largest(needed: Callable[[int], int], budget: int, limit: int | None = None) -> int:
-    """The largest n >= 1, up to `limit`, with ``needed(n) <= budget``; 0 if there is none.
-
-    `needed` grows with n, almost linearly. The next n is where the line through the last two points meets the budget;
-    if that does not narrow the interval, it is the middle of the interval.
-    """
-    low, at_low = 0, 0
-    high, at_high = limit + 1 if limit is not None else None, 0
-    n = 1
-    while high is None or high - low > 1:
-        size = needed(n)
-        if size <= budget:
-            slope = (size - at_low) / (n - low) if low else 0.0
-            low, at_low = n, size
-            n = n + max(1, int((budget - size) / slope)) if slope > 0 else 2 * n
-        else:
-            high, at_high = n, size
-            slope = (at_high - at_low) / (high - low) if low else 0.0
-            n = low + int((budget - at_low) / slope) if slope > 0 else (low + high) // 2
-        if high is not None and not low < n < high:
-            # outside of the interval: take the end to which the line points
-            n = low + 1 if n <= low else high - 1
-    return low
 
 
 def _positions(model: Any) -> int | None:
