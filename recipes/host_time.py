@@ -1,6 +1,7 @@
 """What a layer costs the host: time, launches and autograd nodes of a whole step, stock beside patched.
 
     python recipes/host_time.py
+    python recipes/host_time.py --tokens recipes/results/host/host_time.json --out results/
     python recipes/host_time.py --models llama --modes stock exact "leaf by leaf" --repeats 5 --out results/
 
 Tensors are tiny, so that a CPU's time is that of Python, autograd and the dispatcher: what a GPU waits for when its own
@@ -9,6 +10,9 @@ time on one thread, interleaved, the minimum of many steps; of --repeats such ru
 "Launches" are dispatched ops that are no views and would run a kernel; matrix products and calls of a fused attention
 are among them. Bytes are those that all others move, counted at a width of 512 (common/moved.py): per token, over the
 hidden size. Writes host_time.json and host_time.md.
+
+With --tokens and such files: from how many tokens per step exact costs a GPU no time, computed and not measured, by
+model and GPU (common/free_from.py). Writes free_from.md.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import torch
 from common.bench_models import FAMILIES, Shape, with_adapters
 from common.bench_report import environment
 from common.files import replace_text
+from common.free_from import table
 from common.host import COUNTED, Build, Counts, counts, host_microseconds
 
 from hf_actcompress import PRESETS, CompressionConfig, patch_model
@@ -104,6 +109,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=4, help="of 25 steps, in each of which every mode has its turn")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", nargs="+", type=Path, metavar="JSON", help="measure nothing: a table of these")
+    parser.add_argument("--utilisation", type=float, default=0.4, help="with --tokens: share of the GPU's peak")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args(argv)
     if "stock" not in args.modes:
@@ -115,6 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     torch.set_num_threads(1)
     command = shlex.join(["python", "recipes/host_time.py", *(sys.argv[1:] if argv is None else argv)])
+    if args.tokens:
+        free = table([json.loads(path.read_text()) for path in args.tokens], args.utilisation)
+        title = (
+            f"`{command}`\n\nComputed, not measured on a GPU: from how many tokens per step exact costs no time.\n\n"
+        )
+        replace_text(args.out / "free_from.md", title + free)
+        print(free)
+        return 0
     about = environment("cpu", command, vars(args))
     rows: list[Row] = []
     for name in args.models:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,19 @@ def test_some_columns_of_a_table(recipe) -> None:
     assert recipe.table(text, None, ["y, z", "w"]) == "| y, z | w |\n| --- | --- |\n| 2 |  |"
     with pytest.raises(ValueError):
         recipe.table(text, None, ["y"])
+
+
+def test_from_how_many_tokens_exact_is_free(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that the committed table names makes it."""
+    monkeypatch.chdir(recipe.ROOT)
+    committed = (RECIPES / "results" / "host" / "free_from.md").read_text()
+    words = shlex.split(committed.splitlines()[0].strip("`"))[2:]
+    assert importlib.import_module("host_time").main([*words, "--out", str(tmp_path)]) == 0
+    assert recipe.table((tmp_path / "free_from.md").read_text(), None) == recipe.table(committed, None)
+    # 42e6 FLOPs per token, of 66e12 per second
+    free_from = importlib.import_module("common.free_from")
+    assert free_from.tokens(588, 7_000_000, 165, 0.4) == pytest.approx(588e-6 * 66e12 / 42e6)
+    rows = [{"model": "llama", "mode": "exact", "microseconds": [600.0], "ratios": [ratio]} for ratio in (1.0, 1.01)]
+    record = {"device": "a CPU", "options": {"dropout": 0.0}, "rows": rows}
+    first, later = [line for line in free_from.table([record], 0.4).splitlines() if "llama-1b" in line]
+    assert first.count(free_from.FIRST) == len(free_from.PEAKS) and free_from.FIRST not in later
