@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from . import breaks, install, marks
 from ._backend import backend, register
-from .marks import PLAIN, any_length, keep, offer, recompute
+from .marks import PLAIN, any_length, keep, note_trace, offer, recompute
 
 marks.ON_TRACE.extend((install.install, breaks.note_trace))
 
-__all__ = ["PLAIN", "any_length", "backend", "keep", "offer", "recompute", "register"]
+__all__ = ["PLAIN", "any_length", "backend", "keep", "note_trace", "offer", "recompute", "register"]

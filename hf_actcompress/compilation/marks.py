@@ -26,7 +26,8 @@ RECOMPUTE = "recompute"  # never keep the tensor: compute it again, even if it i
 # the codec's name for tensors that are kept as they are
 PLAIN = "identity"
 
-# functions to call when a mark is traced, when the options of the tracing torch.compile hold; the package fills it
+# functions to call when a patched model or a mark is traced, when the options of the tracing torch.compile hold; the
+# package fills it
 ON_TRACE: list[Callable[[], None]] = []
 
 _LIBRARY = torch.library.Library("hf_actcompress", "DEF")  # type: ignore[no-untyped-call]
@@ -49,6 +50,14 @@ def offer(x: Tensor, codec: str) -> Tensor:
 def recompute(x: Tensor) -> Tensor:
     """x [any shape], marked: computed again in backward whatever it costs, as the logits are."""
     return _mark(x, RECOMPUTE, PLAIN)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_trace() -> None:
+    """Called where a patched model begins: also one whose layers Dynamo cannot trace, so that there is no mark."""
+    if not exporting():
+        for note in ON_TRACE:
+            note()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -8,7 +8,6 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..private_apis import min_cut_partition, replace_random
-from .breaks import warn_of_break
 from .logits import divide_logits
 from .ordering import order_weights
 from .packing import pack_saved
@@ -32,7 +31,6 @@ def partition(
     divide = inner or min_cut_partition
     marked = has_marks(joint.graph)
     if marked:
-        warn_of_break()
         apply_policy(joint.graph, num_fwd_outputs)
     forward, backward = divide(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if marked:

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
+from .. import compilation
 from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..records import Copies, Padding, dropping, frame, in_frame, netted
@@ -105,6 +106,7 @@ class PatchedForward:
         A model without a loss type, such as GPT-2, logs a warning where it falls back to the default loss, and a
         warning breaks the graph. So it is given that loss, for this forward: Trainer goes on to see no loss type.
         """
+        compilation.note_trace()
         model: Any = self.model
         trained = self.active and model.training and torch.is_grad_enabled()
         unnamed = trained and isinstance(model, PreTrainedModel) and _has_no_loss(model)

@@ -38,6 +38,7 @@ __all__ = [
     "above_autograd",
     "accumulation_hooks",
     "active_fake_mode",
+    "after_compiling",
     "at_end_of_backward",
     "bare_apply",
     "below_autograd",
@@ -269,6 +270,14 @@ def traced_frame() -> tuple[Any, Any] | None:
 
     compiled = CompileContext.current_compile_id()
     return None if compiled is None else (compiled.frame_id, compiled.frame_compile_id)
+
+
+def after_compiling(function: Callable[[object], None]) -> None:
+    """Let Dynamo call it at the end of each frame that it compiles or skips. A second time changes nothing."""
+    from torch._dynamo import callback_handler
+
+    if function not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(function)
 
 
 def inductor_decompositions() -> Any:

@@ -65,19 +65,20 @@ class _Noted(CustomPartitionerFn):
 
 def test_somebodys_own_partition() -> None:
     """It divides what our marks have prepared, in this process beside a stock model, which keeps what it kept."""
-    torch._dynamo.reset()
     own = _Noted()
     torch.manual_seed(0)
     x, kept = torch.randn(128, 64).bfloat16(), []
     with inductor.patch(force_disable_caches=True):
         for ours in (False, True, False):
+            # or Dynamo runs the first stock model's graph for the second
+            torch._dynamo.reset()
             model = Block().bfloat16()
             if ours:
                 patch_model(model)
             compiled = torch.compile(model, fullgraph=True, options={"custom_partitioner_fn": own})
             compiled(x).backward()
             kept.append(kept_bytes(lambda compiled=compiled: compiled(x), "cpu"))
-    assert own.calls == 2, "the second stock model has the class and the code of the first"
+    assert own.calls == 3
     assert kept[1] < 0.65 * kept[0] and kept[2] == kept[0]
 
 

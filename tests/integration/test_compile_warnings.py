@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_actcompress import CompressionConfig, patch_model, unpatch_model
-from tests.families import BY_NAME, differing, step
+from tests.families import BY_NAME, differing, relative_error, step
 from tests.integration.compiling import BACKEND, build, kept_by, one_graph
 
 pytestmark = pytest.mark.daily(3)
@@ -67,3 +67,29 @@ def test_a_break_inside_of_a_layer(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         torch.compile(whole, backend=BACKEND)(**batch)
     assert not [r for r in caplog.records if "broken the graph" in r.message]
+
+
+@pytest.mark.parametrize("preset", ["exact", "int8"])
+def test_layers_that_cannot_be_traced(preset: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They run and save as in eager mode, and one warning says so; the graphs beside them hold what stock's hold."""
+    from hf_actcompress.compilation import breaks
+
+    breaks._say_broken.cache_clear()
+    family = BY_NAME["llama"]
+    stock = build(family)
+    batch = family.make_batch()
+    for layer in stock.model.layers:
+        layer.forward = torch.compiler.disable(layer.forward)
+    ours = build(family)
+    patch_model(ours, CompressionConfig.from_preset(preset, net=False))
+    for layer in ours.model.layers:
+        layer.forward = torch.compiler.disable(layer.forward)
+    eager, (expected_loss, expected) = kept_by(ours, batch), step(ours, batch)
+    with caplog.at_level(logging.WARNING):
+        loss, grads = step(torch.compile(ours, backend=BACKEND), batch)
+    assert torch.equal(loss, expected_loss)
+    found = {name.removeprefix("_orig_mod."): g for name, g in grads.items()}
+    assert relative_error(found, {name: g.double() for name, g in expected.items()}) < 0.01
+    kept = kept_by(torch.compile(ours, backend=BACKEND), batch)
+    assert kept <= 1.1 * eager and kept < 0.6 * kept_by(torch.compile(stock, backend="aot_eager"), batch)
+    assert len([r for r in caplog.records if "broken the graph" in r.message]) == 1
