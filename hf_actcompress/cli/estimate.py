@@ -39,7 +39,6 @@ from .common import (
     Zero,
     busy,
     card_option,
-    exit_codes,
     frozen_imports,
     lora_of,
     precision,
@@ -92,7 +91,8 @@ def estimate(
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
     room, (weights, autocast) = card_option(gpu), precision(dtype, bf16, fp16)
-    _check_together(max_context and room is None, fsdp, zero, processes, html)
+    _check_together(max_context and room is None, fsdp, zero, processes)
+    html = writable("--html", html)
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank), "trust_remote_code": trust_remote_code}
     options["quantization"] = quantization_of(quantization, qlora)
@@ -104,13 +104,12 @@ def estimate(
     _answered(table, sizes, preset or [], options, asked, None if no_cache else place_of(model, asked), html)
 
 
-def _check_together(no_card: bool, fsdp: int, zero: int | None, processes: int, html: Html) -> None:
-    """Check options that need or exclude each other, and that the file to write can be written."""
+def _check_together(no_card: bool, fsdp: int, zero: int | None, processes: int) -> None:
+    """Check options that need or exclude each other."""
     if no_card:
         raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
     if (zero is not None and processes == 1) or (fsdp > 1 and processes > 1):
         raise typer.BadParameter("--zero goes with --processes (2 or more), and neither with --fsdp")
-    writable("--html", html)
 
 
 def _answered(
@@ -131,7 +130,7 @@ def _answered(
         if place is not None:
             write(place, answer)
     if html is not None and answer.page is not None:
-        html.expanduser().write_text(answer.page, encoding="utf-8")
+        html.write_text(answer.page, encoding="utf-8")
     if not answer.fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
@@ -147,12 +146,11 @@ def _computed(
     html: bool,
 ) -> Answer:
     """Compute the answer, and print it row by row."""
-    with exit_codes(), frozen_imports():
+    with frozen_imports():
         _fill(table, not as_json, batch_size, seq_len, max_context, presets, options)
         text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)
         typer.echo(text if as_json else "\n".join(explanation(table)))
         return Answer(text, table.fits, page_of(table) if html else None)
-    raise AssertionError("errors end the program")
 
 
 def _fill(

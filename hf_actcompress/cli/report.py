@@ -17,7 +17,6 @@ from .common import (
     Model,
     SeqLen,
     busy,
-    exit_codes,
     frozen_imports,
     lora_of,
     writable,
@@ -53,29 +52,28 @@ def report(
     It is measured on the CPU, per module and role. The model is built from its config with random weights, which do not
     change what is kept, and runs on random tokens. It needs memory for its weights: --layers makes a large one smaller.
     """
-    writable("--html", html)
-    with exit_codes():
-        with busy(f"measuring {model}"):
-            from ..memory.estimation.random_model import local_model, random_batch
+    html = writable("--html", html)
+    with busy(f"measuring {model}"):
+        from ..memory.estimation.random_model import local_model, random_batch
 
-            built = local_model(
-                model,
-                dtype,
-                lora=lora_of(lora, lora_rank),
-                gradient_checkpointing=gradient_checkpointing,
-                layers=layers,
-                most_bytes=_host_bytes(),
-            )
-            batch = random_batch(built, batch_size, seq_len)
-            with frozen_imports():
-                found = _measure(built, batch, preset)
-                timelines = _timelines(built, batch, preset) if html is not None else {}
-            if html is not None:
-                _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, timelines)
-        if as_json:
-            typer.echo(found.to_json())
-        else:
-            found.print()
+        built = local_model(
+            model,
+            dtype,
+            lora=lora_of(lora, lora_rank),
+            gradient_checkpointing=gradient_checkpointing,
+            layers=layers,
+            most_bytes=_host_bytes(),
+        )
+        batch = random_batch(built, batch_size, seq_len)
+        with frozen_imports():
+            found = _measure(built, batch, preset)
+            timelines = _timelines(built, batch, preset) if html is not None else {}
+        if html is not None:
+            _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, timelines)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        found.print()
 
 
 def _measure(model: Any, batch: dict[str, Any], preset: str) -> MemoryReport:
