@@ -38,7 +38,9 @@ from .common import (
 if TYPE_CHECKING:
     from ..memory.planning.plans import Plan
 
-Objective = Annotated[str, typer.Option(help="fidelity: exact if that fits; or speed: errors count like time.")]
+Objective = Annotated[
+    str, typer.Option(help="fidelity: an exact plan if one fits; speed: the least time, by lossy ways, too.")
+]
 Allow = Annotated[
     list[str] | None,
     typer.Option(
