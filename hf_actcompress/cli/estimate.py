@@ -47,6 +47,7 @@ from .common import (
     writable,
 )
 from .estimate_table import EstimateTable, as_data, cells_of, columns_of, explanation, layout, page_of, text_of
+from .lengths import lengths_in, steps_of
 from .quick import by_formula
 from .remedies import remedies
 from .strategies import chosen, rows
@@ -55,11 +56,17 @@ Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
 ]
 
+Lengths = Annotated[
+    Path | None,
+    typer.Option(help="Instead of --seq-len: a file of a data set's lengths in tokens; the batch is its longest."),
+]
+
 
 def estimate(
     model: Model,
     batch_size: BatchSize = 1,
     seq_len: SeqLen = 512,
+    lengths: Lengths = None,
     gpu: Gpu = None,
     max_context: MaxContext = False,
     preset: Preset = None,
@@ -92,7 +99,9 @@ def estimate(
     """
     room, (weights, autocast) = card_option(gpu), precision(dtype, bf16, fp16)
     _check_together(max_context and room is None, fsdp, zero, processes)
-    html = writable("--html", html)
+    html, samples = writable("--html", html), lengths_in(lengths)
+    # a padded batch is as long as its longest sample
+    seq_len = max(samples, default=seq_len)
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank), "trust_remote_code": trust_remote_code}
     options["quantization"] = quantization_of(quantization, qlora)
@@ -100,7 +109,16 @@ def estimate(
     if quick:
         return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
     sizes, table = (batch_size, seq_len, max_context), EstimateTable(model, columns_of(room, max_context), room, gpu)
-    asked = {**options, "gpu": gpu, "sizes": sizes, "presets": preset, "json": as_json, "html": html is not None}
+    table.steps = steps_of(samples, batch_size)
+    asked = {
+        **options,
+        "gpu": gpu,
+        "sizes": sizes,
+        "steps": table.steps,
+        "presets": preset,
+        "json": as_json,
+        "html": html is not None,
+    }
     _answered(table, sizes, preset or [], options, asked, None if no_cache else place_of(model, asked), html)
 
 
@@ -169,7 +187,7 @@ def _fill(
         from ..memory.estimation.estimates import Estimates
 
         several = Estimates(table.model, **options)
-        left = rows(several, strategies, room, batch_size, seq_len, max_context)
+        left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps)
         row = next(left, None)
     lines = layout(table.columns)
     if printed:
