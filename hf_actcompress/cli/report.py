@@ -11,6 +11,7 @@ import typer
 from .common import (
     BatchSize,
     Dtype,
+    Html,
     Json,
     Lora,
     LoraRank,
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from ..memory.measurement.report import MemoryReport
     from ..memory.measurement.timeline import MemoryTimeline
 
-HtmlPictures = Annotated[
-    Path | None, typer.Option("--html", help="Also write one self-contained page with pictures. Needs matplotlib.")
-]
 Preset = Annotated[str, typer.Option(help="What stands beside stock.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Measure a model with so many layers: for large ones.")]
 Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With gradient checkpointing on.")]
@@ -44,7 +42,7 @@ def report(
     lora_rank: LoraRank = None,
     gradient_checkpointing: Checkpointing = False,
     layers: Layers = None,
-    html: HtmlPictures = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """What a model keeps for backward, stock beside patched.
@@ -107,8 +105,7 @@ def _timelines(model: Any, batch: dict[str, Any], preset: str) -> dict[str, Memo
 
 
 def _write_page(path: Path, title: str, found: MemoryReport, timelines: dict[str, MemoryTimeline]) -> None:
-    from ..display.html import HtmlSection, write_html
-    from ..display.pictures import draw_roles, draw_timelines
+    from ..display.html import HtmlBars, HtmlSection, write_html
     from ..display.tables import Table
     from ..quick.sizes import readable_size
 
@@ -120,11 +117,11 @@ def _write_page(path: Path, title: str, found: MemoryReport, timelines: dict[str
     ]
     table = Table(("module", "role", *names), cells, names)
     sections = [
-        HtmlSection("Kept for backward", str(found), pictures=[("by role", lambda to: draw_roles(bars, to))]),
+        HtmlSection("Kept for backward", str(found), bars=[HtmlBars(bars)]),
         HtmlSection(
-            "One step",
+            "One step: memory over time",
             "\n".join(f"{name}: {timeline}" for name, timeline in timelines.items()),
-            pictures=[("memory over time", lambda to: draw_timelines(timelines, to))],
+            curves=timelines,
         ),
         HtmlSection("By module", tables=[table]),
     ]
