@@ -9,19 +9,17 @@ import typer
 from typer.core import TyperGroup
 
 from . import bench, env, estimate, page, plan, report
-from .common import EXIT_CODES, Exit, fail
-
-# the class that typer uses, whichever library it comes from
-_UsageError: Any = typer.BadParameter.__mro__[1]
+from .common import EXIT_CODES, Exit, UsageError, exit_codes, fail
 
 
 class _Commands(TyperGroup):
-    """Shows a usage error in one line, like all other errors."""
+    """Shows every error in one line, and ends with its exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except _UsageError as error:
+            with exit_codes():
+                return super().invoke(ctx)
+        except UsageError as error:
             fail(error.format_message(), Exit.USAGE)
 
 

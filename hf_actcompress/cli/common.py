@@ -16,6 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
+# the class that typer uses, whichever library it comes from
+UsageError: Any = typer.BadParameter.__mro__[1]
+
 
 class Exit(IntEnum):
     """Exit codes of every command."""
@@ -34,11 +37,14 @@ EXIT_CODES = (
     "(set ACTCOMPRESS_TRACEBACK to see where)."
 )
 
+# beyond any training; bytes are numbers of 64 bits
+MOST = 2**24
+
 Model = Annotated[
     str, typer.Argument(help="A model of the Hugging Face hub, a folder with a config.json, or a bare config JSON.")
 ]
-BatchSize = Annotated[int, typer.Option(min=1, help="Sequences in a batch on one device.")]
-SeqLen = Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")]
+BatchSize = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences in a batch on one device.")]
+SeqLen = Annotated[int, typer.Option(min=1, max=MOST, help="Tokens in a sequence.")]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights: bf16, fp16 or fp32; by default what the config says.")]
 Bf16 = Annotated[bool, typer.Option("--bf16", help="As TrainingArguments(bf16=True): autocast over fp32 weights.")]
 Fp16 = Annotated[bool, typer.Option("--fp16", help="The same with fp16.")]
@@ -49,7 +55,9 @@ Optimizer = Annotated[
     ),
 ]
 Lora = Annotated[bool, typer.Option("--lora", help="LoRA on all linear layers; the rest is frozen. Needs peft.")]
-LoraRank = Annotated[int | None, typer.Option("--lora-rank", "--lora-r", min=1, help="Rank of LoRA; implies --lora.")]
+LoraRank = Annotated[
+    int | None, typer.Option("--lora-rank", "--lora-r", min=1, max=MOST, help="Rank of LoRA; implies --lora.")
+]
 Quantization = Annotated[
     str | None, typer.Option(help="Of the frozen weights: nf4, fp4 or int8; by default what the config says.")
 ]
@@ -69,14 +77,17 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="By a formula, in less than a second, within 3%; for the most common models.")
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute it anew, and keep no answer for the next time.")]
-Fsdp = Annotated[int, typer.Option(min=1, help="Processes over which FSDP2 shards; the figures are those of one.")]
+Fsdp = Annotated[
+    int, typer.Option(min=1, max=MOST, help="Processes over which FSDP2 shards; the figures are those of one.")
+]
 Zero = Annotated[
     int | None, typer.Option(min=2, max=3, help="Stage of DeepSpeed's ZeRO over --processes; the figures are of one.")
 ]
-Processes = Annotated[int, typer.Option(min=1, help="Over which --zero divides; without --zero: of DDP.")]
+Processes = Annotated[int, typer.Option(min=1, max=MOST, help="Over which --zero divides; without --zero: of DDP.")]
 Trl = Annotated[bool, typer.Option("--trl", help="The loss of TRL's trainers, whose fused head makes no logits whole.")]
 TargetLen = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of the labels of an encoder-decoder model; by default --seq-len.")
+    int | None,
+    typer.Option(min=1, max=MOST, help="Tokens of the labels of an encoder-decoder model; by default --seq-len."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 TrustRemoteCode = Annotated[
@@ -97,7 +108,7 @@ def quantization_of(name: str | None, qlora: bool) -> str | None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Turn known errors into a message and an exit code. Use it around everything that imports the package."""
+    """Turn errors into a message and an exit code. The console script has it around every command."""
     from ..errors import (
         ActCompressError,
         DoesNotFitError,
@@ -118,7 +129,7 @@ def exit_codes() -> Iterator[None]:
     except ActCompressError as error:
         code = Exit.NO_MODEL if isinstance(error, of_model) else Exit.USAGE
         fail(str(error), codes.get(type(error), code))
-    except (typer.Exit, typer.BadParameter, BrokenPipeError):
+    except (typer.Exit, typer.Abort, UsageError, BrokenPipeError):
         raise
     except Exception as error:
         if os.environ.get("ACTCOMPRESS_TRACEBACK"):
@@ -164,10 +175,37 @@ def precision(dtype: str | None, bf16: bool, fp16: bool) -> tuple[str | None, st
     return dtype or ("float32" if autocast else None), autocast
 
 
-def writable(name: str, path: Path | None) -> None:
-    """Report that a file cannot be written before the work starts."""
-    if path is not None and not path.expanduser().absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.expanduser().absolute().parent}", param_hint=name)
+def writable(name: str, path: Path | None) -> Path | None:
+    """The file to write, with ~ expanded. That it cannot be written is reported before the work starts.
+
+    Args:
+        name: The option that names the file.
+        path: Its value.
+    """
+    if path is None:
+        return None
+    # Path.expanduser raises for a user that does not exist
+    target = Path(os.path.expanduser(path)).absolute()
+    if why := _unwritable(target):
+        raise typer.BadParameter(f"cannot write {target}: {why}", param_hint=name)
+    return target
+
+
+def _unwritable(target: Path) -> str | None:
+    """Why a file cannot be written, and what to do; None if it can. Nothing is opened: it may be a pipe."""
+    try:
+        target.stat()
+        place = target
+    except FileNotFoundError:
+        place = target.parent
+    except OSError as error:
+        # a name that is too long, or a path through a file
+        return f"{error.strerror}; name another file"
+    if not target.parent.is_dir():
+        return f"there is no folder {target.parent}; make it first"
+    if target.is_dir():
+        return "it is a folder; name a file in it"
+    return None if os.access(place, os.W_OK) else f"no permission to write to {place}; name another file"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from .common import Json, echo_json, exit_codes
+from .common import Json, echo_json
 
 _NAME = "hf-actcompress"
 _PACKAGES = (
@@ -31,8 +31,7 @@ _VARIABLES = (
 
 def env(as_json: Json = False) -> None:
     """What a bug report needs: versions, machine, kernels, conflicts."""
-    with exit_codes():
-        found = _environment()
+    found = _environment()
     if as_json:
         echo_json(found)
         return

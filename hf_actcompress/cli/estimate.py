@@ -39,7 +39,6 @@ from .common import (
     Zero,
     busy,
     card_option,
-    exit_codes,
     frozen_imports,
     lora_of,
     precision,
@@ -48,6 +47,7 @@ from .common import (
     writable,
 )
 from .estimate_table import EstimateTable, as_data, cells_of, columns_of, explanation, layout, page_of, text_of
+from .lengths import lengths_in, steps_of
 from .quick import by_formula
 from .remedies import remedies
 from .strategies import chosen, rows
@@ -56,11 +56,17 @@ Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
 ]
 
+Lengths = Annotated[
+    Path | None,
+    typer.Option(help="Instead of --seq-len: a file of a data set's lengths in tokens; the batch is its longest."),
+]
+
 
 def estimate(
     model: Model,
     batch_size: BatchSize = 1,
     seq_len: SeqLen = 512,
+    lengths: Lengths = None,
     gpu: Gpu = None,
     max_context: MaxContext = False,
     preset: Preset = None,
@@ -92,7 +98,10 @@ def estimate(
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
     room, (weights, autocast) = card_option(gpu), precision(dtype, bf16, fp16)
-    _check_together(max_context and room is None, fsdp, zero, processes, html)
+    _check_together(max_context and room is None, fsdp, zero, processes)
+    html, samples = writable("--html", html), lengths_in(lengths)
+    # a padded batch is as long as its longest sample
+    seq_len = max(samples, default=seq_len)
     options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
     options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank), "trust_remote_code": trust_remote_code}
     options["quantization"] = quantization_of(quantization, qlora)
@@ -100,17 +109,25 @@ def estimate(
     if quick:
         return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
     sizes, table = (batch_size, seq_len, max_context), EstimateTable(model, columns_of(room, max_context), room, gpu)
-    asked = {**options, "gpu": gpu, "sizes": sizes, "presets": preset, "json": as_json, "html": html is not None}
+    table.steps = steps_of(samples, batch_size)
+    asked = {
+        **options,
+        "gpu": gpu,
+        "sizes": sizes,
+        "steps": table.steps,
+        "presets": preset,
+        "json": as_json,
+        "html": html is not None,
+    }
     _answered(table, sizes, preset or [], options, asked, None if no_cache else place_of(model, asked), html)
 
 
-def _check_together(no_card: bool, fsdp: int, zero: int | None, processes: int, html: Html) -> None:
-    """Check options that need or exclude each other, and that the file to write can be written."""
+def _check_together(no_card: bool, fsdp: int, zero: int | None, processes: int) -> None:
+    """Check options that need or exclude each other."""
     if no_card:
         raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
     if (zero is not None and processes == 1) or (fsdp > 1 and processes > 1):
         raise typer.BadParameter("--zero goes with --processes (2 or more), and neither with --fsdp")
-    writable("--html", html)
 
 
 def _answered(
@@ -131,7 +148,7 @@ def _answered(
         if place is not None:
             write(place, answer)
     if html is not None and answer.page is not None:
-        html.expanduser().write_text(answer.page, encoding="utf-8")
+        html.write_text(answer.page, encoding="utf-8")
     if not answer.fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
@@ -147,12 +164,11 @@ def _computed(
     html: bool,
 ) -> Answer:
     """Compute the answer, and print it row by row."""
-    with exit_codes(), frozen_imports():
+    with frozen_imports():
         _fill(table, not as_json, batch_size, seq_len, max_context, presets, options)
         text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)
         typer.echo(text if as_json else "\n".join(explanation(table)))
         return Answer(text, table.fits, page_of(table) if html else None)
-    raise AssertionError("errors end the program")
 
 
 def _fill(
@@ -171,7 +187,7 @@ def _fill(
         from ..memory.estimation.estimates import Estimates
 
         several = Estimates(table.model, **options)
-        left = rows(several, strategies, room, batch_size, seq_len, max_context)
+        left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps)
         row = next(left, None)
     lines = layout(table.columns)
     if printed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class EstimateTable:
         model: The model's name.
         columns: Names of the columns.
         room, gpu: The card's bytes, and the card as it was given.
+        steps: Tokens per sequence of the steps that the allocator is replayed for; empty: all alike.
         rows: The rows that are known so far.
         evaluation_bytes: Bytes that the evaluation of such a batch needs.
         assumed: What the figures depend on.
@@ -46,6 +47,7 @@ class EstimateTable:
     columns: tuple[str, ...]
     room: int | None
     gpu: str | None
+    steps: tuple[int, ...] = ()
     rows: list[Row] = field(default_factory=list)
     evaluation_bytes: int = 0
     assumed: str = ""
@@ -110,7 +112,7 @@ def explanation(table: EstimateTable) -> Iterator[str]:
     yield f"evaluating such a batch, its logits whole: {readable_size(table.evaluation_bytes)}"
     if room is None:
         return
-    yield from _advice(found, room)
+    yield from _advice(found, room, table.steps)
     fitting = [row.strategy.name for row in found if row.fits(room)]
     yield f"fits into {table.gpu}: {', '.join(fitting) if fitting else 'none of these'}"
     for remedy in table.instead:
@@ -118,7 +120,7 @@ def explanation(table: EstimateTable) -> Iterator[str]:
         yield f"  {remedy.name}, {STRATEGY}: {readable_size(remedy.nbytes)}, {fits}"
 
 
-def _advice(rows: list[Row], room: int) -> Iterator[str]:
+def _advice(rows: list[Row], room: int, steps: Sequence[int]) -> Iterator[str]:
     """What "tight" means for each row that is, and whether the allocator's setting would help."""
     from ..quick.headroom import ADVICE
     from ..quick.sizes import readable_size
@@ -137,7 +139,9 @@ def _advice(rows: list[Row], room: int) -> Iterator[str]:
         )
     if any(row.estimate is not None and row.estimate.reserved_share is None for row in tight):
         yield ADVICE
-    if tight:
+    if tight and steps:
+        yield f"the shares are those of batches of {', '.join(map(str, steps))} tokens per sequence, in this order"
+    elif tight:
         yield "batches of different lengths make the allocator reserve more: the shares are those of equal batches"
 
 

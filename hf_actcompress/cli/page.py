@@ -20,6 +20,6 @@ def page(out: Out = Path("page.html")) -> None:
     """
     from ..quick.page import page as text
 
-    writable("--out", out)
-    out.write_text(text(), encoding="utf-8")
-    typer.echo(f"wrote {out}: open it in a browser")
+    target = writable("--out", out) or out
+    target.write_text(text(), encoding="utf-8")
+    typer.echo(f"wrote {target}: open it in a browser")

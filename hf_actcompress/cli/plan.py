@@ -27,7 +27,6 @@ from .common import (
     TrustRemoteCode,
     busy,
     card_option,
-    exit_codes,
     frozen_imports,
     lora_of,
     precision,
@@ -39,7 +38,9 @@ from .common import (
 if TYPE_CHECKING:
     from ..memory.planning.plans import Plan
 
-Objective = Annotated[str, typer.Option(help="fidelity: exact if that fits; or speed: errors count like time.")]
+Objective = Annotated[
+    str, typer.Option(help="fidelity: an exact plan if one fits; speed: the least time, by lossy ways, too.")
+]
 Allow = Annotated[
     list[str] | None,
     typer.Option(
@@ -82,21 +83,19 @@ def plan(
     """
     weights, autocast = precision(dtype, bf16, fp16)
     room = card_option(gpu)
-    writable("--out", out)
-    writable("--html", html)
+    out, html = writable("--out", out), writable("--html", html)
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
     options["trust_remote_code"] = trust_remote_code
     options |= _said(allow=tuple(allow or ()) or None, headroom=headroom)
-    with exit_codes():
-        progress(f"planning {model}")
-        with busy(f"planning {model}"):
-            found = _planned(model, budget=room, objective=objective, batch_size=batch_size, seq_len=seq_len, **options)
-        if out is not None:
-            out.write_text(found.to_json())
-        _show(found, as_json, f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
-        if html is not None:
-            _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
+    progress(f"planning {model}")
+    with busy(f"planning {model}"):
+        found = _planned(model, budget=room, objective=objective, batch_size=batch_size, seq_len=seq_len, **options)
+    if out is not None:
+        out.write_text(found.to_json())
+    _show(found, as_json, f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
+    if html is not None:
+        _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
 
 
 def _show(found: Plan, as_json: bool, assumptions: str) -> None:

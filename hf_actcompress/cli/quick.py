@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +17,7 @@ from ..quick.formula import QuickEstimate, largest
 from ..quick.headroom import HEADROOM, usable
 from ..quick.question import Question, question
 from .assumptions import assumed
-from .common import Exit, Rows, echo_json, exit_codes
+from .common import Exit, Rows, echo_json
 from .strategies import MOST
 
 _STEP = 64
@@ -69,9 +70,9 @@ def config_of(model: str) -> dict[str, Any]:
     Raises:
         ModelConfigError: There is no such config, or it is not a JSON object.
     """
-    path = Path(model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists() and path.suffix != ".json" and model.count("/") <= 1:
+    path = Path(os.path.expanduser(model))
+    path = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.exists(path) and path.suffix != ".json" and model.count("/") <= 1:
         path = _of_hub(model)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -120,18 +121,17 @@ def by_formula(
             "--quick goes without --preset, --html, --fsdp, --zero, --processes, --target-len, --trl, --device cpu and "
             "--engine compile"
         )
-    with exit_codes():
-        training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}
-        config = config_of(model)
-        asked = question(config, **training)
-        rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
-        dtype = options["dtype"] or config.get("dtype") or config.get("torch_dtype") or "float32"
-        line = f"{assumed(options, batch_size, seq_len, [dtype])}; a formula, within 3% of the answer without --quick"
-        if as_json:
-            echo_json({"model": model, "gpu_bytes": room, "assumed": line, "rows": rows})
-        else:
-            _echo(rows)
-            typer.echo(f"\nassumed: {line}")
+    training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}
+    config = config_of(model)
+    asked = question(config, **training)
+    rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
+    dtype = options["dtype"] or config.get("dtype") or config.get("torch_dtype") or "float32"
+    line = f"{assumed(options, batch_size, seq_len, [dtype])}; a formula, within 3% of the answer without --quick"
+    if as_json:
+        echo_json({"model": model, "gpu_bytes": room, "assumed": line, "rows": rows})
+    else:
+        _echo(rows)
+        typer.echo(f"\nassumed: {line}")
     if room is not None and not any(row["fits"] for row in rows):
         raise typer.Exit(Exit.DOES_NOT_FIT)
 

@@ -11,13 +11,13 @@ import typer
 from .common import (
     BatchSize,
     Dtype,
+    Html,
     Json,
     Lora,
     LoraRank,
     Model,
     SeqLen,
     busy,
-    exit_codes,
     frozen_imports,
     lora_of,
     writable,
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from ..memory.measurement.report import MemoryReport
     from ..memory.measurement.timeline import MemoryTimeline
 
-HtmlPictures = Annotated[
-    Path | None, typer.Option("--html", help="Also write one self-contained page with pictures. Needs matplotlib.")
-]
 Preset = Annotated[str, typer.Option(help="What stands beside stock.")]
 Layers = Annotated[int | None, typer.Option(min=1, help="Measure a model with so many layers: for large ones.")]
 Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With gradient checkpointing on.")]
@@ -45,7 +42,7 @@ def report(
     lora_rank: LoraRank = None,
     gradient_checkpointing: Checkpointing = False,
     layers: Layers = None,
-    html: HtmlPictures = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """What a model keeps for backward, stock beside patched.
@@ -53,29 +50,28 @@ def report(
     It is measured on the CPU, per module and role. The model is built from its config with random weights, which do not
     change what is kept, and runs on random tokens. It needs memory for its weights: --layers makes a large one smaller.
     """
-    writable("--html", html)
-    with exit_codes():
-        with busy(f"measuring {model}"):
-            from ..memory.estimation.random_model import local_model, random_batch
+    html = writable("--html", html)
+    with busy(f"measuring {model}"):
+        from ..memory.estimation.random_model import local_model, random_batch
 
-            built = local_model(
-                model,
-                dtype,
-                lora=lora_of(lora, lora_rank),
-                gradient_checkpointing=gradient_checkpointing,
-                layers=layers,
-                most_bytes=_host_bytes(),
-            )
-            batch = random_batch(built, batch_size, seq_len)
-            with frozen_imports():
-                found = _measure(built, batch, preset)
-                timelines = _timelines(built, batch, preset) if html is not None else {}
-            if html is not None:
-                _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, timelines)
-        if as_json:
-            typer.echo(found.to_json())
-        else:
-            found.print()
+        built = local_model(
+            model,
+            dtype,
+            lora=lora_of(lora, lora_rank),
+            gradient_checkpointing=gradient_checkpointing,
+            layers=layers,
+            most_bytes=_host_bytes(),
+        )
+        batch = random_batch(built, batch_size, seq_len)
+        with frozen_imports():
+            found = _measure(built, batch, preset)
+            timelines = _timelines(built, batch, preset) if html is not None else {}
+        if html is not None:
+            _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, timelines)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        found.print()
 
 
 def _measure(model: Any, batch: dict[str, Any], preset: str) -> MemoryReport:
@@ -109,8 +105,7 @@ def _timelines(model: Any, batch: dict[str, Any], preset: str) -> dict[str, Memo
 
 
 def _write_page(path: Path, title: str, found: MemoryReport, timelines: dict[str, MemoryTimeline]) -> None:
-    from ..display.html import HtmlSection, write_html
-    from ..display.pictures import draw_roles, draw_timelines
+    from ..display.html import HtmlBars, HtmlSection, write_html
     from ..display.tables import Table
     from ..quick.sizes import readable_size
 
@@ -122,11 +117,11 @@ def _write_page(path: Path, title: str, found: MemoryReport, timelines: dict[str
     ]
     table = Table(("module", "role", *names), cells, names)
     sections = [
-        HtmlSection("Kept for backward", str(found), pictures=[("by role", lambda to: draw_roles(bars, to))]),
+        HtmlSection("Kept for backward", str(found), bars=[HtmlBars(bars)]),
         HtmlSection(
-            "One step",
+            "One step: memory over time",
             "\n".join(f"{name}: {timeline}" for name, timeline in timelines.items()),
-            pictures=[("memory over time", lambda to: draw_timelines(timelines, to))],
+            curves=timelines,
         ),
         HtmlSection("By module", tables=[table]),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -150,6 +150,7 @@ def rows(
     batch_size: int,
     seq_len: int,
     max_context: bool = False,
+    steps: Sequence[int] = (),
 ) -> Iterator[Row]:
     """The estimates, one after the other, because each takes seconds.
 
@@ -159,12 +160,13 @@ def rows(
         room: Bytes of the card, for which the largest batch sizes are searched; None if there is no card.
         batch_size, seq_len: Sequences, and tokens per sequence.
         max_context: Whether to search for the longest sequences as well.
+        steps: Tokens per sequence of the steps that the allocator is replayed for; by default equal ones.
     """
     from ..errors import ActCompressError
 
     for index, strategy in enumerate(strategies):
         try:
-            row = _row(several, strategy, room, batch_size, seq_len)
+            row = _row(several, strategy, room, batch_size, seq_len, steps)
             yield replace(row, longest=_longest(several, row, room)) if room is not None and max_context else row
         except ActCompressError as error:
             if index == 0:
@@ -172,7 +174,9 @@ def rows(
             yield Row(strategy, None, why_not=str(error))
 
 
-def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: int, seq_len: int) -> Row:
+def _row(
+    several: Estimates, strategy: Strategy, room: int | None, batch_size: int, seq_len: int, steps: Sequence[int]
+) -> Row:
     from ..quick.headroom import MOST_SHARE
 
     config = strategy.patched_with
@@ -181,7 +185,7 @@ def _row(several: Estimates, strategy: Strategy, room: int | None, batch_size: i
     if room is None:
         return Row(strategy, found, peaks)
     if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
-        found = several.replayed(batch_size, seq_len, config, strategy.checkpointing)
+        found = several.replayed(batch_size, seq_len, config, strategy.checkpointing, lengths=steps)
 
     def peak(batch_size: int) -> int:
         return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)

@@ -1,22 +1,22 @@
-"""One HTML file that needs no other: tables, bars, pictures inside it, and a script that sorts the tables."""
+"""One HTML file that needs no other: tables, bars, curves, and a script that sorts the tables."""
 
 from __future__ import annotations
 
-import base64
-import io
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from ..quick.sizes import readable_size
 from .tables import Table
 
 if TYPE_CHECKING:
     from os import PathLike
+
+    from .pictures import Curve
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --mark: #c00; }
@@ -25,7 +25,7 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 0 auto; padding: 1rem; }
 body { color: var(--text); background: var(--page); overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.25rem; margin-top: 2rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; } img { max-width: 100%; background: #fff; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; } svg { width: 100%; background: #fff; }
 th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: left; overflow-wrap: normal; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th button { font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer; }
@@ -69,9 +69,11 @@ for (const head of document.querySelectorAll("th")) {
 }
 """
 # nothing is read from anywhere
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 # colours of the parts, which most eyes can tell apart on light and dark backgrounds (Okabe and Ito)
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
+# of curves, in pixels of a wide screen
+_WIDTH, _HEIGHT = 1000, 300
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,13 @@ class HtmlBars:
 
 @dataclass(frozen=True)
 class HtmlSection:
-    """A heading, a paragraph per line of text, bars, tables and pictures.
-
-    Args:
-        pictures: Alternative text -> what draws the picture as a PNG into a binary file.
-    """
+    """A heading, a paragraph per line of text, bars, tables, and curves of bytes over time by their names."""
 
     heading: str
     text: str = ""
     tables: Sequence[Table] = ()
-    pictures: Sequence[tuple[str, Callable[[IO[bytes]], None]]] = ()
     bars: Sequence[HtmlBars] = ()
+    curves: Mapping[str, Curve] = field(default_factory=dict)
 
 
 def html_page(title: str, sections: Sequence[HtmlSection]) -> str:
@@ -110,9 +108,6 @@ def html_page(title: str, sections: Sequence[HtmlSection]) -> str:
     Args:
         title: The page's title.
         sections: The sections in order.
-
-    Raises:
-        MissingExtraError: There are pictures and matplotlib is not installed.
     """
     body = "\n".join(map(_section, sections))
     return (
@@ -124,7 +119,7 @@ def html_page(title: str, sections: Sequence[HtmlSection]) -> str:
 
 
 def write_html(path: str | PathLike[str], title: str, sections: Sequence[HtmlSection]) -> None:
-    """Write such a page; parent folders are made. Raises as `html_page`."""
+    """Write such a page; parent folders are made."""
     text = html_page(title, sections)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +131,7 @@ def _section(section: HtmlSection) -> str:
     parts += [f"<p>{escape(line)}</p>" for line in section.text.splitlines() if line]
     parts += map(_bars, section.bars)
     parts += map(_table, section.tables)
-    parts += [_picture(text, draw) for text, draw in section.pictures]
+    parts += [_curves(section.curves)] if section.curves else []
     return "\n".join(parts)
 
 
@@ -155,13 +150,40 @@ def _bars(found: HtmlBars) -> str:
     colours = {part: _colour(i) for i, (part, _) in enumerate(totals.most_common())}
     # the line is not at the very end of the bars
     scale = max((*(sum(parts.values()) for parts in found.bars.values()), int(1.02 * (found.mark or 0)), 1))
-    keys = "".join(
-        f'<li><span class="key" style="background:{c}"></span>{escape(part)}</li>' for part, c in colours.items()
-    )
-    lines = [f'<ul class="keys">{keys}</ul>']
+    lines = [_keys(colours)]
     if found.mark is not None:
         lines.append(f'<p class="card">the line: {escape(found.marked)}, {readable_size(found.mark)}</p>')
     return "\n".join([*lines, *(_bar(name, parts, found.mark, scale, colours) for name, parts in found.bars.items())])
+
+
+def _keys(colours: Mapping[str, str]) -> str:
+    keys = (f'<li><span class="key" style="background:{c}"></span>{escape(part)}</li>' for part, c in colours.items())
+    return f'<ul class="keys">{"".join(keys)}</ul>'
+
+
+def _curves(curves: Mapping[str, Curve]) -> str:
+    """All on the same axes, with a dotted line where the backward and the optimizer begin."""
+    colours = {name: _colour(i) for i, name in enumerate(curves)}
+    seconds = max((curve.seconds[-1] for curve in curves.values() if curve.seconds), default=0.0)
+    most = max((curve.peak_bytes for curve in curves.values()), default=0)
+    across, up = _WIDTH / (seconds or 1.0), _HEIGHT / (most or 1)
+    lines = []
+    for name, curve in curves.items():
+        style = f'fill="none" stroke="{colours[name]}"'
+        steps = "".join(
+            f"H{second * across:.1f}V{_HEIGHT - nbytes * up:.1f}"
+            for second, nbytes in zip(curve.seconds, curve.bytes, strict=True)
+        )
+        lines.append(f'<path {style} stroke-width="2" d="M0 {_HEIGHT}{steps}"/>')
+        begins = [span[0] * across for span in (curve.backward, curve.optimizer) if span is not None]
+        lines += [f'<path {style} stroke-dasharray="2 3" d="M{x:.1f} 0V{_HEIGHT}"/>' for x in begins]
+    text = (
+        f"{1e3 * seconds:.1f} ms (profiled) across, {readable_size(most)} above the start up; dotted: backward begins"
+    )
+    svg = (
+        f'<svg role="img" aria-label="{escape(text)}" viewBox="-2 -2 {_WIDTH + 4} {_HEIGHT + 4}">{"".join(lines)}</svg>'
+    )
+    return f"{_keys(colours)}\n{svg}\n<p>{escape(text)}</p>"
 
 
 def _bar(name: str, parts: Mapping[str, int], mark: int | None, scale: int, colours: Mapping[str, str]) -> str:
@@ -187,10 +209,3 @@ def _colour(number: int) -> str:
 
 def _cell(text: str, right: bool, tag: str = "td") -> str:
     return f'<{tag} class="number">{escape(text)}</{tag}>' if right else f"<{tag}>{escape(text)}</{tag}>"
-
-
-def _picture(text: str, draw: Callable[[IO[bytes]], None]) -> str:
-    buffer = io.BytesIO()
-    draw(buffer)
-    encoded = base64.b64encode(buffer.getvalue()).decode("ascii")
-    return f'<p><img alt="{escape(text)}" src="data:image/png;base64,{encoded}"></p>'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from typing import Any
 
 import pytest
@@ -61,13 +63,25 @@ CONFIGS: dict[str, tuple[Any, str]] = {
 }
 
 
+# the formula reads sizes alone, and an MLP's width that is left out has a default there
+NOT_READ_BY_THE_FORMULA = ("nothing", "padding beyond the vocabulary", "an unknown type")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_that_cannot_be_used(name: str, tmp_path: Any) -> None:
     config, said = CONFIGS[name]
-    result = run("estimate", written(tmp_path, config), *SIZES, "--preset", "exact")
+    path = written(tmp_path, config)
+    result = run("estimate", path, *SIZES, "--preset", "exact")
     assert result.exit_code == Exit.NO_MODEL, result.output
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0], lines
+    result = run("plan", path, *SIZES, "--gpu", "24")
+    assert result.exit_code == Exit.NO_MODEL, result.output
+    assert re.fullmatch(f"planning {path}\nerror: [^\n]+\n", result.stderr), result.stderr
+    if name not in NOT_READ_BY_THE_FORMULA:
+        result = run("estimate", path, *SIZES, "--quick")
+        assert result.exit_code == Exit.NO_MODEL, result.output
+        assert re.fullmatch("error: [^\n]+\n", result.stderr), result.stderr
 
 
 @pytest.mark.parametrize(("config", "most"), [(BERT, 512), (OPT, 40)], ids=["bert", "opt"])
@@ -95,11 +109,61 @@ def test_experts_in_every_dtype(dtype: str, tmp_path: Any) -> None:
     assert found.kept_bytes == pytest.approx(wide.kept_bytes * (2 if dtype == "float32" else 1), rel=0.2)
 
 
-def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Any) -> None:
+WRITING = (("plan", "--out"), ("plan", "--html"), ("estimate", "--html"), ("report", "--html"), ("page", "--out"))
+
+
+@pytest.mark.parametrize(("command", "option"), WRITING)
+def test_a_file_that_cannot_be_written_is_said_first(
+    command: str, option: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = () if command == "page" else (written(tmp_path, LLAMA), *SIZES)
+
+    def said(path: Any) -> str:
+        result = run(command, *given, f"{option}={path}")
+        assert result.exit_code == Exit.USAGE, result.output
+        assert re.fullmatch(f"error: Invalid value for {option}: [^\n]+\n", result.stderr), result.stderr
+        return result.stderr
+
+    assert "there is no folder" in said(tmp_path / "no" / "file")
+    assert "it is a folder; name a file in it" in said(tmp_path)
+    assert "File name too long" in said(tmp_path / ("x" * 300))
+    (tmp_path / "file").touch()
+    assert "Not a directory" in said(tmp_path / "file" / "below")
+    assert "there is no folder" in said("~nobody_of_that_name/file")
+    # a superuser may write anywhere
+    monkeypatch.setattr(os, "access", lambda place, mode: mode != os.W_OK)
+    assert f"no permission to write to {tmp_path};" in said(tmp_path / "new")
+    assert f"no permission to write to {tmp_path / 'file'};" in said(tmp_path / "file")
+
+
+def test_files_at_home(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "=" a shell leaves the ~ to the command."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     model = written(tmp_path, LLAMA)
-    for command, option in (("plan", "--out"), ("plan", "--html"), ("estimate", "--html"), ("report", "--html")):
-        result = run(command, model, *SIZES, option, str(tmp_path / "no" / "file"))
-        assert result.exit_code == Exit.USAGE and "no folder" in result.output, (command, option, result.output)
+    options = (*SIZES, "--gpu", "24", "--allow", "checkpoint", "--out=~/plan.json", "--html=~/plan.html")
+    for command in (("page", "--out=~/page.html"), ("plan", model, *options)):
+        result = run(*command)
+        assert result.exit_code == Exit.OK, result.output
+    assert all((tmp_path / name).stat().st_size for name in ("page.html", "plan.json", "plan.html"))
+
+
+@pytest.mark.parametrize("command", [("estimate",), ("estimate", "--quick"), ("plan", "--gpu", "24"), ("report",)])
+def test_a_name_that_no_file_can_have(command: tuple[str, ...]) -> None:
+    result = run(command[0], "x" * 300, *command[1:])
+    assert result.exit_code == Exit.NO_MODEL and result.stderr.splitlines()[-1].startswith("error: "), result.output
+    assert "Traceback" not in result.stderr and "config.json" in result.stderr
+
+
+def test_a_disk_that_is_full_is_one_line(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the check, and outside of any computation."""
+
+    def fails(*given: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", fails)
+    result = run("page", "--out", str(tmp_path / "page.html"))
+    assert result.exit_code == Exit.FAILED
+    assert result.stderr == "error: OSError: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -109,13 +173,19 @@ def test_a_file_that_cannot_be_written_is_said_first(tmp_path: Any) -> None:
         ("estimate",),
         ("estimate", "MODEL", "--batch-size", "-1"),
         ("estimate", "MODEL", "--gpu", "rtx99"),
+        ("estimate", "MODEL", "--gpu", "9" * 400),
+        ("plan", "MODEL", "--gpu", "9" * 400),
+        ("estimate", "MODEL", "--batch-size", "9" * 30),
+        ("plan", "MODEL", "--gpu", "24", "--seq-len", "9" * 400),
+        ("estimate", "MODEL", "--lora-r", "9" * 30),
+        ("estimate", "MODEL", "--fsdp", "9" * 30),
         ("estimate", "MODEL", "--lora-r", "0"),
         ("estimate", "MODEL", "--quick", "--dtype", "bf17"),
         ("estimate", "MODEL", "--zero", "3"),
         ("plan", "MODEL", "--nothing"),
         ("page", "--out", "no/such/page.html"),
     ],
-    ids=" ".join,
+    ids=lambda words: " ".join(words)[:60],
 )
 def test_what_is_called_wrongly_is_one_line(words: tuple[str, ...], tmp_path: Any) -> None:
     model = written(tmp_path, {**LLAMA, "num_attention_heads": 2})
@@ -157,7 +227,7 @@ def test_cards_by_name_and_by_size() -> None:
         assert card_bytes(text) == nbytes, text
     for text, name in NAMED.items():
         assert card_bytes(text) == CARDS[name] * 2**20, text
-    for text in ("rtx99", "", "-24", "0", "24 apples"):
+    for text in ("rtx99", "", "-24", "0", "24 apples", "9" * 400, f"{2**63}B"):
         with pytest.raises(ValueError, match="size"):
             card_bytes(text)
 

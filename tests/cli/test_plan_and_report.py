@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from pathlib import Path
 
 from hf_actcompress.cli.common import Exit
-from hf_actcompress.memory import estimate
+from hf_actcompress.memory import Plan, estimate
 from tests.cli.invoke import SIZES, run
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
-    from hf_actcompress.memory.planning.plans import Plan
-
     exact = estimate(model, batch_size=8, seq_len=128).device_bytes
     page, out = tmp_path / "page.html", tmp_path / "plan.json"
     options = ("--batch-size", "8", "--seq-len", "128", "--gpu", f"{exact - 10_000}B")
@@ -25,6 +27,18 @@ def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
     assert found.config.checkpoint and found.estimate.device_bytes <= exact - 10_000
     text = page.read_text()
     assert "<img" not in text and 'class="mark"' in text and "the budget" in text and "model.layers.1" in text
+
+
+def test_the_command_of_the_readme_finds_an_exact_plan(monkeypatch):
+    """In the form that needs no connection, which names a config of the checkout."""
+    text = (ROOT / "hf_actcompress/memory/README.md").read_text()
+    (command,) = re.findall(r"^hf-actcompress (plan recipes/.*)$", text, flags=re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    result = run(*command.split(), "--json")
+    assert result.exit_code == Exit.OK, result.output
+    found = Plan.from_json(result.stdout)
+    assert found.error == 0 and found.config.lossless
+    assert found.estimate.device_bytes <= 0.92 * found.budget_bytes
 
 
 def test_plan_that_does_not_fit(model, monkeypatch):

@@ -15,6 +15,7 @@ from hf_actcompress.errors import DoesNotFitError, MeasurementError, UnknownOpti
 from hf_actcompress.memory import Plan, estimate, max_batch_size, max_seq_len, plan
 from hf_actcompress.memory.planning.costs import DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
 from hf_actcompress.memory.planning.knapsack import Weighed, choose, undominated
+from hf_actcompress.memory.planning.options import LayerOption
 from tests.slopes import gpt2
 
 SIZES = {"batch_size": 2, "seq_len": 128}
@@ -142,6 +143,36 @@ def plan_floor(allow: tuple[str, ...], device: str = "cpu") -> int:
     with pytest.raises(DoesNotFitError) as caught:
         plan(model(), **SIZES, budget=1, headroom=0.0, device=device, allow=allow)
     return 1 + caught.value.missing_bytes
+
+
+def test_speed_asks_for_lossy_plans_and_says_what_they_save():
+    """An error is no price of time: it decides between plans that take the same time alone."""
+    # packing is fast, so that it takes less time than a second forward
+    options: dict[str, Any] = {"device_model": DeviceModel(bandwidth=1e16)}
+    budget = needed(True) + (needed(False) - needed(True)) // 2
+    exact, fast = planned(budget, **options), planned(budget, objective="speed", **options)
+    assert exact.error == 0 and exact.exact_time is None and "gradients exact" in str(exact)
+    assert fast.error > 0 and fast.estimate.device_bytes <= budget
+    assert fast.exact_time == pytest.approx(exact.time) and fast.time < exact.time
+    assert f"saves {exact.time - fast.time:.1%} beside the fastest exact plan" in str(fast)
+    assert Plan.from_json(fast.to_json()) == fast
+    # lossy ways that are as slow as they are here save nothing
+    slow = planned(budget, objective="speed", device_model=DeviceModel(bandwidth=1e9))
+    assert slow.error == 0
+    below = plan_floor(("checkpoint",)) - 1
+    allow = ("checkpoint", "compressed_checkpoint")
+    for objective in ("fidelity", "speed"):
+        found = plan(model(), **SIZES, budget=below, headroom=0.0, device="cpu", allow=allow, objective=objective)
+        assert found.error > 0 and found.exact_time is None and "no exact plan fits" in str(found)
+
+
+def test_what_an_error_costs():
+    costs = {
+        objective: [LayerOption("", (), 1, *x).weighed(objective).cost for x in ((0.1, 0.5), (0.11, 0.0), (0.1, 0.4))]
+        for objective in ("speed", "fidelity")
+    }
+    assert sorted(range(3), key=costs["speed"].__getitem__) == [2, 0, 1]
+    assert sorted(range(3), key=costs["fidelity"].__getitem__) == [1, 2, 0]
 
 
 def test_with_enough_memory_nothing_is_done():

@@ -136,10 +136,12 @@ class Estimates:
         seq_len: int,
         config: CompressionConfig | Configured | str | None,
         gradient_checkpointing: bool = False,
+        *,
+        lengths: Sequence[int] = (),
     ) -> Estimate:
         """The estimate, with the shares of `reserved_share`."""
         case = batch_size, seq_len, config, gradient_checkpointing
-        shares = [self.reserved_share(*case, expandable=expandable) for expandable in (False, True)]
+        shares = [self.reserved_share(*case, expandable=expandable, lengths=lengths) for expandable in (False, True)]
         return replace(self.estimate(*case), reserved_share=shares[0], reserved_share_expandable=shares[1])
 
     def reserved_share(

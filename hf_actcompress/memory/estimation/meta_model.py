@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -177,15 +178,15 @@ def _class_of(config: Any, trust_remote_code: bool) -> Any:
 def _config(name: Any, trust_remote_code: bool) -> Any:
     path = Path(name)
     looks_local = path.suffix == ".json" or path.is_absolute() or str(name).startswith((".", "~"))
-    if looks_local and not path.expanduser().exists():
+    if looks_local and not os.path.exists(os.path.expanduser(path)):
         raise ModelConfigError(f"no such file or folder: {name}; it should be a config.json or a folder that has one")
-    local = looks_local or path.exists()
+    local = looks_local or os.path.exists(path)
     # without a connection transformers retries for half a minute before it fails
     options: dict[str, Any] = {} if local or _reachable(str(name)) else {"local_files_only": True}
     try:
         # if this is not set, transformers asks the user on the console
         options["trust_remote_code"] = trust_remote_code
-        return AutoConfig.from_pretrained(str(path.expanduser() if looks_local else name), **options)
+        return AutoConfig.from_pretrained(os.path.expanduser(path) if looks_local else str(name), **options)
     except Exception as error:  # the checks of configs raise errors of their own
         raise ModelConfigError(_help(str(name), error)) from error
 
@@ -208,7 +209,7 @@ def _help(name: str, error: Exception) -> str:
     said = _first_line(error)
     if "trust_remote_code" in str(error):
         return f"{name} needs code of its own, which its repository brings. {_TRUST}"
-    if Path(name).exists():
+    if os.path.exists(name):
         return f"{name} holds no config that transformers {transformers.__version__} can read: {said}" + (
             ' (it needs a "model_type" that this version knows)' if isinstance(error, (KeyError, ValueError)) else ""
         )

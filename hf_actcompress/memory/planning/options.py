@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -28,8 +28,9 @@ CHECKPOINTS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 OPTIONS = (*STORAGE, *CHECKPOINTS)
 
-# the cost of an error of 1 if errors are to be avoided: more than any extra time of all layers of a model
-_AVOIDED = 1e6
+# what an error of 1 costs: under "fidelity" more than any extra time of all layers of a model, under "speed" it decides
+# between choices that take the same time
+_ERROR_COSTS = {"fidelity": 1e6, "speed": 1e-6}
 
 # group -> the fields of a config that name the codecs of the group's roles
 _FIELDS = {group: tuple(dict.fromkeys(role.field for role in Role if role.group == group)) for group in GROUPS}
@@ -56,9 +57,8 @@ class LayerOption:
     error: float
 
     def weighed(self, objective: str) -> Weighed:
-        """The cost: under "speed" a percent of error is worth a percent of time, under "fidelity" error comes first."""
-        cost = self.time + (self.error if objective == "speed" else _AVOIDED * self.error)
-        return Weighed(self.nbytes, cost)
+        """The cost: under "fidelity" error comes first and time second, under "speed" the other way round."""
+        return Weighed(self.nbytes, self.time + _ERROR_COSTS[objective] * self.error)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,14 @@ class Measured:
 
     whole: FakeStep
     layers: dict[LayerRun, FakeStep]
+
+
+def to_measure(allow: Sequence[str], may_checkpoint: bool) -> list[str]:
+    """The options to run: those allowed, and beside any checkpoint the plain one, which shows a layer's input."""
+    asked = dict.fromkeys(allow)
+    if not may_checkpoint:
+        return [option for option in asked if option not in CHECKPOINTS]
+    return list(dict.fromkeys([*asked, *(["checkpoint"] if asked.keys() & CHECKPOINTS.keys() else [])]))
 
 
 def measure(model: nn.Module, run: Callable[[nn.Module], FakeStep]) -> Measured:

@@ -36,6 +36,7 @@ from .options import (
     layer_options,
     layer_work,
     measure,
+    to_measure,
 )
 from .result import Plan, PlanRow
 
@@ -73,6 +74,10 @@ class _Problem:
 
     def cost(self, picks: Iterable[LayerOption]) -> float:
         return sum(option.weighed(self.objective).cost for option in picks)
+
+    def exact(self) -> _Problem:
+        """The same problem without lossy options."""
+        return replace(self, options=tuple(tuple(o for o in options if not o.error) for options in self.options))
 
     def smallest(self) -> list[LayerOption]:
         return _ordered(self, [min(options, key=lambda option: option.nbytes) for options in self.options])
@@ -121,8 +126,9 @@ def plan(
         budget: Bytes of the device, or a text such as "22GiB". CUDA's context takes its part of them. None: the
             whole memory of the first CUDA device.
         headroom: The share of the budget that is left free, because an allocator cannot use every gap.
-        objective: "fidelity": an exact plan if one fits, and among those the one that takes the least time.
-            "speed": a percent of error in what is stored counts as much as a percent of time.
+        objective: "fidelity": an exact plan if one fits, and among those the one that takes the least time; else the
+            one with the least error. "speed" asks for lossy plans, too: the one that takes the least time. A lossy
+            plan says what it saves beside the fastest exact one that fits.
         allow: The options: exact, int8, fp8, int4, offload, checkpoint, checkpoint_with_attention (attention's
             output is kept as well, so its kernel does not run again), compressed_checkpoint (the layer's input is
             kept in 8 bits), offloaded_checkpoint (it is kept in host memory). "exact" is always allowed.
@@ -173,7 +179,7 @@ def _problem(
     parts = tuple(name.removeprefix(f"{prefix}.") for name in names)
     checkpoints = checkpointable(model)
     measured = {}
-    for option in _to_measure(allow, may_checkpoint=set(names) <= set(checkpoints)):
+    for option in to_measure(allow, may_checkpoint=set(names) <= set(checkpoints)):
         config = PRESETS.get(option) or CompressionConfig(checkpoint=parts, **dict(CHECKPOINTS[option]))  # type: ignore[arg-type]
         measured[option] = _measured(model, replace(setting, config=config))
     options = _options(model, names, measured, allow, setting, device, objective)
@@ -182,14 +188,6 @@ def _problem(
     transients = {name: found.whole.peak - found.whole.kept for name, found in measured.items()}
     outside = exact.whole.kept - inside
     return _Problem(model, setting, optimizer, parts, options, outside, transients, objective, 0.0)
-
-
-def _to_measure(allow: Sequence[str], may_checkpoint: bool) -> list[str]:
-    """The options to run: those allowed, and beside any checkpoint the plain one, which shows a layer's input."""
-    asked = dict.fromkeys(allow)
-    if not may_checkpoint:
-        return [option for option in asked if option not in CHECKPOINTS]
-    return list(dict.fromkeys([*asked, *(["checkpoint"] if asked.keys() & CHECKPOINTS.keys() else [])]))
 
 
 def _measured(model: nn.Module, setting: Setting) -> Measured:
@@ -212,7 +210,10 @@ def _options(
         work = layer_work(layer, setting.batch_size, setting.seq_len, width)
         every = layer_options(run, measured, work, device)
         found = [option for option in every if option.name not in CHECKPOINTS or option.name in allow]
-        by_list[run.name] = tuple(found[i] for i in undominated([option.weighed(objective) for option in found]))
+        # a lossy option may beat an exact one, which plans without lossy options still need
+        several = (found, [option for option in found if not option.error])
+        best = [some[i] for some in several for i in undominated([option.weighed(objective) for option in some])]
+        by_list[run.name] = tuple(dict.fromkeys(best))
     return tuple(by_list[name.rpartition(".")[0]] for name in names)
 
 
@@ -227,7 +228,20 @@ def _ordered(problem: _Problem, picks: list[LayerOption]) -> list[LayerOption]:
 
 
 def _solve(problem: _Problem, whole_budget: int) -> Plan:
-    setting, budget = problem.setting, usable(whole_budget, problem.headroom)
+    budget = usable(whole_budget, problem.headroom)
+    best = _cheapest(problem, budget)
+    if best is None:
+        raise _does_not_fit(problem, problem.estimate(problem.smallest()), whole_budget)
+    lossy = any(option.error for option in best[0])
+    exact = _cheapest(problem.exact(), budget) if lossy else None
+    if exact is not None and problem.cost(exact[0]) <= problem.cost(best[0]):
+        best, exact = exact, None
+    return _plan(problem, *best, whole_budget, None if exact is None else exact[0])
+
+
+def _cheapest(problem: _Problem, budget: int) -> tuple[list[LayerOption], Estimate] | None:
+    """The cheapest choice that is found within `budget`, and its estimate; None if even the smallest is too large."""
+    setting = problem.setting
     fixed = sum(state_bytes(problem.model, setting, problem.rule)) + context_bytes(setting) + problem.outside
     room = budget - fixed - problem.transients["exact"]
     # now with the workspace of the layers that were picked
@@ -250,17 +264,18 @@ def _solve(problem: _Problem, whole_budget: int) -> Plan:
         room = min(room + left, most)
     if best is None:
         best = problem.smallest(), problem.estimate(problem.smallest())
-        if best[1].device_bytes > budget:
-            raise _does_not_fit(problem, best[1], whole_budget)
-    return _plan(problem, *best, whole_budget)
+    return best if best[1].device_bytes <= budget else None
 
 
-def _plan(problem: _Problem, picks: list[LayerOption], found: Estimate, budget: int) -> Plan:
+def _plan(
+    problem: _Problem, picks: list[LayerOption], found: Estimate, budget: int, exact: list[LayerOption] | None
+) -> Plan:
     rows = tuple(
         PlanRow(name, option.name, option.nbytes, option.time, option.error)
         for name, option in zip(problem.names, picks, strict=True)
     )
-    return Plan(budget, problem.objective, rows, problem.config(picks), found)
+    exact_time = None if exact is None else sum(option.time for option in exact) / len(exact)
+    return Plan(budget, problem.objective, rows, problem.config(picks), found, exact_time)
 
 
 def _does_not_fit(problem: _Problem, found: Estimate, budget: int) -> DoesNotFitError:
