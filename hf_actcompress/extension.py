@@ -1,9 +1,11 @@
-"""What other packages can add: codecs, presets, and rules for their own modules, without a change to this one.
+"""What other packages can add: codecs, presets, rules and ops for their own modules, without a change to this one.
 
     with register_codec("int6", MyCodec()), register_preset("mine", CompressionConfig(mlp="int6")):
         patch_model(model, "mine")
 
 Each function registers at once and returns a `Registration`, whose `remove()` (or whose end as a context) undoes it.
+The other names are what a rule returns and what an op of one's own is made of; `tests/test_extension_op.py` is a whole
+example.
 """
 
 from __future__ import annotations
@@ -18,7 +20,35 @@ from .config import PRESETS, CompressionConfig
 from .errors import CodecError, RegistrationError, UnknownOptionError
 from .models.leaves import ACTIVATION_TYPES, Activation
 from .models.rules import OTHERS_RULES, Rule
+from .models.sites import Declined, Site
+from .modules.base import PatchedModule, Settings, keeps_for_backward
+from .ops.first_order import once_differentiable
+from .records import applied, declare, load, parameter, record_of, save, stored_exact
 from .reference import ACTIVATIONS
+from .roles import Role
+
+__all__ = [
+    "Declined",
+    "PatchedModule",
+    "Registration",
+    "Role",
+    "Rule",
+    "Settings",
+    "Site",
+    "applied",
+    "declare",
+    "keeps_for_backward",
+    "load",
+    "once_differentiable",
+    "parameter",
+    "record_of",
+    "register_activation",
+    "register_codec",
+    "register_preset",
+    "register_rule",
+    "save",
+    "stored_exact",
+]
 
 _METHODS = ("pack", "unpack", "nbytes")
 
@@ -109,9 +139,9 @@ def register_rule(rule: Rule) -> Registration:
     Args:
         rule: A function of a module that is not patched yet, and of the config that holds there. It returns a `Site`
             (the mixin that the module's class gets, and the mixin's `Settings`), `Declined` (the reason why the module
-            is left alone, for reports), or None for a module that the rule does not know. The mixins of
-            `hf_actcompress.modules` compute what torch's own modules compute: a rule may use one only if that holds for
-            its type, too.
+            is left alone, for reports), or None for a module that the rule does not know. A mixin of your own is a
+            subclass of `PatchedModule`, whose forward calls your op. The mixins of `hf_actcompress.modules` compute
+            what torch's own modules compute: a rule may use one only if that holds for its type, too.
 
     Raises:
         RegistrationError: The rule is registered already.
