@@ -97,37 +97,36 @@ def estimate(
     context), what is kept for backward, whether it fits on the card, the largest batch that does, what it costs in
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
-    room, (weights, autocast) = card_option(gpu), precision(dtype, bf16, fp16)
-    _check_together(max_context and room is None, fsdp, zero, processes)
-    html, samples = writable("--html", html), lengths_in(lengths)
-    # a padded batch is as long as its longest sample
+    room, html, samples = _card(gpu, max_context), writable("--html", html), lengths_in(lengths)
     seq_len = max(samples, default=seq_len)
-    options: dict[str, Any] = {"optimizer": optimizer, "device": device, "engine": engine, "autocast": autocast}
-    options |= {"dtype": weights, "lora": lora_of(lora or qlora, lora_rank), "trust_remote_code": trust_remote_code}
-    options["quantization"] = quantization_of(quantization, qlora)
-    options |= {"fsdp": fsdp, "zero": zero, "processes": processes, "target_len": target_len, "trl": trl}
+    options = _weights(precision(dtype, bf16, fp16), quantization_of(quantization, qlora))
+    options |= _processes(fsdp, zero, processes) | {"lora": lora_of(lora or qlora, lora_rank), "target_len": target_len}
+    options |= {"optimizer": optimizer, "device": device, "engine": engine, "trust_remote_code": trust_remote_code}
+    options["trl"] = trl
     if quick:
         return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
-    sizes, table = (batch_size, seq_len, max_context), EstimateTable(model, columns_of(room, max_context), room, gpu)
-    table.steps = steps_of(samples, batch_size)
-    asked = {
-        **options,
-        "gpu": gpu,
-        "sizes": sizes,
-        "steps": table.steps,
-        "presets": preset,
-        "json": as_json,
-        "html": html is not None,
-    }
-    _answered(table, sizes, preset or [], options, asked, None if no_cache else place_of(model, asked), html)
+    table = EstimateTable(model, columns_of(room, max_context), room, gpu, steps_of(samples, batch_size))
+    _answered(table, (batch_size, seq_len, max_context), preset or [], options, as_json, no_cache, html)
 
 
-def _check_together(no_card: bool, fsdp: int, zero: int | None, processes: int) -> None:
-    """Check options that need or exclude each other."""
-    if no_card:
+def _card(gpu: str | None, max_context: bool) -> int | None:
+    """The bytes of the card, which the search for the longest sequences needs."""
+    room = card_option(gpu)
+    if max_context and room is None:
         raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
+    return room
+
+
+def _weights(precision: tuple[str | None, str | None], quantization: str | None) -> dict[str, Any]:
+    """The options of `Estimates` about weights."""
+    return {"dtype": precision[0], "autocast": precision[1], "quantization": quantization}
+
+
+def _processes(fsdp: int, zero: int | None, processes: int) -> dict[str, Any]:
+    """The options of `Estimates` about several processes, which need or exclude each other."""
     if (zero is not None and processes == 1) or (fsdp > 1 and processes > 1):
         raise typer.BadParameter("--zero goes with --processes (2 or more), and neither with --fsdp")
+    return {"fsdp": fsdp, "zero": zero, "processes": processes}
 
 
 def _answered(
@@ -135,16 +134,19 @@ def _answered(
     sizes: tuple[int, int, bool],
     presets: list[str],
     options: dict[str, Any],
-    asked: dict[str, Any],
-    place: Path | None,
+    as_json: bool,
+    no_cache: bool,
     html: Path | None,
 ) -> None:
-    """Print the answer stored at `place`, or compute it; write the page; end the program if nothing fits."""
+    """Print the stored answer, or compute it; write the page; end the program if nothing fits."""
+    asked = {**options, "gpu": table.gpu, "sizes": sizes, "steps": table.steps, "presets": presets or None}
+    asked |= {"json": as_json, "html": html is not None}
+    place = None if no_cache else place_of(table.model, asked)
     answer = None if place is None else read(place)
     if answer is not None:
         typer.echo(answer.text)
     else:
-        answer = _computed(table, *sizes, presets, options, asked["json"], html is not None)
+        answer = _computed(table, *sizes, presets, options, as_json, html is not None)
         if place is not None:
             write(place, answer)
     if html is not None and answer.page is not None:

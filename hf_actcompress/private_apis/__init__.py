@@ -7,7 +7,6 @@ are read where they are needed. `names.py` lists all of them: for what, and sinc
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,12 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.fx import GraphModule
-from torch.nn.modules import module as torch_module
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 from .autograd_keys import above_autograd, below_autograd
+from .hooks import accumulation_hooks, hooks_on_every_module, is_idle_capture
 from .names import PRIVATE_APIS, PrivateAPI
 
 __all__ = [
@@ -73,9 +72,6 @@ __all__ = [
     "without_torch_function",
     "without_torch_function_modes",
 ]
-
-# the module of transformers that captures outputs by hooks
-_CAPTURES = "transformers.utils.output_capturing"
 
 
 def innermost_saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -146,28 +142,6 @@ def delayed_error(message: str, count: int) -> Callable[..., tuple[Tensor, ...]]
 def transforms_active() -> bool:
     """Whether torch.func transforms or forward-mode differentiation are on."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def accumulation_hooks(x: Tensor) -> bool:
-    """Whether a hook uses the gradient of a leaf as soon as it has been accumulated."""
-    return bool(x._post_accumulate_grad_hooks)
-
-
-def hooks_on_every_module() -> bool:
-    """Whether hooks are set for the calls of all modules (`register_module_forward_hook` and similar functions)."""
-    of = torch_module
-    forward = of._global_forward_hooks or of._global_forward_pre_hooks
-    return bool(forward or of._global_backward_hooks or of._global_backward_pre_hooks)
-
-
-def is_idle_capture(hook: Any) -> bool:
-    """Whether a hook is one with which transformers captures outputs, in a call that captures none.
-
-    A model keeps these hooks on its modules after the first call with ``output_hidden_states=True`` or similar.
-    """
-    if getattr(hook, "__module__", None) != _CAPTURES or torch.compiler.is_compiling():
-        return False
-    return not sys.modules[_CAPTURES]._active_collector.get()
 
 
 def fused_attention_choice(
@@ -274,7 +248,7 @@ def traced_frame() -> tuple[Any, Any] | None:
 
 def after_compiling(function: Callable[[object], None]) -> None:
     """Let Dynamo call it at the end of each frame that it compiles or skips. A second time changes nothing."""
-    from torch._dynamo import callback_handler
+    from torch._dynamo.callback import callback_handler
 
     if function not in callback_handler.end_callbacks:
         callback_handler.register_end_callback(function)

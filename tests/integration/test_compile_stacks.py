@@ -10,7 +10,10 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_actcompress import kept_bytes, patch_model, plan
+from hf_actcompress.compilation._backend import _as_it_is
+from hf_actcompress.private_apis import compile_for_inductor
 from tests.families import BY_NAME, differing, relative_error, step
+from tests.integration.compiling import kept_by
 
 pytestmark = pytest.mark.daily(3)
 
@@ -24,6 +27,14 @@ def _fresh_compiler() -> None:
 
 
 def _train(model: Any, folder: Path, **options: Any) -> list[float]:
+    return _losses(_trained(model, folder, **options))
+
+
+def _losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _trained(model: Any, folder: Path, **options: Any) -> Trainer:
     batch = LLAMA.make_batch()
     rows = [{name: x[i] for name, x in batch.items()} for i in range(len(batch["labels"]))] * 2
     args = TrainingArguments(
@@ -32,7 +43,7 @@ def _train(model: Any, folder: Path, **options: Any) -> list[float]:
     )  # fmt: skip
     trainer = Trainer(model=model, args=args, train_dataset=rows)  # type: ignore[arg-type]
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer
 
 
 @pytest.mark.parametrize("how", ["torch_compile=True", "model.compile"])
@@ -46,6 +57,33 @@ def test_trainer(how: str, tmp_path: Path) -> None:
     losses = _train(compiled, tmp_path, torch_compile=how != "model.compile")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs + 1
     assert losses == pytest.approx(_train(eager, tmp_path), rel=1e-4 if how == "model.compile" else 1e-2)
+
+
+@pytest.mark.parametrize("stack", ["plain", "checkpointing", "lora"])
+def test_a_backend_that_the_trainer_is_told(stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With checkpointed layers and adapters, too: eager stock's losses, and less kept than by stock's graph.
+
+    Inductor divides the graphs, and no code is generated for them.
+    """
+    whole: Any = compile_for_inductor(lambda graph, inputs, **options: _as_it_is(graph, inputs))
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **options: whole(graph, inputs))
+    options: dict[str, Any] = {}
+    if stack == "checkpointing":
+        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    losses, kept, batch = [], [], LLAMA.make_batch()
+    for ours, backend in ((False, None), (False, "inductor"), (True, "inductor")):
+        torch._dynamo.reset()
+        model = LLAMA.build(torch.float32)
+        if stack == "lora":
+            peft = pytest.importorskip("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        if ours:
+            patch_model(model)
+        trainer = _trained(model, tmp_path, torch_compile=backend is not None, torch_compile_backend=backend, **options)
+        losses.append(_losses(trainer))
+        kept.append(kept_by(trainer.model_wrapped, batch))
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
+    assert kept[2] < 0.9 * kept[1]
 
 
 def test_a_plan_for_a_compiled_model() -> None:
