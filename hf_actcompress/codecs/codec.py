@@ -131,5 +131,5 @@ def check_fraction(fraction: float) -> None:
 
 
 def kept(fraction: float, count: int) -> int:
-    """That fraction of `count`, rounded, at least one if there is one."""
+    """How many of `count` elements a codec keeps: the fraction of them, rounded, and at least one unless count is 0."""
     return min(count, max(1, math.floor(fraction * count + 0.5)))

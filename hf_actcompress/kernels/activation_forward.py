@@ -29,8 +29,8 @@ from .probe import BROKEN, NARROW, differing, every, identity, paired
 
 _log = logging.getLogger(__name__)
 
-# kind -> the forms that a stock function may have, and whether products and sums become fused multiply-adds: within one
-# op of torch they do, between two ops they cannot
+# kind -> the forms to try, each with whether the compiler may fuse a product and a sum into one instruction. torch's
+# compiler may do so within one op, but not across two ops, because the first one writes its result to memory
 FORMS: dict[str, tuple[tuple[str, bool], ...]] = {
     **{kind: ((kind, True), (kind, False)) for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
     "gelu_new": (("gelu_new", False), ("gelu_fast", False), ("gelu_new_once", False)),

@@ -24,12 +24,12 @@ from .sites import Declined, Site
 
 
 def output_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules whose output are the model's logits now, PEFT's copies in `modules_to_save` included."""
+    """The modules that compute the model's logits; several if PEFT has put trained copies beside the original one."""
     if not isinstance(model, PreTrainedModel):
         return ()
     try:
         head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # models without one that do not say so
+    except (AttributeError, NotImplementedError):  # some models without a head raise instead of returning None
         return ()
     if not isinstance(head, nn.Module):
         return ()

@@ -50,11 +50,13 @@ class SelectiveSettings(Settings):
 
 
 class CachedSelectiveMixin(SelectiveMixin):
-    """The mixin for modules that may be given a cache, in which a plain training forward has put nothing yet.
+    """The mixin for modules that run again in backward and may get a cache of keys and values as an argument.
 
-    Eager attention goes some rows of queries at a time where it is given a mask that need not be made. Then it keeps
-    queries, keys and values, and does not run again as a whole. Linear attention's backward goes some tokens at a time
-    if tiles were asked for.
+    In a training forward that cache is still empty, so the second run gets a new empty one.
+
+    Eager attention computes some rows of queries at a time if its mask follows from positions, so that the mask need
+    not be made. Then it keeps queries, keys and values, and does not run again as a whole. The backward of linear
+    attention computes some tokens at a time if the config asks for tiles.
     """
 
     actcompress: SelectiveSettings | None
@@ -68,10 +70,10 @@ class CachedSelectiveMixin(SelectiveMixin):
         return partial(found.copy, self)
 
     def kwargs_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """An empty cache in place of each.
+        """The keyword arguments that the second run gets, with an `EmptyCache` in place of each cache.
 
-        None if something is in one, rows run again, or an argument is of an unknown kind, to which a second run might
-        write what the first one has written.
+        None if the module must not run again: a cache is not empty, attention computes rows by itself (`PackedMask`),
+        or an argument is of an unknown type, to which a second run might write a second time.
         """
         if any(isinstance(value, Cache) for value in args):
             return None

@@ -118,7 +118,11 @@ def _weight(module: Any, name: str) -> Any:
 
 
 class _Adapted:
-    """Recompute function of a weight with its adapter, such as LoRA's of `target_parameters`; it holds no tensor."""
+    """Recompute function of a weight to which an adapter adds its part, as LoRA does for `target_parameters`.
+
+    It holds no tensor, because only tensors in `save_for_backward` are seen by checkpointing and offloading. So it has
+    a copy of the adapter without tensors, and a call gets them as arguments.
+    """
 
     def __init__(self, adapter: nn.Module, names: tuple[str, ...]) -> None:
         self.names = names

@@ -64,7 +64,11 @@ def left_out_of(x: Tensor) -> LeftOut | None:
 
 
 def with_attentions(left_out: LeftOut, masks: Sequence[Tensor | None], causal: bool) -> LeftOut | None:
-    """The same for a program with attentions in it; None if it is unknown what real tokens see."""
+    """The rows that a program with attentions leaves out; None if it has to keep all rows.
+
+    Padding may be left out only if no real token attends to it. `seen` holds whether one does, and the backward checks
+    it. It is computed from the masks, or, in causal attention without a mask, from the places of padding.
+    """
     padding = left_out.rows
     if isinstance(padding, Copies):
         return left_out

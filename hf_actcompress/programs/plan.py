@@ -25,14 +25,17 @@ from .shapes import Reshape
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """An output that those who read it make again instead of keeping it.
+    """An output of a program that is not kept: an op behind the program, which needs it in backward, computes it again.
 
     Attributes:
-        output: Which one.
-        code: From a list of its sources, the first one last, to a tuple of the output, perhaps as rows.
-        sources: Where they are among the inputs and what the forward returns.
-        kept: Where they are among what is kept: tensors of the program's own, and weights. None for others.
-        fewer: For each whether rows of it were left out.
+        output: The position of the output among the program's outputs.
+        code: Computes the output. It takes a list of the sources, in reverse order, and returns a tuple with the output
+            alone, which may have the shape of rows [B * T, C].
+        sources: For each source its position in the list of the program's inputs and the values that its forward
+            returns.
+        kept: For each source its position among the tensors that the program keeps, if it is a tensor that the program
+            made or a weight; None for an activation from outside.
+        fewer: For each source whether only some of its rows are kept (`left_out`).
     """
 
     output: int
@@ -44,7 +47,9 @@ class Rebuilt:
     def declare(
         self, y: Tensor, pool: Sequence[Any], kept: Sequence[Any], sharded: bool, left_out: LeftOut | None
     ) -> None:
-        """Tell those who read y. Heads may lie in memory as [B, T, H, D] and be seen as [B, H, T, D].
+        """Declare that y is rebuilt from its sources, so that ops that read y need not keep it.
+
+        Heads may lie in memory as [B, T, H, D] and be seen as [B, H, T, D].
 
         Args:
             y: The output.

@@ -1,7 +1,7 @@
-"""A small layer of the same kind as a large one: what is tried on it costs nothing, and holds for the large one.
+"""Makes a small layer of the same kind as a large one. A trial on it is cheap, and its result holds for the large one.
 
-It is made by the layer's own class from the config with few heads, and gets what has been done to the layer: patches,
-LoRA, dtypes, frozen weights. That it computes the same is not believed but compared, tape with tape (`proof`).
+The layer's own class makes it, from a copy of the config with two heads. Then it gets what was done to the large layer:
+patches, LoRA, dtypes, frozen weights. `proof` checks that both compute the same: it compares the tapes of their ops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..roles import Role
 from .refusal import NotStraight
 
 _HEADS = 2
-# the attribute of a layer by which it is made again in backward
+# the attribute of a layer that says whether checkpointing runs the layer again in backward
 CHECKPOINTED = "gradient_checkpointing"
 # the names that configs have for the width between the two products of an MLP
 _WIDTHS = (
@@ -58,7 +58,7 @@ def small_layer(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def without_dropout(layer: nn.Module) -> nn.Module:
-    """The layer, which drops nothing any more."""
+    """The same layer, after the rate of every dropout in it was set to 0."""
     for module in layer.modules():
         for name in _RATES:
             if isinstance(vars(module).get(name), float):

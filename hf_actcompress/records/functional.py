@@ -21,7 +21,12 @@ class Dropped(NamedTuple):
 
 
 def dropout_of_mask(x: Tensor, frames: int) -> Dropped | None:
-    """The call of `torch.nn.functional.dropout`, that many frames up, whose node saves the mask x; None for others."""
+    """The call of `torch.nn.functional.dropout` that saves x as its mask now; None if x is saved by something else.
+
+    Args:
+        x: A tensor that autograd saves.
+        frames: How many frames of the call stack lie between this function's caller and that call.
+    """
     frame = sys._getframe(frames + 1)
     if frame.f_code is not _DROPOUT or x.grad_fn is not None or not x.is_contiguous():
         return None
@@ -30,7 +35,12 @@ def dropout_of_mask(x: Tensor, frames: int) -> Dropped | None:
 
 
 def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
-    """The indices x that a max-pooling of images saves, that many frames up, in fewer bytes; None for other tensors."""
+    """The indices x, in a narrower integer type, if a max-pooling of images saves them now; None for other tensors.
+
+    Args:
+        x: A tensor that autograd saves.
+        frames: How many frames of the call stack lie between this function's caller and the pooling.
+    """
     if x.dtype != torch.int64:
         return None
     frame = sys._getframe(frames + 1)
@@ -42,7 +52,11 @@ def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
 
 
 def is_saved_by_checkpointing(frames: int) -> bool:
-    """Whether the Function that saves a tensor now, that many frames up, is one of torch's checkpointing."""
+    """Whether torch's checkpointing saves a tensor now.
+
+    Args:
+        frames: How many frames of the call stack lie between this function's caller and the Function that saves.
+    """
     caller = sys._getframe(frames + 1).f_back
     return caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
 

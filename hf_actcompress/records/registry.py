@@ -58,7 +58,8 @@ class _Entry:
             return False
         if x.shape == self.shape and x.stride() == self.stride:
             return True
-        # a rebuilt tensor is contiguous whatever the original was, and ends where the original did
+        # The record gives a contiguous tensor with as many elements as this one. x can be made from it as a view if
+        # this tensor has no gaps in memory, and if x reads nothing behind the last element.
         return dense(self.shape, self.stride) and extent(x) <= x.numel()
 
 

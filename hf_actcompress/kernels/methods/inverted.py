@@ -91,7 +91,7 @@ def _fast_slope(y, left, FIT: tl.constexpr, LEFT: tl.constexpr, INNER: tl.conste
     because selecting each coefficient would take more instructions.
     """
     ratio = tl.minimum(tl.maximum(y * FIT[0], 0.0), 1.0)
-    # from 1, the right end, on f' is 1 up to rounding
+    # the share is 1 at the right end of the fit; for a larger y, f' is 1 up to rounding
     share = tl.minimum(tl.maximum(tl.fma(y, FIT[1], FIT[2]), 0.0), 1.0)
     root = tl.sqrt(tl.abs(tl.where(left, _log2(ratio, NVIDIA), share)))
     # log(0) is -inf, so the coordinate is limited

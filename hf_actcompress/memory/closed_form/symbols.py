@@ -17,7 +17,7 @@ SYMBOLS = (
 )  # fmt: skip
 
 Term = tuple[int, ...]
-# the scales of scales take the fewest bytes per element
+# The smallest coefficient that occurs: some codecs store scales of scales, which take the fewest bytes per element.
 _LEAST = Fraction(1, 2**13)
 
 
@@ -104,7 +104,8 @@ class Reader:
         if any(exponent < 0 for exponent in exponents.values()) or not self._is_plain(coefficient):
             return None
         if coefficient and coefficient < _LEAST:
-            # the bytes of a chunk's last, shorter turn can have a size's factor by chance
+            # So small a coefficient is no real one: the last chunk of a loop is shorter, and the number of its bytes
+            # can contain the prime factor of a size by chance.
             return None
         term = tuple(exponents.get(name, 0) for name in SYMBOLS)
         return Polynomial({term: coefficient}) if nbytes else Polynomial()

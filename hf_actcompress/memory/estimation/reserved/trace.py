@@ -39,7 +39,8 @@ def trace_of(found: Extrapolated, block: int) -> Trace | None:
         return None
     done = 0
     if len(longer) == 1:
-        # of three units one has equal neighbours
+        # The step with one more unit has three of them. The middle one is between two equal ones, so it is the one
+        # that can be repeated.
         step, done = longer[0], 1
     units = []
     for more, (_, times) in zip(longer, found.more, strict=True):
@@ -53,8 +54,8 @@ def trace_of(found: Extrapolated, block: int) -> Trace | None:
 
 
 def _repeated(trace: Trace, units: list[tuple[Unit, int]]) -> Trace:
-    """The trace in which each unit is so many more times."""
-    # a later unit of the forward does not move an earlier one
+    """The trace in which each unit occurs as many more times as the number beside it says."""
+    # the last unit of the forward comes first: repeating it does not change where the earlier ones are
     units.sort(key=lambda pair: -pair[0].forward[0])
     for at, (unit, times) in enumerate(units):
         trace = Repeated(trace, unit, times + 1).trace()
