@@ -6,6 +6,7 @@ would choose for a call; it is computed once per kind of call.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..private_apis import fused_attention_choice, without_dispatch_modes
 from .attention import additive, attention_bwd, attention_fwd, repeat_heads, sum_groups
@@ -26,6 +28,8 @@ _on_cpu, _on_cpu_backward = (
 _CUDA_KERNELS = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.EFFICIENT_ATTENTION.value: "efficient"}
 # torch pads heads for "flash" to a multiple of the first, and rows of masks for "efficient" to one of the second
 _HEAD_MULTIPLE, _MASK_MULTIPLE = 8, 16
+# a mask -> its version and the dtype of what was made of it, and that
+_biases: MutableMapping[Tensor, tuple[tuple[int, torch.dtype], Tensor]] = WeakTensorKeyDictionary()
 
 
 def dense_attention_fwd(
@@ -84,15 +88,39 @@ def dense_attention_bwd(
     return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
+def shared_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask in the form of "efficient": one tensor for all who have that mask, as the layers of a model have.
+
+    It is remembered as long as the mask itself lives.
+
+    Args:
+        mask: Bool (True: attend) or additive, [..., S, K].
+        dtype: The dtype of q.
+    """
+    key = mask._version, dtype
+    known = _biases.get(mask)
+    if known is not None and known[0] == key:
+        return known[1]
+    found = _aligned(mask, dtype)
+    if found is not mask:
+        _biases[mask] = key, found
+    return found
+
+
+def _aligned(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask, additive and with aligned rows; the mask itself if it is both."""
+    found: Tensor = additive(mask, dtype)
+    width, row = found.size(-1), found.stride(-2)
+    if width % _MASK_MULTIPLE and (row % _MASK_MULTIPLE or not row):
+        found = pad(found, (0, -width % _MASK_MULTIPLE)).narrow(-1, 0, width)
+    return found
+
+
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask in the form of "efficient": additive, for all heads, with aligned rows."""
+    """The mask in the form of "efficient", for all heads."""
     if mask is None:
         return None
-    found: Tensor = additive(mask, q.dtype)
-    width = found.size(-1)
-    if width % _MASK_MULTIPLE:
-        found = pad(found, (0, -width % _MASK_MULTIPLE)).narrow(-1, 0, width)
-    return found.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+    return _aligned(mask, q.dtype).expand(q.size(0), q.size(1), q.size(2), k.size(2))
 
 
 def sdpa_settings() -> tuple[bool, ...]:

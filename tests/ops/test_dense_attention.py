@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hf_actcompress.reference.dense_attention import (
     dense_attention_fwd,
     fused_kernel,
     sdpa_settings,
+    shared_bias,
 )
 
 B, T, D = 2, 21, 16
@@ -107,3 +110,30 @@ def test_cuda_kernels_without_data(kernel: str, of_kv: int, masked: bool, dropou
     ]  # fmt: skip
     assert out.shape == q.shape and lse.shape[:2] == (B, 4) and all(x is not None for x in drawn)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("tokens", [T, 32])
+def test_a_mask_is_made_additive_once_for_all_layers(tokens: int) -> None:
+    """The ops that are dispatched on CUDA, without data: two layers forward and backward, one conversion."""
+    with FakeTensorMode(), Names() as ops:
+        q, k, v = (torch.empty(B, 4, tokens, D, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        mask = torch.ones(B, 1, tokens, tokens, dtype=torch.bool, device="cuda")
+        for _ in range(2):
+            bias = shared_bias(mask, q.dtype)
+            out, lse, *drawn = dense_attention_fwd("efficient", q, k, v, bias, 0.0, False, None)
+            dense_attention_bwd("efficient", out, q, k, v, out, lse, bias, *drawn, 0.0, False, None)
+    assert bias.dtype == torch.bfloat16 and bias.stride(-2) % 16 == 0
+    assert ops.names.count("masked_fill_") == 1 and ops.names.count("constant_pad_nd") == (tokens % 16 > 0)
+
+
+def test_a_mask_that_was_written_on_is_made_additive_again_and_none_is_held() -> None:
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    bias = shared_bias(mask, torch.float32)
+    assert shared_bias(mask, torch.float32) is bias and shared_bias(mask, torch.bfloat16) is not bias
+    mask[..., 0] = False
+    again = shared_bias(mask, torch.float32)
+    assert torch.equal(again, torch.zeros(4, 4).index_fill(1, torch.tensor(0), float("-inf")).expand(1, 1, 4, 4))
+    held = weakref.ref(again)
+    del mask, again, bias
+    gc.collect()
+    assert held() is None

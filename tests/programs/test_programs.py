@@ -12,8 +12,9 @@ import torch
 
 from hf_actcompress import patch_model, unpatch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes
-from hf_actcompress.programs import stages
+from hf_actcompress.programs import stages, whole
 from hf_actcompress.records import live_entries
+from hf_actcompress.reference import attention, dense_attention
 from tests.families import BY_NAME, cast_batch, step
 from tests.programs.pairs import DTYPES, MODES, PROGRAMS, assert_same, calls, every_family, pair
 
@@ -192,3 +193,38 @@ def test_patching_draws_no_random_number_and_asks_once(dropout: float, monkeypat
     assert torch.equal(torch.get_rng_state(), before)
     monkeypatch.setattr(proof, "_difference", lambda *_: pytest.fail("asked again"))
     patch_model(BY_NAME["llama"].build(dropout=dropout), PROGRAMS)
+
+
+class EfficientOnACPU:
+    """torch's CPU kernel in the place of CUDA's "efficient" one."""
+
+    @staticmethod
+    def _scaled_dot_product_efficient_attention(
+        q: Any, k: Any, v: Any, bias: Any, _: bool, dropout: float, causal: bool, scale: float | None
+    ) -> tuple[Any, ...]:
+        return (*attention.attention_fwd(q, k, v, bias, causal, scale), q.new_empty(0), q.new_empty(0))
+
+    @staticmethod
+    def _scaled_dot_product_efficient_attention_backward(
+        dout: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, lse: Any, *args: Any, scale: float | None
+    ) -> tuple[Any, ...]:
+        return (*attention.attention_bwd(dout, q, k, v, out, lse, bias, args[-1], scale), None)
+
+
+def test_layers_share_the_additive_mask_of_cudas_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves, programs = pair("llama")
+    batch = BY_NAME["llama"].make_batch("right")
+    expected = step(leaves, batch)
+    # proved before the kernel is exchanged
+    step(programs, batch)
+    made: list[torch.dtype] = []
+    additive = dense_attention.additive
+    monkeypatch.setattr(
+        dense_attention, "additive", lambda mask, dtype: made.append(mask.dtype) or additive(mask, dtype)
+    )
+    monkeypatch.setattr(dense_attention, "aten", EfficientOnACPU)
+    monkeypatch.setattr(whole, "fused_kernel", lambda *_: "efficient")
+    loss, grads = step(programs, batch)
+    assert torch.equal(loss, expected[0]) and calls(programs) == [2, 2]
+    assert all(torch.equal(grads[name], x) for name, x in expected[1].items())
+    assert made.count(torch.bool) == 1 and len(made) > 1
