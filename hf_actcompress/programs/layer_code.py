@@ -18,7 +18,6 @@ from ..models.attention import attention_forward
 from ..models.empty_cache import empty_layers, fill
 from ..models.position_bias import position_bias
 from ..records import current, unnetted
-from ..reference.dense_attention import shared_bias
 from ..reference.device_rules import device_rules
 from . import handing
 from .handing import Heads, HeadsHanded, let_go
@@ -165,10 +164,7 @@ class LayerCode:
         if cache is not None and layers is None and (not whole.own or len(indices) > 1):
             return None
         part = whole.part if cache is None else whole.cached
-        if kernel == "efficient" and masks[0] is not None:
-            # made for the first layer of a model, and kept once
-            masks = [shared_bias(masks[0], self.autocast or whole.dtype)]
-        ins = self._given(part.ins, x, kwargs, dict(zip(whole.masks.values(), masks, strict=True)))
+        ins = self._given(part.ins, x, kwargs, whole.given_masks(masks, kernel, self.autocast))
         heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
         if checkpointed is not None:
             found = part.program.checkpointed([*ins, *weights], self.autocast, heads, kernel, checkpointed, left_out)

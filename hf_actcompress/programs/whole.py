@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY
 from ..ops.region import region_in_progress
-from ..reference.dense_attention import fused_kernel, sdpa_settings
+from ..reference.dense_attention import fused_kernel, sdpa_settings, shared_bias
 from ..reference.device_rules import device_rules
 from .attention import Attention
 from .calls import BATCH, TOKENS
@@ -76,6 +76,13 @@ class Whole:
         return fused_kernel(
             x.device, autocast or self.dtype, rows, self.heads, given, self.dropout, causal, sdpa_settings()
         )
+
+    def given_masks(self, masks: Sequence[Any], kernel: str, autocast: torch.dtype | None) -> dict[int, Any]:
+        """Each mask by its value, as the kernel takes it."""
+        if kernel == "efficient":
+            # made for the first layer of a model, and kept once
+            masks = [None if mask is None else shared_bias(mask, autocast or self.dtype) for mask in masks]
+        return dict(zip(self.masks.values(), masks, strict=True))
 
 
 _wholes: dict[Hashable, Whole | None] = {}
