@@ -1,9 +1,10 @@
-"""Layers as programs: all of a layer but its attention in one or two autograd Functions, where that is proved right.
+"""Layers as programs: a layer, or all of it but its attention, as one or two autograd Functions, if proved right.
 
 The layer's code runs once on tensors without data and is written down (`tracing`, `recorder`: a `Tape` of steps). The
-tape is cut at the attentions (`schedule`); each program between them becomes straight-line code for forward and
-backward (`emit`, `program`), with a rule for every operation (`operations`, `arithmetic`). A call of the layer runs
-these if it is an ordinary one (`layer`), and leaf by leaf if not. All of it is tried before it counts (`proof`).
+tape becomes one program (`whole`), or is cut at its attentions into programs (`schedule`). Each program becomes
+straight-line code for forward and backward (`emit`, `program`), with a rule for every operation (`operations`,
+`arithmetic`). An ordinary call of the layer runs its programs, any other call runs leaf by leaf (`layer`). Programs are
+used only after a trial has shown that they are right (`proof`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ __all__ = ["LayerPrograms", "LayerSettings", "find_program", "is_outdated"]
 def find_program(
     layer: nn.Module, config: CompressionConfig, kept: CheckpointSettings | None = None
 ) -> Site | Declined | None:
-    """The site of a layer that runs as programs; why not; None for what is no layer, or if nobody asked for programs.
+    """The site of a layer that runs as programs, or why it does not; None for no layer, or if the config wants none.
 
     Args:
-        layer: Its leaves are patched.
-        config: What they were patched with.
-        kept: What is kept of it where it is checkpointed; None if its input as it is.
+        layer: A layer whose leaves are patched.
+        config: The config with which they were patched.
+        kept: What the layer keeps where it is checkpointed; None: its input as it is.
     """
     if not config.programs or not isinstance(layer, GradientCheckpointingLayer):
         return None
@@ -48,7 +49,7 @@ def find_program(
 
 
 def _programs_of(layer: nn.Module) -> LayerPrograms:
-    """Written down as they run without autocast, and else for bf16: weights of mixed dtypes need one."""
+    """The programs without autocast, or those under bf16 if that fails: weights of mixed dtypes need an autocast."""
     try:
         return LayerPrograms.of(layer, {None: proved(layer, None)}, proved)
     except NotStraight as reason:

@@ -1,4 +1,4 @@
-"""Which operation a call of torch stands for, by the name of the function. Each rule notes it, or refuses."""
+"""Rules for torch calls, by the name of the function. Each notes the operation that a call stands for, or refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .refusal import NotStraight
 from .shapes import Contiguous, Permute, Reshape, Tokens
 from .tape import Attend
 
-# the sizes of the batch and of its rows while a layer is recorded: primes, which are no sizes of a model
+# the numbers of rows and of tokens per row while a layer is recorded: primes that are no size of any model
 BATCH, TOKENS = 1013, 10007
 # the number of an encoder's tokens
 SOURCES = 10009
@@ -53,13 +53,13 @@ def _neg(r: Recorder, y: Tensor, x: Tensor) -> None:
 
 def _reshape(r: Recorder, y: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
     if y.shape == (BATCH * TOKENS, *x.shape[2:]) and x.dim() == 3:
-        # operations take the rows of a batch as they are
+        # operations that work row by row compute the same on both shapes
         r.same(y, x)
         r.flat.add(r.value(x))
     elif x.dim() == 2 and r.value(x) in r.flat and y.shape == (BATCH, TOKENS, x.size(1)):
         r.same(y, x)
     elif x.shape[0] == BATCH * TOKENS and y.shape[:2] == (BATCH, TOKENS):
-        # the layer's input has both sizes
+        # the sizes of batch and tokens are read off the layer's input
         r.note(Tokens(tuple(y.shape[2:])), (x, r.metas[0]), y)
     elif y.shape == x.shape:
         r.same(y, x)
@@ -68,7 +68,7 @@ def _reshape(r: Recorder, y: Tensor, x: Tensor, *_: Any, **__: Any) -> None:
 
 
 def sizes_of(shape: Size, source: Size) -> tuple[int, ...]:
-    """A shape as `reshaped` takes it of a tensor of the shape `source`: without the sizes of batch and tokens."""
+    """A shape as `reshaped` takes it: sizes of batch and tokens become -1, or refer to a dimension of `source`."""
     sizes = []
     for size in shape:
         if size in (BATCH, TOKENS, SOURCES) and size in source:
@@ -133,7 +133,7 @@ def _item(r: Recorder, y: Any, x: Tensor, index: Any) -> None:
             raise NotStraight("it takes each second part of a dimension that is not the last")
         r.note(Slice(start, end, size, step, dim), (x,), y)
         return
-    # [i] keeps the dimension, in new memory; i does without it
+    # the index [i] keeps the dimension and copies; the index i drops the dimension
     (start,) = part if isinstance(part, list) and len(part) == 1 else (part,)
     if type(start) is not int:
         raise NotStraight("it takes parts of a tensor by their numbers")
@@ -196,7 +196,7 @@ def _attend(
     r: Recorder, y: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **options: Any,
 ) -> None:  # fmt: skip
-    """Attention that a layer's code calls by itself."""
+    """torch's attention, called by a layer's code directly instead of through transformers' interface."""
     if id(attn_mask) not in r.masks or is_causal:
         raise NotStraight("its attention has a mask of its own making")
     if y.dim() != 4:

@@ -19,11 +19,11 @@ class Computation:
         steps: In order.
         metas: For each input a tensor without data, which has its shape; None for an input that is None.
         weights: Which inputs are parameters.
-        outputs: The values that are returned. An input among them is returned as it is: what its later readers give
-            as its gradient comes first in the sum, as autograd's engine has it.
-        optional: The values among them that may have no gradient in one backward or another.
-        layouts: For each activation where it has its tokens, as in `left_out`.
-        lossless: Whether its layer keeps all as it is, nothing through a codec.
+        outputs: The values that are returned. An input among them is returned as it is: the gradient from its readers
+            behind the program then comes first in the sum of its gradients, as in autograd's engine.
+        optional: The outputs whose gradient may be None in some backward.
+        layouts: For each activation, which dimensions hold its tokens: a layout of `left_out`.
+        lossless: Whether the layer keeps all activations as they are, none through a codec.
     """
 
     steps: tuple[Step, ...]

@@ -25,7 +25,7 @@ from .shapes import Reshape
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """An output of a program that is not kept: an op behind the program, which needs it in backward, computes it again.
+    """An output of a program that nobody keeps: an op behind the program that needs it in backward recomputes it.
 
     Attributes:
         output: The position of the output among the program's outputs.
@@ -80,20 +80,21 @@ class Plan:
     """How a program runs in one setting.
 
     Attributes:
-        forward: From the inputs to the outputs and other values that are kept, in one tuple.
-        backward: From a list of what is kept, the first one last, and behind that the gradients of the outputs that
-            want one, to the gradients of the inputs. One that stops is a generator, as `Stages` drives it.
+        forward: Takes the inputs and returns the outputs, then other values that are kept, in one tuple.
+        backward: Takes one list, which it empties from its end: what is kept, in reverse order, then the gradients of
+            the outputs that want one. Returns the gradients of the inputs. A backward that stops is a generator, which
+            `Stages` drives.
         outputs: How many outputs there are.
         graded: Which of them want a gradient.
-        kept: Where what is kept is among the inputs and what the forward returns.
+        kept: For each kept tensor its position in the list of the inputs and the values that the forward returns.
         keepers: The module for which each is kept, for reports.
         weights: Which of the kept tensors are weights.
         outside: Which of the kept tensors are activations from outside.
-        packs: Whether others go through a codec.
-        rebuilt: The outputs that are made again.
+        packs: Whether kept values from inside the program are packed: through a codec, or to some of their rows.
+        rebuilt: The outputs that other ops recompute instead of keeping them.
         optional: Which of the outputs may have no gradient.
-        layouts: For each output that wants a gradient where it has its tokens.
-        differentiates: Whether the code itself runs autograd. All other code runs below it, which costs less.
+        layouts: For each output that wants a gradient, which dimensions hold its tokens: a layout of `left_out`.
+        differentiates: Whether the code itself runs autograd. All other code runs below autograd, which costs less.
     """
 
     forward: Callable[..., tuple[Any, ...]]
@@ -119,7 +120,7 @@ def make_plan(program: Computation, setting: Setting) -> Plan:
 
 @contextmanager
 def writing(setting: Setting) -> Iterator[None]:
-    """While code is written down: what runs then runs on tensors without data."""
+    """The context in which code is written down: everything that runs in it runs on tensors without data."""
     with without_dispatch_modes(), torch.no_grad(), torch.autocast(setting.device.type, enabled=False):
         yield
 
@@ -136,7 +137,7 @@ def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward
 
 
 def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) -> frozenset[int]:
-    """The kept sums that can be made again out of what else is kept, as x + norm(y) where x and y are."""
+    """The kept sums that can be recomputed from other kept values, such as x + norm(y) where x and y are kept."""
     if not program.lossless:
         # a codec changes the terms, so their sum would not be the one of the forward
         return frozenset()
@@ -200,7 +201,7 @@ def _wanted(program: Computation, needed: tuple[bool, ...]) -> frozenset[int]:
 
 
 def _outside(program: Computation, backward: Backward, place: int, value: int) -> Outside:
-    """How an activation from outside is kept: heads as the linear layer reads them that keeps them."""
+    """How an activation from outside is kept. Heads are kept in the shape in which a linear layer reads them."""
     codec, fewer = backward.codec_of(value), backward.setting.fewer and value in program.layouts
     if codec == IDENTITY:
         for step in program.steps:
@@ -210,7 +211,7 @@ def _outside(program: Computation, backward: Backward, place: int, value: int) -
 
 
 def _made_again(program: Computation, forward: Emitter, backward: Backward) -> dict[int, tuple[Backward, Node]]:
-    """The outputs that are made again out of what is kept anyway, by place; their graphs, and the results of these."""
+    """For each output that can be recomputed from values that are kept anyway, by place: the graph and its result."""
     again = {}
     for i, value in enumerate(program.outputs):
         if value in program.optional:
@@ -223,7 +224,7 @@ def _made_again(program: Computation, forward: Emitter, backward: Backward) -> d
 
 
 def assembled(program: Computation, forward: Emitter, backward: Backward) -> Plan:
-    """The plan of what both graphs say."""
+    """The plan that both graphs make."""
     inputs = len(program.metas)
     again = _made_again(program, forward, backward)
     results = [forward.values[value] for value in program.outputs]

@@ -34,8 +34,8 @@ class Program(Computation):
     """A computation that runs. Layers that do the same share their programs.
 
     Attributes:
-        plans: By the setting in which it is called.
-        checkpoint_plans: The same for calls that are made again in backward.
+        plans: The plan of each setting in which it was called.
+        checkpoint_plans: The same for calls that backward recomputes.
     """
 
     plans: dict[Any, Plan] = field(default_factory=dict)
@@ -50,15 +50,15 @@ class Program(Computation):
         kernel: str | None = None,
         left_out: LeftOut | None = None,
     ) -> Any:
-        """Run it: a tuple of the outputs.
+        """Run it and return a tuple of the outputs.
 
         Args:
             inputs: The first is an activation.
             autocast: The dtype of products under autocast; None while it is off.
             sharded: Whether the weights' memory is freed when the layer has run.
-            heads: Where gradients of outputs are left; None: autograd hands them in.
-            kernel: The kernel of the attention in it, if there is one.
-            left_out: The rows of which nothing is kept.
+            heads: Where `HeadsHanded` leaves gradients of outputs for it; None: autograd hands in all of them.
+            kernel: The kernel of its attention, if it has one.
+            left_out: The rows of which nothing is kept; None if all are kept.
         """
         stops = self._stops(inputs)
         key = _key(inputs, autocast, stops, kernel, left_out is not None)
@@ -78,7 +78,7 @@ class Program(Computation):
         codec: Codec,
         left_out: LeftOut | None = None,
     ) -> Any:
-        """Run it so that backward makes all of it again out of the inputs; the first is kept through a codec."""
+        """Run it so that backward recomputes all of it from the inputs, of which the first is kept through a codec."""
         stops = self._stops(inputs)
         key = _key(inputs, autocast, stops, kernel)
         plan = self.checkpoint_plans.get(key)
@@ -89,7 +89,7 @@ class Program(Computation):
         return applied(CheckpointedFunction, plan, run, heads, len(self.weights), codec, left_out, link, *inputs)
 
     def _stops(self, inputs: Sequence[Tensor | None]) -> Stops:
-        """Where a backward stops for gradients of weights to be added up."""
+        """Where a backward stops, so that autograd accumulates the gradients of some weights before it goes on."""
         if self.elements <= stages.SLACK:
             return ()
         x = inputs[0]
@@ -141,7 +141,7 @@ class ProgramFunction(torch.autograd.Function):
             found = plan.forward(*inputs, *picks)
         outputs = found[: plan.outputs]
         pool = (*inputs, *found)
-        # a weight as its data are now, as stock's views keep it: `param.data = ...` changes the parameter alone
+        # keep a weight's data of now, as stock's views do: a later `param.data = ...` changes only the parameter
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in zip(plan.kept, plan.weights, strict=True)]
         if left_out is not None:
             know_outside(kept, plan.outside)
@@ -175,7 +175,7 @@ class ProgramFunction(torch.autograd.Function):
             handed.append(ctx.left.spread(saved))
         if ctx.slots or ctx.left is not None:
             saved = put_together(saved, ctx.slots, len(plan.kept))
-        # the code frees each as soon as it can, unless somebody goes through the graph again
+        # the code frees each saved tensor as soon as it can, unless the graph is retained for another backward
         ctx.maybe_clear_saved_tensors()
         saved.reverse()
         saved.extend(handed)
@@ -189,7 +189,7 @@ def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def _with_zeros(plan: Plan, like: list[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the outputs, with zeros for one that is None and must not be."""
+    """The gradients of the outputs, with zeros in place of None where an output is not optional."""
     found = list(grads)
     device = next(g.device for g in grads if g is not None)
     for i, (shape, dtype) in zip(plan.graded, like, strict=True):

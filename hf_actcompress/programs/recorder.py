@@ -23,20 +23,20 @@ from .refusal import NotStraight
 from .step import Operation, Step
 from .tape import Attend
 
-# calls that ask a tensor for something that is no tensor, or for what no code of a layer goes on with
+# calls that return no tensor, or a result that no layer's code computes with
 _QUESTIONS = {
     "__get__", "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "__len__", "get_device",
 }  # fmt: skip
 
-# they do the same with [B * T, C] as with [B, T, C]
+# these operations compute the same on rows [B * T, C] as on [B, T, C]
 _BY_ROWS = (Activation, Add, Cast, Dropout, LayerNorm, Linear, Mul, Neg, RMSNorm, Scale, Shift)
 
 
 class Recorder(TorchFunctionMode):
-    """Notes what is called on the tensors that it knows while it is on.
+    """While it is active, notes the torch calls on tensors that it knows.
 
     Args:
-        rules: By the name of a function of torch, what notes a call of it: ``rule(recorder, result, *arguments)``.
+        rules: By the name of a torch function, the rule that notes a call: ``rule(recorder, result, *arguments)``.
 
     Attributes:
         metas: For each value a tensor without data.
@@ -45,8 +45,8 @@ class Recorder(TorchFunctionMode):
         masks: By the id of the tensor: the name of the layer's argument that is this mask.
         handed: By the id of the object: the name of the layer's argument for which it stands.
         modules: The modules of the layer, by name.
-        module: The name of that which runs.
-        flat: The values [B, T, C] that the code also has, or only has, as [B * T, C].
+        module: The name of the module that is running.
+        flat: The values [B, T, C] that the layer's code also holds, or only holds, as [B * T, C].
     """
 
     def __init__(self, rules: Mapping[str, Callable[..., None]], autocast: torch.dtype | None) -> None:
@@ -61,21 +61,21 @@ class Recorder(TorchFunctionMode):
         self.module = ""
         self.flat: set[int] = set()
         self._silent = False
-        # by the id of the tensor object, which is held here
+        # id of a tensor object -> the object, held so that no other one gets this id, and its value
         self._known: dict[int, tuple[Tensor, int]] = {}
 
     def given(self, x: Tensor) -> int:
-        """The value of a tensor that is new."""
+        """A new value, for a tensor that is not known yet."""
         self._known[id(x)] = x, len(self.metas)
         self.metas.append(x)
         return len(self.metas) - 1
 
     def same(self, y: Tensor, x: Tensor) -> None:
-        """y is what x is, perhaps in another object."""
+        """Note that y is the same value as x, perhaps as another tensor object."""
         self.known_as(y, self.value(x))
 
     def known_as(self, y: Tensor, value: int) -> None:
-        """The same by the number of a value."""
+        """Note that y is the value of this number."""
         self._known[id(y)] = y, value
 
     def maker(self, x: Tensor) -> Step | None:
@@ -84,7 +84,7 @@ class Recorder(TorchFunctionMode):
         return next((e for e in reversed(self.entries) if isinstance(e, Step) and value in e.outs), None)
 
     def is_unread(self, x: Tensor) -> bool:
-        """Whether a tensor is new memory that no step has read, and that goes by no other name."""
+        """Whether a tensor has memory of its own, no step has read it, and no other tensor object is the same value."""
         value, maker = self.value(x), self.maker(x)
         read = any(value in entry.ins for entry in self.entries)
         names = sum(known == value for _, known in self._known.values())
@@ -109,7 +109,7 @@ class Recorder(TorchFunctionMode):
         self.entries.append(Step(operation, values, made, self.module, codec))
 
     def within(self, module: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a module in the layer, whose steps are noted as its own."""
+        """Run the forward of a module in the layer; its steps are noted under the name of this module."""
         before, self.module = self.module, module
         try:
             return forward(*args, **kwargs)
@@ -118,7 +118,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def silently(self) -> Iterator[None]:
-        """While a module runs that is noted as a whole."""
+        """Note no calls inside of this block: the module that runs there is noted as a whole."""
         self._silent = True
         try:
             yield
@@ -128,7 +128,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        # without data there is no autocast
+        # autocast does not act on tensors without data: cast as it would
         attends = name == "scaled_dot_product_attention" and self.autocast is not None
         y = func(*(x.to(self.autocast) for x in args[:3]), *args[3:], **kwargs) if attends else func(*args, **kwargs)
         known = any(id(x) in self._known for x in _tensors((args, tuple(kwargs.values()))))
@@ -153,7 +153,7 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 
 def with_gated_products(entries: list[Step | Attend]) -> list[Step | Attend]:
-    """The same with act(gate) * up as one operation, where nobody else reads act(gate)."""
+    """The entries with act(gate) * up as one operation, where nothing else reads act(gate)."""
     read = [value for entry in entries for value in entry.ins]
     acts = {
         entry.outs[0]: entry
@@ -174,7 +174,7 @@ def with_gated_products(entries: list[Step | Attend]) -> list[Step | Attend]:
 
 
 def with_splits(entries: list[Step | Attend]) -> list[Step | Attend]:
-    """The same with all parts of a value as one operation, where others read nothing of it."""
+    """The entries with all slices of a value as one Split, where they cover the value and nothing else reads it."""
     readers: dict[int, list[Step | Attend]] = {}
     for entry in entries:
         for value in dict.fromkeys(entry.ins):
@@ -202,7 +202,7 @@ def with_splits(entries: list[Step | Attend]) -> list[Step | Attend]:
 
 
 def _cover(parts: list[Slice]) -> bool:
-    """Whether these are all parts of one dimension, in order, each once."""
+    """Whether these slices cover one dimension, in order and without overlap."""
     joined = all(left.end == right.start for left, right in zip(parts, parts[1:], strict=False))
     whole = parts[0].start == 0 and parts[-1].end == parts[0].size
     return joined and whole and {(part.dim, part.step) for part in parts} == {(parts[0].dim, 1)}

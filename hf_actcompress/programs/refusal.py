@@ -2,4 +2,4 @@
 
 
 class NotStraight(Exception):
-    """The layer's code is no straight-line code of known operations; says what was met."""
+    """The layer's code is no straight-line code of known operations; the message says what was found instead."""

@@ -1,7 +1,7 @@
-"""A layer's tape: its code runs once on a copy of the layer without data, in which the modules that we know are noted.
+"""A layer's tape: the layer's code runs once on a copy of the layer without data, and known modules in it are noted.
 
-The attention function is noted through transformers' attention interface, rotary embeddings where the patched attention
-finds ours: their stock function looked up among the globals of the layer's file.
+The attention function is noted through transformers' attention interface. Rotary embeddings are noted in place of the
+stock function that the attention's code looks up in its globals, where patched attention puts our function.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ OF_LAYERS = (Role.LAYER, Role.CHECKPOINT_INPUT)
 # patched modules whose stock code is recorded
 _OWN_CODE = (AttentionMixin, SplitGatedMLPMixin, FusedGatedMLPMixin, T5GatedMLPMixin, AdapterMixin)
 _AGAIN = "its attention runs again in backward, out of what linear layers return"
-# the attribute of a config that says which recorder its module is recorded by
+# the attribute of a config that holds the recorder of its module
 _RECORDING = "actcompress_recording"
 
 
 def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
-    """What the layer does with [B, T, C] in training, under autocast to that dtype or without.
+    """The tape of the layer in training on [B, T, C], under autocast to that dtype, or without autocast (None).
 
     Raises:
         NotStraight: It cannot be written down.
@@ -73,7 +73,7 @@ def tape_of(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
                 module.forward = partial(recorder.within, name, module.forward)  # type: ignore[method-assign]
         dtype = dtype_of(layer)
         x = torch.empty(BATCH, TOKENS, width_of(layer), dtype=dtype, device="meta")
-        # each row has its own, as packed rows have them; one for all rows does as well
+        # angles for each row, as packed rows have them; the tape holds for angles that all rows share, too
         angles = [torch.empty(BATCH, TOKENS, head_width(layer), dtype=dtype, device="meta") for _ in range(2)]
         inputs = {name: recorder.given(value) for name, value in zip(("x", "cos", "sin"), (x, *angles), strict=True)}
         inputs.update({name: recorder.given(value) for name, value in others.items() if name != ENCODED_MASK})
@@ -103,7 +103,7 @@ def _empty(dtype: torch.dtype, shape: tuple[int, ...], kind: type) -> Tensor:
 
 
 def _returned(item: Any, inputs: dict[str, int], recorder: Recorder) -> Given:
-    """What a layer hands on of what it has been given."""
+    """An item of the tuple that the layer returns, as the layer's argument that it is."""
     names = {value: name for name, value in inputs.items()}
     if not isinstance(item, Tensor) or recorder.value(item) not in names:
         raise NotStraight("it returns more than a tensor")
@@ -118,7 +118,7 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
     memo: dict[int, Any] = {}
     for module in layer.modules():
         memo.update((id(v), v) for v in vars(module).values() if isinstance(v, PretrainedConfig))
-        # who has put hooks there wants to see the model run, not us
+        # hooks are there to see the model run, not this recording
         memo.update((id(vars(module)[hooks]), OrderedDict()) for hooks in HOOKS)
     for tensor in (*layer.parameters(), *layer.buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, FakeTensor):
@@ -133,10 +133,10 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
 
 
 def _copied(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A deep copy, also of a layer that FSDP2 shards: that one has a class and a state that refuse copies."""
+    """A deep copy, also of a layer that FSDP2 shards, whose class and state refuse to be copied."""
     kind, state = type(layer), vars(layer)
     if _refuses_copies(layer):
-        # torch puts that class and FSDPModule before the layer's own class
+        # in the MRO, the class that FSDP2 made and FSDPModule come before the layer's own class
         kind = kind.__mro__[2]
         state = {name: value for name, value in state.items() if not name.startswith("__composable_api")}
     if any(_refuses_copies(module) for module in layer.modules() if module is not layer):
@@ -152,7 +152,7 @@ def _refuses_copies(module: nn.Module) -> bool:
 
 
 def _watch(name: str, module: nn.Module, recorder: Recorder) -> None:
-    """Let the recorder note a module as a whole, or its own code."""
+    """Let the recorder note a module as a whole, or the calls in its code."""
     settings = settings_of(module)
     of_layer = settings is not None and settings.role in OF_LAYERS
     if (
@@ -164,7 +164,7 @@ def _watch(name: str, module: nn.Module, recorder: Recorder) -> None:
     if "forward" in vars(module):
         raise NotStraight(f"{name} has a forward of its own")
     if of_layer:
-        # it runs as programs already, under another autocast, or is told how to keep its input
+        # the layer runs as programs under another autocast already, or has settings for its checkpointed input
         unpatch_instance(module)  # type: ignore[arg-type]
         return
     if isinstance(module, AttentionMixin) or calls_eager(module) or calls_another(module):
@@ -185,12 +185,12 @@ def _watch(name: str, module: nn.Module, recorder: Recorder) -> None:
 
 
 def _is_known(codec: Codec) -> bool:
-    """Whether a codec gives the same for the same activation, whoever asks."""
+    """Whether a codec packs the same activation to the same bits, whichever op calls it."""
     return codec == IDENTITY or (type(codec) is IntGroup and codec.rounding == "nearest") or type(codec) is Float8
 
 
 def calls_eager(module: nn.Module) -> bool:
-    """Whether it calls its file's eager function, and keeps what that keeps or runs again in backward."""
+    """Whether a module calls its file's eager attention, and so keeps what this saves, or runs again in backward."""
     return not isinstance(module, AttentionMixin) and calls_interface(module) == "eager"
 
 
