@@ -1,4 +1,4 @@
-"""Patched PEFT layers. The cast of an adapter's input is derived, and all adapters on one input share it."""
+"""Patched PEFT layers. The cast of an adapter's input is a derived record, which all adapters on one input share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AdapterMixin(ModuleMixin):
     prefix = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # a second run must draw what the first drew
+        # with dropout the code itself has to run again, so that the second run draws what the first one drew
         if torch.compiler.is_compiling() or current.call is None or not args or _draws(self):
             return super().forward(*args, **kwargs)
         return recalled(args[0], partial(super().forward, *args, **kwargs))

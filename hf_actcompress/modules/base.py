@@ -26,12 +26,12 @@ _NAMES = {codec: name for name, codec in CODECS.items()}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a patched module was told. A mixin that has to be told more has a subclass of this one beside it.
+    """The settings of a patched module. A mixin that needs more of them has a subclass of this class beside it.
 
     Attributes:
         role: What the module is to this package.
-        kind: Which of the kinds of modules that its mixin knows it is, such as "gelu" or "transposed".
-        codec: Through which the tensor is kept.
+        kind: The kind of the module, among those that its mixin knows, such as "gelu" or "transposed".
+        codec: The codec through which the tensor is kept.
         keeps: Which tensor is kept.
         note: Why it keeps something else than the config asks for.
     """
@@ -73,7 +73,7 @@ class PatchedModule:
         "dynamic=True; without it the preset works, for lengths that change, too"
     )
     def _untraced(self, x: Tensor) -> Tensor:
-        """The module in eager mode, behind a break of the graph that is traced; with fullgraph=True an error."""
+        """Run the module in eager mode, behind a graph break; with fullgraph=True torch raises an error."""
         y: Tensor = self.forward(x)  # type: ignore[attr-defined]
         return y
 
@@ -94,7 +94,7 @@ else:
 
 
 def stock_type(module: nn.Module) -> type[nn.Module]:
-    """The type of a module, before it was patched if it is."""
+    """The stock type of a module, whether it is patched or not."""
     return module.stock_class if isinstance(module, PatchedModule) else type(module)
 
 
@@ -126,7 +126,7 @@ def unpatch_instance(module: nn.Module) -> None:
 
 
 def settings_of(module: nn.Module) -> Settings | None:
-    """What a patched module was told; None for a stock module."""
+    """The settings of a patched module; None for a stock module."""
     return module.actcompress if isinstance(module, PatchedModule) else None
 
 

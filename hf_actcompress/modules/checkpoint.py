@@ -50,8 +50,8 @@ class CheckpointInputMixin(PatchedModule):
 def forward_after_unpatching(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """The stock forward of a layer that was unpatched between a forward and its backward.
 
-    transformers checkpoints the forward of the layer's class, so a reentrant checkpoint runs that of the patched class
-    again when the layer is not of this class any more.
+    transformers checkpoints the forward of the layer's class. So a reentrant checkpoint runs the forward of the patched
+    class again, although the layer is not of this class any more.
     """
     return type(layer).forward(layer, *args, **kwargs)
 

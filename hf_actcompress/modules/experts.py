@@ -24,7 +24,7 @@ GROUPED = "grouped_mm"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSettings(Settings):
-    """Also stock's grouped products for weights that lie as these do."""
+    """Also stock's grouped products for weights that lie in memory as this module's do."""
 
     products: GroupedProducts
 
@@ -108,7 +108,7 @@ def _weight(module: Any, name: str) -> Any:
     if made is not None and name in made and len(made[name]) == 1:
         adapter = made[name][0]
         own = {name: value.detach() for name, value in vars(adapter).items() if isinstance(value, Tensor)}
-        # some adapters hold a difference as large as the weight itself
+        # some adapters hold an update as large as the weight itself: to keep that would save nothing
         small = sum(value.nbytes for value in own.values()) < weight.nbytes
         if type(adapter).__module__.startswith("peft.") and small and next(adapter.parameters(), None) is None:
             declare(
@@ -150,7 +150,7 @@ def _gather(hidden: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows of those tokens [S, H], declared as made of the rows of all."""
+    """The rows of those tokens [S, H], declared as derived from the rows of all tokens."""
     x = hidden[tokens]
     # the record with padding rows, because these are routed to experts, too
     declare(x, _gather, whole_record_of(hidden), stored_exact(tokens))

@@ -40,7 +40,7 @@ def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings(Settings):
-    """Also the share of the targets that count, at most."""
+    """Also the largest share of the targets that may count (have a label that is not -100)."""
 
     targets: float
 

@@ -59,9 +59,9 @@ class SelectiveMixin(ModuleMixin):
 
 
 def _undone(module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``run(*args, **kwargs)``. The attributes of the module are then those of before.
+    """``run(*args, **kwargs)``, after which the module has the attributes again that it had before.
 
-    A model may read there what the first run has left, such as keys for a later layer.
+    A model may read in them what the first run has left, such as keys for a later layer.
     """
     attributes: dict[str, Any] = module.__dict__
     before = attributes.copy()

@@ -55,7 +55,7 @@ class TiledMixin(ModuleMixin):
         return self.stock_forward()(*args, **kwargs)
 
     def _unread(self) -> nn.Module | None:
-        """The layer on whose output no gradient depends: the last one, also the base layer of a plain LoRA layer."""
+        """The layer on whose output no gradient depends: the last one, or the base layer in it if it is plain LoRA."""
         assert self.actcompress is not None
         last: Any = self._modules.get(self.actcompress.last)
         if isinstance(last, PatchedModule) and last.stock_class.__module__ == _LORA:
@@ -64,7 +64,7 @@ class TiledMixin(ModuleMixin):
         return last  # type: ignore[no-any-return]
 
     def _may_be_tiled(self) -> bool:
-        """No tiles in a graph, in a module that runs again, for sharded weights, or where hooks would see them."""
+        """Not under a compiler, in a module that runs again, with sharded weights, or where hooks would see tiles."""
         if torch.compiler.is_compiling() or current.call is not None:
             return False
         return not any(is_sharded(part) or (part is not self and has_hooks(part)) for part in self.modules())

@@ -1,4 +1,4 @@
-"""What a layer's forward takes beside its input, and of which sizes: read off its signature and its config."""
+"""The arguments of a layer's forward other than its input, and their sizes: read off its signature and its config."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from ..modules.base import stock_type
 from .refusal import NotStraight
 
-# arguments of decoders: what the encoder has found, and which of it is padding
+# arguments of decoders: the output of the encoder, and the mask of its padding
 ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
 # arguments that are caches of keys and values
 CACHES = ("past_key_values", "layer_past")
 
 
 def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """What a layer's forward takes beside its input, as the models hand it to their layers."""
+    """The arguments of a layer's forward other than its input, as models hand them to their layers."""
     known = {
         "attention_mask": mask,
         "position_embeddings": angles,
@@ -29,7 +29,7 @@ def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tenso
     }
     names = _names(stock_type(layer).forward)
     if "kwargs" in names:
-        # it hands them on to the modules that it consists of
+        # the layer hands its keyword arguments on to its children
         names = names.union(*(_names(stock_type(child).forward) for child in layer.children()))
     return {name: value for name, value in known.items() if name in names}
 
@@ -37,12 +37,12 @@ def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tenso
 def further_arguments(
     layer: nn.Module, tokens: int, sources: int, make: Callable[[tuple[int, ...], type], Tensor]
 ) -> dict[str, Tensor]:
-    """What some layers take, too: T5's position biases, and what the encoder has found; Falcon's with ALiBi.
+    """Further arguments that some layers take: T5's position biases and encoder states, and ALiBi's biases (Falcon).
 
     Args:
         layer: The layer that may take them.
         tokens, sources: The numbers of tokens of the decoder and of the encoder.
-        make: A tensor of a shape, of floats or of bools.
+        make: Makes a tensor of a shape, of floats or of bools; a size of -1 is that of the batch.
     """
     names = _names(stock_type(layer).forward)
     if "alibi" in names and getattr(config_of(layer), "alibi", False):

@@ -1,4 +1,4 @@
-"""Attention as an operation of a program: a fused kernel's forward and backward, called by themselves."""
+"""Attention as an operation of a program: a fused kernel's forward and backward, called directly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .step import Operation, Step
 
 @dataclass(frozen=True)
 class Attention(Operation):
-    """out [B, H, T, D], logsumexp, and what dropout was drawn from; of q, k, v [B, H, T, D] and a mask or None.
+    """Outputs: out [B, H, T, D], logsumexp, and two that hold from what dropout was drawn. Inputs: q, k, v [B, H, T, D]
+    and a mask or None.
 
-    The kernel is that of the setting. Kept are q, k, v, all outputs, and the mask by reference.
+    The kernel is that of the setting. It keeps q, k, v, all outputs, and the mask by reference.
 
     Attributes:
-        repeats: Whether k and v are repeated where a CPU's kernel could share their heads, as the op does that keeps
-            them through a codec.
+        repeats: Whether k and v are repeated where a CPU's kernel could share their heads, because the leaf path's op
+            that keeps them through a codec repeats them, too.
         derived: For q, k and v each, whether it can be made again from what is kept anyway, because a norm made it.
         dropout: The rate at which probabilities are dropped.
         causal: Whether the upper triangle is masked where there is no mask.

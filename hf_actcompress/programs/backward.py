@@ -21,17 +21,17 @@ from .step import Step
 class Backward(Emitter):
     """The graph of a backward, while the steps are walked from the last one to the first.
 
-    Its code takes a list: what is kept, the first that is needed last, and behind that the gradients of the outputs.
-    It empties the list.
+    Its code takes one list, which it empties from the end: what is kept, in reverse order of its first use, then the
+    gradients of the outputs.
 
     Args:
         forward: The graph of the forward.
         steps: The steps of the program.
         wanted: The values that want a gradient.
         weights: The inputs that are parameters.
-        inputs: How many there are, all of them; 0: the code gets values, whatever is kept of them.
-        layouts: For each activation where it has its tokens.
-        sums: Sums that are made again, because all that they are made from is kept anyway.
+        inputs: The number of all inputs; 0: the code takes the values themselves, even where they are kept packed.
+        layouts: For each activation, which dimensions hold its tokens.
+        sums: Sums that are made again, because everything that they are made from is kept anyway.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Backward(Emitter):
         # for each value, the module of the first step whose backward reads it
         self.readers: dict[int, str] = {}
         self.module = ""
-        # for each output that has been made again, the nodes on the way there that the step's backward reads, too
+        # for each output that was made again, those intermediate nodes that the step's backward reads, too
         self.shared: dict[int, tuple[Node, ...]] = {}
         self._saved = self.given("saved", None)
         # what brings back the rows that were left out
@@ -70,7 +70,7 @@ class Backward(Emitter):
         self.optional: set[Node] = set()
         self._forward, self._weights = forward, weights
         self._maker = {value: step for step in steps for value in step.outs}
-        # the program's input as it is given -> as its steps read it
+        # value of an activation [B, T, C] -> value of its view as rows [B * T, C], which the steps read
         self._rows = {step.ins[0]: step.outs[0] for step in steps if step.operation.makes_rows}
         self._tokens = {rows: value for value, rows in self._rows.items() if value is not None}
 
@@ -84,7 +84,7 @@ class Backward(Emitter):
         return node
 
     def want_in(self, value: int, dtype: torch.dtype) -> Node:
-        """The same in the dtype of a product. What products alone read is kept in that dtype if it is narrower."""
+        """The same in the dtype of a product. A value that only products read is kept in that dtype if narrower."""
         narrow = dtype.itemsize < self.dtype_of(value).itemsize
         narrow = narrow and self.codec_of(value) == IDENTITY
         if narrow and value not in self.values and self._is_for_products(value):
@@ -101,7 +101,7 @@ class Backward(Emitter):
         return at
 
     def want_itself(self, value: int, dtype: torch.dtype) -> Node:
-        """The node of a value in that dtype, kept as it is even if it could be made again: there is less to do."""
+        """The node of a value in that dtype, kept even if it could be made again, which would take more time."""
         if dtype != self.dtype_of(value):
             value = self._narrow(value, dtype)
         self.readers[value] = self.module
@@ -110,7 +110,7 @@ class Backward(Emitter):
         return self.values[value]
 
     def is_given(self, value: int) -> bool:
-        """Whether a value of the forward is there: an input may be None."""
+        """Whether the forward has this value: an input may be None."""
         return value in self._forward.values
 
     def _keep(self, value: int) -> None:
@@ -162,7 +162,7 @@ class Backward(Emitter):
         return self._codec(value)[0]
 
     def _codec(self, value: int) -> tuple[Codec, bool]:
-        """The same, and whether the value is packed as its memory lies: attention's output."""
+        """The same, and whether the value is packed in the order of its memory, as attention's output is."""
         value = self.wide(value)
         value = self._rows.get(value, value)
         for step in self._steps:
@@ -175,10 +175,10 @@ class Backward(Emitter):
         return IDENTITY, False
 
     def _is_for_products(self, value: int) -> bool:
-        """Whether a value would be kept, and none but products read it."""
+        """Whether a value would be kept, and only products read it (and sums, whose backward does not)."""
         step = self._maker.get(value)
         if step is None or step.operation.makes_rows:
-            # a value that wants a gradient comes from an op, which may have declared it
+            # an input that wants a gradient was made by an op, which may have declared how to recompute it
             kept = value not in self.wanted
         else:
             kept = not (self._rebuilds(value) and self._pays(step, value))
@@ -207,14 +207,14 @@ class Backward(Emitter):
         return value in self._sums or step.operation.rebuilds(step.outs.index(value))
 
     def taken(self, like: Any) -> Node:
-        """The next of what the code is given."""
+        """The node of the next item that the code takes off its list."""
         return self.call(taken, self._saved, like=lambda _: like)
 
     def _pays(self, step: Step, value: int) -> bool:
         """Whether to make a value again rather than to keep it.
 
-        What needs no gradient is one tensor to keep, and what it is made from would be kept for it alone. A view or a
-        wider cast of that has the same memory or more.
+        A value without a gradient is kept: that is one tensor, while its sources would be kept for it alone. A view or
+        a cast to a wider dtype is made again even then, because its source takes no more memory.
         """
         if step.operation.same and (
             self._is_narrower_than_what_is_kept(step, value) or self._is_packed_alone(step, value)
@@ -225,7 +225,7 @@ class Backward(Emitter):
         return step.operation.same and self._bytes(step.ins[0]) <= self._bytes(value)
 
     def _is_narrower_than_what_is_kept(self, step: Step, value: int) -> bool:
-        """Whether the source of a cast would be kept for the cast alone, and takes more."""
+        """Whether the source of a cast would be kept for the cast alone, and takes more memory than the cast."""
         (source,) = step.ins
         assert source is not None
         kept = source in self._maker and not self._rebuilds(source)
@@ -233,7 +233,7 @@ class Backward(Emitter):
         return kept and alone and self._bytes(value) < self._bytes(source)
 
     def _is_packed_alone(self, step: Step, value: int) -> bool:
-        """Whether a view is kept through a codec, and what it is a view of would be kept as it is."""
+        """Whether a view is kept through a codec, while its source would be kept without one."""
         if not self._inputs or self.codec_of(value) == IDENTITY:
             return False
         (source,) = step.ins
@@ -266,7 +266,7 @@ class Backward(Emitter):
         self.call(handed_over, self._box, *done, like=lambda *_: None)
 
     def give(self, value: int | None, gradient: Node) -> None:
-        """Add to a value's gradient. Paths add up in the order of autograd's engine: that used last comes first."""
+        """Add to a value's gradient, in the order of autograd's engine: the gradient of the last reader comes first."""
         if value is None or value not in self.wanted:
             return
         gradient = self.cast(gradient, self.dtype_of(value))

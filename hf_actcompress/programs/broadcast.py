@@ -35,7 +35,7 @@ class Shift(Operation):
 
 @dataclass(frozen=True)
 class Expand(Operation):
-    """The only entry of x along a dimension, several times, without a copy. The dimension is counted from the last."""
+    """x expanded along a dimension of size 1, without a copy. `dim` is counted from the last dimension."""
 
     dim: int
     count: int

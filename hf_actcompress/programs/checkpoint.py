@@ -1,6 +1,6 @@
-"""A checkpointed layer as one autograd Function: it keeps its input, and makes the rest again inside of its backward.
+"""A checkpointed layer as one autograd Function: it keeps its input, and recomputes the rest inside of its backward.
 
-There is no second autograd graph, and no product is made again that nobody reads.
+There is no second autograd graph, and a product whose result no backward reads is not recomputed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
 
 
 def is_plain(function: Any) -> bool:
-    """Whether a function checkpoints as torch does it by default, without reentering autograd."""
+    """Whether a function is torch's non-reentrant checkpoint with its default options."""
     # an estimate puts a stand-in in its place
     function = getattr(function, "stands_for", function)
     if (
@@ -50,11 +50,11 @@ def is_plain(function: Any) -> bool:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """How a program runs that is made again in backward.
+    """How a program runs whose forward is recomputed in backward.
 
     Attributes:
-        first: From the inputs to the outputs, in one tuple.
-        again: From the inputs to what `plan` keeps, in its order.
+        first: Takes the inputs and returns the outputs, in one tuple.
+        again: Takes the inputs and returns the values that `plan` keeps, in its order.
         plan: The plan of the program, for its backward.
         draws: Whether random numbers are drawn.
     """
@@ -105,7 +105,7 @@ class CheckpointedFunction(torch.autograd.Function):
         state = rng_state(x.device) if made.draws else None
         with running(made.plan.differentiates):
             outputs = made.first(*inputs)
-        # weights as their data are now: `param.data = ...` changes the parameter alone
+        # keep the weights' data of now: a later `param.data = ...` changes only the parameter
         values = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
         outside = [Outside(0, codec, fewer=True)]
         kept, ctx.slots, keepers, ctx.left = taken_apart(values, outside, [""] * len(values), x.device, left_out)
@@ -132,7 +132,7 @@ class CheckpointedFunction(torch.autograd.Function):
             with drawn, running(plan.differentiates):
                 values = list(ctx.made.again(*inputs))
             inputs.clear()
-            # the code frees each as soon as it can
+            # the code frees each value as soon as it can
             values.reverse()
             values.extend(handed)
             handed.clear()

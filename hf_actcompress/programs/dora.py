@@ -1,4 +1,4 @@
-"""DoRA's magnitudes (arXiv 2402.09353) as operations: the output of a linear layer with its adapter, scaled by output.
+"""DoRA's magnitudes (arXiv 2402.09353) as operations: each output feature of a linear layer and its adapter is scaled.
 
 PEFT divides the magnitudes by the norms of the adapted weight, which count as constants in backward. Its own code
 computes these norms here, too.
@@ -47,7 +47,7 @@ class Norms:
 
 
 class _Product:
-    """A linear layer as PEFT's code asks for it."""
+    """Stands for a linear layer in PEFT's code."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -58,13 +58,13 @@ class _Product:
 
 @dataclass(frozen=True)
 class Magnitude(Operation):
-    """magnitude / norms and the norms, [O] each; of magnitude [O] and of the weight, A and B, which are constants.
+    """Outputs: magnitude / norms, and the norms, [O]. Inputs: magnitude [O]; weight, A and B, which are constants.
 
     Attributes:
         kind: The class of PEFT's module.
         transposed: Whether the weight is [I, O].
         scaling: The factor of the adapter.
-        dtype: In which the norms are computed.
+        dtype: The dtype in which the norms are computed.
     """
 
     kind: Any = field(repr=False)
@@ -92,7 +92,7 @@ class Magnitude(Operation):
 class Rescaled(Operation):
     """(scale - 1) * base + scale * added * scaling, of scale [O] and two tensors [..., O] in one dtype.
 
-    What the layer returns beside its own output: base, and added by its adapter.
+    PEFT adds it to the layer's own output. `base` is the product of the layer, `added` that of its adapter.
     """
 
     scaling: float
@@ -120,7 +120,7 @@ class Rescaled(Operation):
 
 @dataclass(frozen=True)
 class AnotherProduct(Linear):
-    """A product with the weight of another one."""
+    """A product with a weight that another product reads, too."""
 
 
 def is_dora(module: nn.Module) -> bool:
@@ -133,7 +133,7 @@ def dora(
     recorder: Recorder, module: Any, x: Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any,
     base_result: Tensor | None = None, adapter_name: str = "",
 ) -> Tensor:  # fmt: skip
-    """The forward of that module."""
+    """The forward of PEFT's DoRA module while a layer is recorded."""
     weight, bias = base_layer._parameters["weight"], base_layer._parameters.get("bias")
     if lora_B._parameters.get("bias") is not None:
         raise NotStraight("an adapter of DoRA has a bias")
@@ -144,7 +144,7 @@ def dora(
     recorder.note(operation, (magnitude, weight, lora_A.weight, lora_B.weight), scale, norms)
     added = lora_B(lora_A(x))
     if base_result is None:
-        # the adapter's input has dropout, which the layer's own input has not
+        # x has gone through the adapter's dropout, so the layer's own product is of another input
         base_result = _product(recorder, x, weight, module.fan_in_fan_out)
     elif bias is not None:
         base_result = _noted(recorder, Shift(negative=True), torch.sub, base_result, bias)

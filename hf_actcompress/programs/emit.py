@@ -19,14 +19,14 @@ from .. import reference
 from ..dispatch import implementation
 from .stages import Stops, stopping
 
-# these stand in place of a choice in an estimate, where each call asks the rules of the estimated device; a CPU has no
-# kernels
+# a setting has one of these as its choice in an estimate, where each call asks the rules of the estimated device; a CPU
+# has no kernels
 ESTIMATED, ESTIMATED_CPU = ESTIMATES = ("estimated", "estimated on a CPU")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """In what a program is called.
+    """The conditions under which a program is called.
 
     Attributes:
         device: The device of all its tensors.
@@ -36,7 +36,7 @@ class Setting:
         needed: Which inputs want a gradient.
         stops: Where its backward stops for gradients of weights to be added up.
         kernel: The kernel of its attention, if it has one.
-        fewer: Whether rows are left out of what is kept of activations.
+        fewer: Whether some rows of activations are not kept.
     """
 
     device: torch.device
@@ -55,7 +55,7 @@ class Emitter:
     Attributes:
         values: The node of each value of the program that the graph has.
         rows: For each node [..., C] that is a view of a node [rows, C], the latter.
-        sources: For each node that is another one in a new shape, that other one.
+        sources: For each node that is a reshape of another node, the latter.
         tokens: A node [B, T, ...] that has the sizes of batch and tokens; None if there is none.
         picks: The node of the rows that are kept of activations; None if all are.
     """
@@ -78,13 +78,13 @@ class Emitter:
         return node
 
     def take_sizes_of(self, tokens: Node) -> None:
-        """Read the sizes of batch and tokens off a node [B, T, ...], at once, so that nobody holds it for them."""
+        """Read the sizes of batch and tokens off a node [B, T, ...] now, so that it is not held until they are used."""
         self.tokens = tokens
         for dim in (0, 1):
             self.once(torch.Tensor.size, tokens, dim)
 
     def call(self, function: Callable[..., Any], *args: Any, like: Callable[..., Any] | None = None) -> Node:
-        """``function(*args)``; `like` is what to call for the result's shape and dtype, if not the function."""
+        """Write a call ``function(*args)``; `like`, or else the function, gives its result on tensors without data."""
         node = self.graph.call_function(function, args)
         self._meta[node] = (like or function)(*fx.map_arg(args, self.meta))  # type: ignore[no-untyped-call]
         return node
@@ -102,7 +102,7 @@ class Emitter:
         """The function `name` of `reference/` or its kernel, as `dispatch` chooses for the first of `args`.
 
         Args:
-            tail: Further arguments, which are no values and need not have a text: functions.
+            tail: Further arguments that are no values of the graph and cannot be written as source text: functions.
             like: The same as in `call`; None for the reference.
         """
         stock = like or getattr(reference, name)
@@ -116,7 +116,7 @@ class Emitter:
         return self.call(Bound(function, tail), *args, like=Bound(stock, tail))
 
     def is_reference(self, x: Node, row: str | None, *names: str) -> bool:
-        """Whether these functions of `reference/` run for x, and no kernels: what they share is computed once then."""
+        """Whether these functions of `reference/` run for x, and no kernels: then they can share an intermediate."""
         if self.setting.choice in ESTIMATES:
             return self.setting.choice == ESTIMATED_CPU
         sample = torch.empty(1, dtype=self.dtype(x), device=self.setting.device)
@@ -126,13 +126,13 @@ class Emitter:
         return self.once(operator.getitem, node, index)
 
     def cast(self, node: Node | None, dtype: torch.dtype | None) -> Any:
-        """The node in that dtype, cast once; as it is if it is None, or the dtype is."""
+        """The node in that dtype, cast once; the node itself if it is None, or the dtype is None."""
         if node is None or dtype is None or self.dtype(node) == dtype:
             return node
         return self.once(torch.Tensor.to, node, dtype)
 
     def meta(self, node: Node) -> Any:
-        """A tensor without data in place of the node's value."""
+        """The tensor without data that stands for the node's value."""
         return self._meta[node]
 
     def dtype(self, node: Node) -> torch.dtype:
@@ -149,7 +149,7 @@ class Emitter:
 
 
 class Chosen:
-    """A function of `reference/` as `dispatch` chooses it when it is called."""
+    """A function of `reference/` or its kernel, which `dispatch` chooses at each call."""
 
     def __init__(self, name: str, row: str | None) -> None:
         self.name, self.row = name, row
@@ -164,7 +164,7 @@ class Bound:
 
     def __init__(self, function: Callable[..., Any], tail: tuple[Any, ...]) -> None:
         self.function, self.tail = function, tail
-        # generated code would look up under torch what says to come from there
+        # if `__module__` named torch, the generated code would look the function up there
         self.__name__, self.__module__ = function.__name__, __name__
 
     def __call__(self, *args: Any) -> Any:

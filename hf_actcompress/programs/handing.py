@@ -1,4 +1,4 @@
-"""Gradients of a program's outputs, left behind for it, so that it lets go of each as soon as it has read it."""
+"""Hands a program the gradients of its outputs past autograd's engine, so that it frees each one once it is read."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from ..records import Derived, declare_as, known_record
 
-# from so many elements on gradients of outputs are left behind: 4 MiB of fp32
+# from this number of elements on, gradients of outputs are handed over in this way: 4 MiB of fp32
 LARGE = 2**20
-# the gradient of each output that is left behind, by the output's place
+# the gradients that `HeadsHanded` leaves for a program, by the place of the output
 Heads = dict[int, Tensor]
 
 
 class HeadsHanded(torch.autograd.Function):
-    """Queries, keys and values as they are. Their gradients are left behind, so that a program lets go of each.
+    """Returns queries, keys and values as they are. Its backward leaves their gradients in `heads` for the program.
 
-    Autograd's engine holds what it hands to a Function until that is done: 3 times the width of a layer.
+    Autograd's engine would hold the gradients that it hands to a Function until this is done: 3 times a layer's width.
     """
 
     @staticmethod
     def forward(ctx: Any, heads: Heads, places: Sequence[int], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.heads, ctx.places = heads, places
-        # no views: on what a layer returns somebody may write
+        # autograd must not see views: the output of a layer may be written in place
         return tuple(y.detach() for y in outputs)
 
     @staticmethod
@@ -35,7 +35,7 @@ class HeadsHanded(torch.autograd.Function):
 
 
 def let_go(heads: Heads, place: int, y: Tensor) -> Tensor:
-    """An output as it is, whose gradient is left behind. What its readers make it again from stays known."""
+    """An output as it is, whose gradient is left in `heads`. It keeps its record if it is derived, for its readers."""
     record = known_record(y)
     (alias,) = HeadsHanded.apply(heads, (place,), y)  # type: ignore[no-untyped-call]
     if isinstance(record, Derived):
@@ -44,6 +44,6 @@ def let_go(heads: Heads, place: int, y: Tensor) -> Tensor:
 
 
 def with_heads(grads: Sequence[Any], heads: Heads | None, graded: Sequence[int]) -> list[Tensor]:
-    """The gradients of the outputs that want one, the first one last; those that have been left behind from there."""
+    """The gradients of the outputs that want one, in reverse order. Those that are in `heads` are taken from there."""
     left = {} if heads is None else heads
     return [left.pop(i) if i in left else grads[i] for i in reversed(graded)]

@@ -37,7 +37,7 @@ def calls_another(module: nn.Module) -> bool:
 
 
 def handed_on(layer: nn.Module) -> dict[str, Any]:
-    """A stand-in for each argument that the layer may hand on, to see which ones come to its attention function."""
+    """A stand-in for each argument that the layer may hand on, to see which of them reach its attention function."""
     if not any(map(calls_another, layer.modules())):
         return {}
     names = inspect.signature(inspect.unwrap(stock_type(layer).forward)).parameters

@@ -1,4 +1,4 @@
-"""How a program's Function keeps what it keeps: as it is, through a codec, or as what others keep of it already."""
+"""How a program's Function keeps activations: as they are, through a codec, or as records that others keep already."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .left_out import Left, LeftOut
 
 
 class Packing:
-    """A function of the forward's code: an activation through a codec, as a record."""
+    """A function in the forward's code that packs an activation through a codec, as a record."""
 
     def __init__(self, codec: Codec, swapped: bool) -> None:
         self.codec, self.swapped = codec, swapped
         self.__name__, self.__module__ = "packed", __name__
 
     def __call__(self, x: Tensor) -> Stored:
-        """The record of x, of heads [B, H, T, D] as they lie in memory: [B, T, H, D]."""
+        """The record of x; if `swapped`, x are heads [B, H, T, D], packed as they lie in memory: [B, T, H, D]."""
         return Stored(self.codec, *self.codec.pack(x.transpose(1, 2) if self.swapped else x))
 
 
@@ -36,7 +36,7 @@ class Later(NamedTuple):
 
 
 def opened(x: Tensor | Later) -> Tensor:
-    """A function of the backward's code: what was kept, as it was. Code of others may make it, which runs autograd."""
+    """A function in the backward's code: the kept activation. Another op's code may recompute it, and run autograd."""
     if not isinstance(x, Later):
         return x
     with above_autograd():
@@ -44,23 +44,23 @@ def opened(x: Tensor | Later) -> Tensor:
 
 
 def unpacked(x: Later) -> Tensor:
-    """The same for what the program has packed itself. A codec needs no autograd."""
+    """The same for an activation that the program has packed itself. A codec needs no autograd."""
     return x.slot.value(x.tensors)
 
 
 @fx.node.has_side_effect
 def taken(saved: list[Any]) -> Any:
-    """A function of the backward's code: the last of the saved tensors. It is held no longer than the code needs it."""
+    """A function in the backward's code: takes the last saved tensor off the list, so that only the code holds it."""
     return saved.pop()
 
 
 def plus(known: Tensor | None, gradient: Tensor) -> Tensor:
-    """Another one: the sum of two gradients; there may be none yet."""
+    """A function in the backward's code: the sum of two gradients, of which the first may be None."""
     return gradient if known is None else known + gradient
 
 
 def know_outside(values: Sequence[Any], outside: Sequence[Outside]) -> None:
-    """Make known what is kept of activations from outside of which rows are left out, before others ask for it."""
+    """Make the records of activations from outside of which rows are left out, before other ops look for them."""
     for place, codec, flat, fewer in outside:
         if fewer:
             record_of(values[place].flatten(2) if flat else values[place], codec)
@@ -70,8 +70,8 @@ class Kept(NamedTuple):
     """What is saved, in the order of the plan and with further tensors behind it.
 
     Attributes:
-        tensors: None in the place of what is taken apart.
-        slots: How that is put together, by its place.
+        tensors: The tensors to save; None in the place of a value that is taken apart, whose tensors are at the end.
+        slots: By its place, how each such value is put together again.
         keepers: The module for which each is kept.
         left: What the backward knows of the rows that are left out.
     """
@@ -83,13 +83,13 @@ class Kept(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """An activation from outside among what is kept, which may be known to others.
+    """A kept activation that was made outside of the program, and may have a registry record.
 
     Attributes:
-        place: Where it is.
-        codec: Through which it is kept, if nobody keeps it.
-        flat: Whether that is as [B, T, H * D], of heads [B, T, H, D]: the shape in which a linear layer reads them.
-        fewer: Whether rows of it are left out, where any are.
+        place: Its position among the kept values.
+        codec: The codec through which it is kept, if nobody keeps it yet.
+        flat: Whether heads [B, T, H, D] are kept as [B, T, H * D], the shape in which a linear layer reads them.
+        fewer: Whether some of its rows are left out, in calls that leave rows out.
     """
 
     place: int
@@ -105,13 +105,13 @@ def taken_apart(
     device: torch.device,
     left_out: LeftOut | None = None,
 ) -> Kept:
-    """What to save of values that are tensors, records, and activations from outside, which may be known.
+    """What to save of values: tensors, records, and activations from outside, which may have a record already.
 
     Args:
         values: In the order of the plan.
         outside: The activations from outside.
         keepers: The module for which each is kept.
-        device: Where they are.
+        device: The device of the values.
         left_out: The rows that are left out; None if all are kept.
     """
     slots: dict[int, Slot] = {}
@@ -141,7 +141,7 @@ def _is_itself(record: Record) -> bool:
 
 
 def put_together(saved: list[Any], slots: dict[int, Slot], count: int) -> list[Any]:
-    """The values of what `taken_apart` took apart, `count` in all; what is made again is made when it is opened."""
+    """The `count` values that `taken_apart` took apart. Those that are unpacked or recomputed are so when opened."""
     values, tensors = saved[:count], tuple(saved[count:])
     for i, slot in slots.items():
         values[i] = Later(slot, tensors)
@@ -149,7 +149,7 @@ def put_together(saved: list[Any], slots: dict[int, Slot], count: int) -> list[A
 
 
 def source_of(x: Any, sharded: bool, own: bool) -> Record:
-    """The record of what an output is made again from.
+    """The record of one of the sources from which an output is recomputed.
 
     Args:
         x: A weight, an activation from outside, or the record of one from inside.

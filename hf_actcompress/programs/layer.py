@@ -1,7 +1,7 @@
-"""Patched layers: the programs where a call is one that they know, and the leaf path for every other call.
+"""Patched layers: calls that the programs know run as programs, all other calls run leaf by leaf.
 
-The look at a call is cheap, because it is taken by every layer in every step. Whatever it does not know goes leaf by
-leaf: the stock forward of the layer over its patched children, with the same numbers.
+Every layer checks every call in every step, so the check has to be cheap. Leaf by leaf means the stock forward of the
+layer over its patched children, with the same numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .look import Look
 from .refusal import NotStraight
 from .tape import Tape
 
-# arguments that are looked at, and those that say nothing to a training step in one go
+# arguments that are checked below, and those that change nothing in a training step on whole sequences
 _KNOWN = {
     "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "use_cache",
     "cache_position",
@@ -44,13 +44,13 @@ _KNOWN = {
 }  # fmt: skip
 # how many tensors every layer is given: its input, cosines and sines
 _OF_ALL = 3
-# fake ones count as plain, or an estimate would take another path than the training
+# fake tensors count as plain, or an estimate would take another path than the training
 _PARAMETERS = {nn.Parameter, FakeTensor}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings(Settings):
-    """Also the programs of a layer, and what is kept of it where it is checkpointed; None if its input as it is."""
+    """Also a layer's programs, and what it keeps where it is checkpointed (`kept`; None: its input as it is)."""
 
     programs: LayerPrograms
     kept: CheckpointSettings | None = None
@@ -81,7 +81,7 @@ class ProgramLayerMixin(ModuleMixin):
         checkpoint = function_of(self, kept)
         if settings is None or torch.compiler.is_compiling() or (kept is not None and kept.keeps == WITH_ATTENTION):
             return checkpoint
-        # anything but a plain one goes on as somebody has set it up
+        # any other checkpoint function than torch's plain one runs as somebody has set it up
         plain = is_plain(self.__dict__[CHECKPOINT_FUNCTION])
         return partial(self._checkpointed, checkpoint, kept) if plain else checkpoint
 
@@ -95,7 +95,7 @@ class ProgramLayerMixin(ModuleMixin):
     def _checkpointed(self, checkpoint: Callable[..., Any], kept: Settings | None, layer: Any, *args: Any) -> Any:
         """``checkpoint(layer, *args)``, where `layer` is a partial of this layer's forward, or of a call of it."""
         settings = self.actcompress
-        # a call runs the layer's hooks, too
+        # without args `layer` is a call of the layer, which would run its hooks, too
         if settings is not None and (layer.args or not has_hooks(self)):
             codec = IDENTITY if kept is None else kept.codec
             found = settings.programs.run(self, args, layer.keywords, codec)
@@ -109,11 +109,11 @@ class LayerPrograms:
     """The programs of one layer. Deep-copies and pickles with the layer.
 
     Attributes:
-        codes: By the dtypes of the layer's input and of autocast (None without it): what has been proved right, or why
-            nothing has.
-        prove: The tape of a layer under an autocast, or a NotStraight error.
+        codes: By the dtypes of the layer's input and of autocast (None without it): the code that was proved right, or
+            why there is none.
+        prove: Makes the tape of a layer under an autocast, or raises NotStraight.
         names: The names of the layer's arguments behind the first one, in order.
-        look: What the layer is made of, to be looked at in each call.
+        look: What the layer is made of, which each call checks.
         calls: How many calls ran as programs.
         leaf_calls: How many calls with gradients went leaf by leaf.
         why: Why the last of these did.
@@ -180,13 +180,13 @@ class LayerPrograms:
         return found
 
     def _leaf_by_leaf(self, why: str) -> tuple[Any] | None:
-        """Note why a call goes leaf by leaf, for the report; not of calls without gradients, which keep nothing."""
+        """Note for the report why a call goes leaf by leaf. Calls without gradients keep nothing, and do not count."""
         if torch.is_grad_enabled():
             self.leaf_calls, self.why = self.leaf_calls + 1, why
         return None
 
     def _write_down(self, layer: nn.Module, dtypes: tuple[torch.dtype, torch.dtype | None]) -> None:
-        """The first call with an input of that dtype, under that autocast."""
+        """Record the layer at its first call with an input of that dtype, under that autocast."""
         try:
             self.codes[dtypes] = LayerCode.of(layer, self.prove(layer, dtypes[1]), dtypes[1])
         except NotStraight as reason:
@@ -194,7 +194,7 @@ class LayerPrograms:
 
 
 def _why_unknown(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> str | None:
-    """Why it is no call in training whose arguments are known; None if it is one."""
+    """Why programs do not know this call in training; None if they know it."""
     if x.dim() != 3 or x.dtype != code.dtype or not x.numel() or not (x.is_contiguous() or code.any_order):
         return "its input has another dtype, shape or order in memory"
     if not kwargs.keys() <= _KNOWN:
@@ -221,7 +221,7 @@ def _takes(code: LayerCode, cache: Any) -> bool:
 
 
 def _has_inputs(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether what some layers are given is as they were written down: with an encoder's states, or without."""
+    """Whether ALiBi, encoder states and position biases are given as they were when the layer was recorded."""
     if "alibi" in code.inputs and type(kwargs.get("alibi")) is not type(x):
         return False
     if "encoder_hidden_states" in code.inputs:
@@ -233,7 +233,7 @@ def _has_inputs(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _are_given(angles: Any, x: Tensor, width: int) -> bool:
-    """Whether these are cosines and sines of that width that nobody learns."""
+    """Whether these are cosines and sines of that width that want no gradient."""
     if type(angles) is not tuple or len(angles) != 2:
         return False
     cos = angles[0]
@@ -255,7 +255,7 @@ def _is_empty(cache: Any, layer: int) -> bool:
 
 
 def _plain(weights: list[Any]) -> bool:
-    """Whether all weights are plain parameters. ZeRO-3 gathers its own by hooks that only a call runs."""
+    """Whether all weights are plain parameters. ZeRO-3's are not: they are gathered by hooks that only a call runs."""
     if not {type(w) for w in weights} <= _PARAMETERS:
         return False
     return "deepspeed" not in sys.modules or not any(hasattr(w, "ds_id") for w in weights)

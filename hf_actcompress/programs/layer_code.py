@@ -106,7 +106,7 @@ class LayerCode:
     def run(
         self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: Codec | None
     ) -> tuple[Any] | None:
-        """What the layer returns, in a tuple; None for a call that it is not for.
+        """What the layer returns, in a tuple; None for a call that this code cannot run.
 
         Args:
             x: Its input.
@@ -148,7 +148,7 @@ class LayerCode:
         sharded: bool,
         checkpointed: Codec | None,
     ) -> Tensor | None:
-        """The result; None for a call that this is not for."""
+        """The result of the layer as one program; None for a call that cannot run so."""
         cache = cache_of(kwargs)
         masks = [kwargs.get(name) for name in whole.masks]
         kernel = whole.kernel(x, masks, self.autocast)
@@ -176,7 +176,7 @@ class LayerCode:
             fill(cache, layers, [found[i] for i in others], indices[0])
         y = found[place]
         if heads is not None:
-            # the engine would hold the gradient of the result until the program is done
+            # autograd's engine would hold the gradient of the result until the program's backward is done
             y = let_go(heads, place, y)
         return y  # type: ignore[no-any-return]
 
@@ -210,7 +210,7 @@ class LayerCode:
         return v[self.result]  # type: ignore[no-any-return]
 
     def _hand_heads(self, index: int, heads: Heads, v: list[Any]) -> None:
-        """Let the gradients of queries, keys and values be left behind, of large ones."""
+        """Let autograd leave the gradients of queries, keys and values in `heads`, where the program can free them."""
         part = self.parts[index]
         assert isinstance(part, Part)
         values = [part.outs[place] for place in self.heads[index]]
@@ -228,8 +228,8 @@ class LayerCode:
         options = {name: read(module) for name, read in self.keywords[index].items()}
         if part.handed is not None:
             return call(part, module, q, k, value, kwargs, options)
-        # the net would find nothing to save but in what can be made again, and in a copy of an output that lies as q
-        # (as all outputs do on tensors without data)
+        # the net (`records.net`) saves memory only where q or k can be made again, or where the output is copied: it
+        # lies in memory as q does, but on tensors without data it is always contiguous [B, H, T, D]
         netted = part.normed or q.is_contiguous() or device_rules() is not None
         run = attention_forward if netted else partial(unnetted, attention_forward)
         watcher = current.watcher
@@ -245,7 +245,7 @@ def _biases(tape: Tape, modules: dict[str, nn.Module]) -> tuple[tuple[str, Any],
 
 
 def _heads(part: Part | Attend | None, later: Part | Attend | None) -> tuple[int, ...]:
-    """Which outputs of a program the attention behind it takes; none where they are kept in another way."""
+    """Which outputs of a program the attention behind it takes; none if q or k comes from a norm: see `normed`."""
     if not isinstance(part, Part) or not isinstance(later, Attend) or later.normed:
         return ()
     return tuple(place for place, value in enumerate(part.outs) if value in later.ins)
@@ -263,7 +263,7 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[dict[str, Any], st
 
 
 def _readers(modules: dict[str, nn.Module], part: Part | Attend) -> Mapping[str, Callable[[Any], Any]]:
-    """Where the attention's module has its keywords; one that is nowhere is a constant."""
+    """How to read each keyword off the attention's module or config; one that is on neither is a constant."""
     if not isinstance(part, Attend):
         return {}
     module = modules[part.module]

@@ -1,10 +1,11 @@
 """Rows that a program keeps nothing of: padding (`drop_padding`), or rows that repeat others (`share_prompts`).
 
-All rows are computed, forward and backward. Of what the program makes and keeps only some rows are picked, in code that
-is written down like all other. They come back among zeros, or each in all the places where it belongs. The leaf path
-checks the gradient of each op. Here those of the program's outputs are enough: all operations but attention compute
-each row by itself, so a row without a gradient has none anywhere in the layer, as long as no real token attends to
-padding. In the same way rows that should be equal are compared in the layers' inputs alone.
+All rows are computed, forward and backward. But of each activation that the program makes and keeps, only some rows are
+picked; the code for that is part of the program. In backward these rows are put back among zeros (padding), or each one
+in all the places where it is repeated. The leaf path checks the gradient of each op. Here it is enough to check the
+gradients of the program's outputs: all operations but attention compute each row by itself, so a row without a gradient
+has none anywhere in the layer, as long as no real token attends to padding. For the same reason, rows that should be
+equal are compared in the layers' inputs alone.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from ..records.padding import RealRows
 from ..records.saving import Leaves
 from .emit import Emitter
 
-# where an activation has its tokens: [B, T, ...], [B * T, ...], or [B, H, T, ...]
+# layouts, which say where an activation has its tokens: [B, T, ...], [B * T, ...], or [B, H, T, ...]
 TOKENS_FIRST, ROWS, HEADS = "tokens", "rows", "heads"
 
 
 class LeftOut(NamedTuple):
-    """The rows of one call of a layer that are left out, and whether real tokens see padding: [], bool, or None."""
+    """The rows that one call of a layer leaves out, and whether real tokens see padding: a bool tensor [], or None."""
 
     rows: Padding | Copies
     seen: Tensor | None = None
 
     def picked(self, device: torch.device) -> Tensor:
-        """The numbers of the rows that are kept."""
+        """The indices of the rows that are kept."""
         if isinstance(self.rows, Copies):
             return self.rows.indices(device)[0]
         return self.rows.order(device)[: self.rows.real]
 
     def saved(self, device: torch.device) -> Tensor:
-        """What is saved for a backward to bring all rows back."""
+        """The tensor that is saved so that backward can bring all rows back."""
         return self.rows.indices(device)[1] if isinstance(self.rows, Copies) else self.rows.order(device)
 
     @property
     def back(self) -> RealRows | SharedRows:
-        """The function of the rows and of what is saved that brings all rows back."""
+        """The function that brings all rows back from the kept rows and the tensor `saved`."""
         if isinstance(self.rows, Copies):
             return SharedRows(self.rows.guard, torch.Size(self.rows.shape))
         return RealRows(self.rows.guard, self.rows.mask.shape, self.rows.real)
@@ -66,8 +67,8 @@ def left_out_of(x: Tensor) -> LeftOut | None:
 def with_attentions(left_out: LeftOut, masks: Sequence[Tensor | None], causal: bool) -> LeftOut | None:
     """The rows that a program with attentions leaves out; None if it has to keep all rows.
 
-    Padding may be left out only if no real token attends to it. `seen` holds whether one does, and the backward checks
-    it. It is computed from the masks, or, in causal attention without a mask, from the places of padding.
+    Padding may be left out only if no real token attends to it. `seen` says whether one does, and the backward checks
+    it. `seen` is computed from the masks, or, in causal attention without a mask, from the places of padding.
     """
     padding = left_out.rows
     if isinstance(padding, Copies):
@@ -79,7 +80,7 @@ def with_attentions(left_out: LeftOut, masks: Sequence[Tensor | None], causal: b
 
 
 def picked(x: Tensor, rows: Tensor, layout: str) -> Tensor:
-    """A function of the forward's code: some rows of an activation of this layout."""
+    """A function in the forward's code: some rows of an activation of this layout."""
     if layout == HEADS:
         x = x.transpose(1, 2)
     return (x if layout == ROWS else x.flatten(0, 1)).index_select(0, rows)
@@ -93,7 +94,7 @@ class Spread(NamedTuple):
 
 
 def restored(rows: Tensor, spread: Spread, layout: str) -> Tensor:
-    """A function of the backward's code: the activation of which the rows were picked."""
+    """A function in the backward's code: the activation from which the rows were picked, with all of its rows."""
     if layout == ROWS:
         return spread.back.flat(rows, spread.saved)
     x = spread.back(rows, spread.saved)
@@ -101,7 +102,7 @@ def restored(rows: Tensor, spread: Spread, layout: str) -> Tensor:
 
 
 def seen_as(e: Emitter, x: Node, layout: str, like: Tensor) -> Node:
-    """Write down how an activation [B, T, ...] is seen in its own layout."""
+    """Write down the view of an activation [B, T, ...] in this layout."""
     if layout == ROWS:
         return e.call(torch.flatten, x, 0, 1, like=lambda *_: like)
     return e.call(torch.transpose, x, 1, 2, like=lambda *_: like) if layout == HEADS else x
@@ -112,9 +113,9 @@ class Left:
     """What the backward of a program knows of the rows that were left out. It holds no tensor.
 
     Attributes:
-        back: How activations come back.
-        rows: The position of what that needs among the saved tensors.
-        seen: The position of whether real tokens see padding; None if nobody could.
+        back: The function that brings all rows of an activation back.
+        rows: The position, among the saved tensors, of the tensor that `back` needs.
+        seen: The position of the tensor that says whether real tokens see padding; None if there is none.
     """
 
     back: RealRows | SharedRows
@@ -123,7 +124,7 @@ class Left:
 
     @classmethod
     def of(cls, left_out: LeftOut, device: torch.device, leaves: Leaves, first: int) -> Left:
-        """What is added to the leaves of a program, of which the first one is saved at the position `first`."""
+        """Add what it needs to the leaves of a program, of which the first one is saved at the position `first`."""
         rows = first + leaves.add(left_out.saved(device))
         return cls(left_out.back, rows, None if left_out.seen is None else first + leaves.add(left_out.seen))
 
@@ -131,7 +132,7 @@ class Left:
         return Spread(self.back, saved[self.rows])
 
     def check(self, saved: Sequence[Any], grads: Sequence[Tensor | None], layouts: Sequence[str | None]) -> None:
-        """Note the gradients of the outputs, the last one first, in the guard. It raises at the end of the backward."""
+        """Note the gradients of the outputs, the last one first, in the guard, which raises at the end of backward."""
         if isinstance(self.back, SharedRows):
             return
         for grad, layout in zip(grads, reversed(layouts), strict=True):

@@ -1,4 +1,4 @@
-"""Whether a layer still is what it was when it was written down. Each call of a layer asks, so asking is cheap."""
+"""Whether a layer is still what it was when it was recorded. Each call of a layer checks it, so the check is cheap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN = (bool, float, int, str, list, dict)
 
 @dataclass
 class Look:
-    """What is looked at. Deep-copies and pickles with the layer.
+    """What each call checks. Deep-copies and pickles with the layer.
 
     Attributes:
         children: Each module of the layer: the module that it is in, its name there, and itself.
@@ -45,12 +45,12 @@ class Look:
     attributes: list[tuple[Any, str, Any]]
     functions: list[tuple[type[nn.Module], str, Any]]
     forwards: list[tuple[type[nn.Module], Any]]
-    # the same as dictionaries, names and values
+    # the same as lists of dictionaries, names and values, which are fast to compare
     _fast: tuple[Any, ...] | None = None
 
     @classmethod
     def at(cls, layer: nn.Module) -> Look:
-        # the layer is written down as it trains, in whichever mode it is now
+        # the layer is recorded in training mode, whatever mode it is in now
         attributes: list[tuple[Any, str, Any]] = [
             (module, name, True if name == "training" else copy.copy(vars(module)[name]))
             for module in layer.modules()
@@ -72,7 +72,7 @@ class Look:
         return [child for _, _, child in _children(layer)] == [child for _, _, child in self.children]
 
     def holds(self) -> bool:
-        """Whether all modules are where they were and as they were, and nobody wants to see one called."""
+        """Whether all modules are where they were and as they were, and no hook wants to see a call of one."""
         hooks, states, places, names, values = self._fast or self._prepared()
         if any([kind.forward is not forward for kind, forward in self.forwards]):
             return False

@@ -27,7 +27,7 @@ def operation_of(module: Any) -> Operation | None:
     if isinstance(module, LayerNormMixin):
         return LayerNorm(tuple(module.normalized_shape), module.eps)
     if isinstance(module, ActivationMixin):
-        # the module itself, of which a copy without data differs in nothing
+        # the module of the copy without data will do: an activation has no weights
         return Activation(module, settings.kind, settings.constants) if settings.keeps == "input" else None
     if isinstance(module, RecomputedMixin):
         whole = not module._modules and not module._buffers
@@ -40,7 +40,7 @@ def noted(recorder: Recorder, module: Any, operation: Operation, stock: Callable
     if isinstance(operation, Dropout) and (operation.p == 0 or not module.training):
         return x
     with recorder.silently():
-        # without data there is no autocast, in which a product takes mixed dtypes
+        # autocast would let a product take mixed dtypes, but it does not act on tensors without data
         weight = module._parameters.get("weight")
         y = stock(x.to(weight.dtype) if isinstance(operation, Linear) else x)
     if isinstance(operation, Linear) and recorder.autocast is not None:

@@ -1,6 +1,6 @@
 """The operations of programs: how each is computed, made again and differentiated, in torch calls that are written
 down once (`emit`). The calls and their order are those of the leaf path's ops, so that values and gradients are
-bit-equal to its.
+bit-equal to those of the leaf path.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RMSNorm(Operation):
         gain = None if weight is None else b.want(weight)
         shared = step.outs[0] in b.shared
         if shared:
-            # first, so that what is shared is let go of
+            # first, so that the shared x / rms(x) is freed early
             b.give(weight, b.call(rms_norm_weight_bwd, b.dy(step), *b.shared[step.outs[0]], gain))
         needed = b.wants(x), b.wants(weight) and not shared
         if not any(needed):

@@ -1,7 +1,7 @@
 """Attention that runs again in backward, as an operation: by a model's eager function, or with a position bias.
 
-Nothing is kept of it but q, k and v. It runs again once, when backward first wants its output, and autograd
-differentiates that run.
+Only its q, k and v are kept. It runs again once, when backward first wants its output, and autograd differentiates that
+run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .emit import Emitter, Setting
 from .step import Operation, Step
 
 _PLAIN = (bool, int, float, str)
-# attributes that say nothing to an attention function; layers share their code
+# attributes that no attention function reads; without them, layers can share their code
 _NOTHING = ("layer_idx", "gradient_checkpointing", "_is_hf_initialized")
 
 
@@ -46,7 +46,7 @@ class AttentionCode:
         return bool(dict(self.options).get("dropout"))
 
     def key(self, sizes: bool = True) -> Hashable:
-        """What two of them have in common that do the same; without sizes also of a small layer."""
+        """Equal for two attentions that do the same; without sizes, equal for the attention of a small layer, too."""
         state = {k: v for k, v in self.state.items() if sizes or type(v) is not int}
         return self.function, self.kind, self.options, tuple(sorted(state.items()))
 
@@ -61,7 +61,7 @@ class AttentionCode:
 def direct_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: Any
 ) -> tuple[Tensor]:
-    """Attention as models call it that do not go through transformers' interface: [B, T, H, D]."""
+    """torch's attention as a function of transformers' interface, for models that call torch directly: [B, T, H, D]."""
     causal = mask is None and getattr(module, "is_causal", False) and q.size(2) > 1
     out = nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal, **options)
     return (out.transpose(1, 2),)
@@ -108,7 +108,7 @@ class First(_Run):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The output [B, T, H, D], and what dropout was drawn from."""
+        """The output [B, T, H, D], and the generator's state from which dropout was drawn."""
         state = rng_state(q.device) if self.code.draws else None
         return self.graph(mask, q, k, v, bias)[0].detach(), state
 
@@ -131,7 +131,10 @@ def gradients(dy: Tensor, graph: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, .
 
 @dataclass(frozen=True)
 class OwnAttention(Operation):
-    """out [B, T, H, D] and what dropout was drawn from; of q, k, v [B, H, T, D], a mask or None, a bias or None."""
+    """Outputs: out [B, T, H, D], the generator's state before dropout. Inputs: q, k, v [B, H, T, D], mask, bias.
+
+    Mask and bias may be None.
+    """
 
     code: AttentionCode
     cached: bool = False

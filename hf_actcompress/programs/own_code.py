@@ -40,7 +40,7 @@ class OwnCode:
 
 
 class UnderAutocast:
-    """Own code under the autocast of a setting, whatever is on."""
+    """Own code under the autocast of a setting, whatever autocast is on when it is called."""
 
     def __init__(self, code: OwnCode, setting: Setting) -> None:
         self.code, self.device, self.dtype = code, setting.device.type, setting.autocast
@@ -53,7 +53,7 @@ class UnderAutocast:
 
 
 class Gradients:
-    """The gradients of own code: of those of x and the weights that want one."""
+    """Computes the gradients of own code, for those of x and the weights that want one."""
 
     def __init__(self, code: UnderAutocast, needed: tuple[bool, ...]) -> None:
         self.code, self.needed = code, needed

@@ -46,7 +46,7 @@ class Activation(Operation):
         return act.stock_forward()
 
     def again_under(self, b: Emitter) -> Any:
-        """The same under the autocast of the forward: a backward runs without."""
+        """The stock activation under the autocast of the forward, because a backward runs without autocast."""
         return Under(self.stock, b.setting) if b.setting.autocast else Called(self.stock)
 
     def has_kernel(self, e: Emitter, name: str, x: Node) -> bool:
@@ -86,12 +86,12 @@ class Activation(Operation):
         b.give(x, b.dispatched("activation_bwd", self.kind, b.dy(step), b.want(x), self.kind, self.options))
 
     def _is_gelu_new(self, b: Backward, x: int) -> bool:
-        """Whether it is composed as `gelu_new_parts` is, whose tanh the derivative reads, too."""
+        """Whether stock computes it as `gelu_new_parts` does, so that the derivative can read the same tanh."""
         dtype, device = b.dtype_of(x), b.setting.device
         if self.kind != "gelu_new" or b.setting.autocast is not None or dtype.itemsize < 4:
             return False
         if b.setting.stops:
-            # the tanh would be held beside the gradient of the weight that comes first
+            # the shared tanh would be held in memory together with the first weight's gradient
             return False
         if not b.is_reference(b.want(x), self.kind, "activation_value", "activation_bwd"):
             return False
@@ -121,7 +121,7 @@ class GatedProduct(Activation):
         gate, up = (b.want(x) for x in step.ins if x is not None)
         dh, name = _own_dy(b, step), "gated_product_and_bwd"
         if dh is not None and all(map(b.wants, step.ins)) and self.has_kernel(b, name, dh):
-            # with both gradients, in one pass; it may take the memory of its own gradient
+            # one kernel makes the product and both gradients; the product may overwrite its own gradient, dh
             b.values[step.outs[0]] = b.item(b.dispatched(name, self.kind, dh, gate, up, tail=(*tail, True)), 0)
         elif b.is_reference(gate, self.kind, "gated_product", "gated_product_bwd"):
             activated = b.call(self.again_under(b), gate)
@@ -137,7 +137,7 @@ class GatedProduct(Activation):
         tail = (self.again_under(b), self.kind, self.options)
         found: Any
         if again is not None and again.target is operator.getitem:
-            # behind the product
+            # the kernel in `rebuild` returned both gradients behind the product
             found, first = again.args[0], 1
         elif step.outs[0] in b.shared:
             args = *b.shared[step.outs[0]], self.kind, self.options
@@ -149,7 +149,7 @@ class GatedProduct(Activation):
 
 
 def _own_dy(b: Backward, step: Step) -> Node | None:
-    """The gradient of the step's output if it is complete, and a product made in this backward for nobody else."""
+    """The gradient of the step's output, if it is complete, and a matmul's output that nothing else reads."""
     dy = b.gradients.get(step.outs[0])
     if dy is None or b.rows.get(dy, dy).target is not torch.mm:
         return None
@@ -157,7 +157,7 @@ def _own_dy(b: Backward, step: Step) -> Node | None:
 
 
 class Called(Bound):
-    """A stock activation; `torch.fx` wants a name."""
+    """A stock activation with the name that `torch.fx` asks for."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__(stock.func, ())
@@ -165,7 +165,7 @@ class Called(Bound):
 
 
 class Under:
-    """A function that always runs under the autocast of a setting. Weights are no part of it: nothing is cached."""
+    """A function that always runs under the autocast of a setting. It reads no weights, so autocast caches nothing."""
 
     def __init__(self, function: Any, setting: Setting) -> None:
         self.function, self.device, self.dtype = function, setting.device.type, setting.autocast

@@ -1,4 +1,4 @@
-"""Whether the programs of a layer compute what the layer computes: tried on a small layer of the same kind.
+"""Whether the programs of a layer compute what the layer computes: a trial on a small layer of the same kind.
 
 The small layer has the layer's structure, dtypes and patches, but few and small weights, with random values. Its tape
 must be the layer's but for the sizes; then its programs must give stock's outputs and the leaf path's gradients, bit by
@@ -40,13 +40,14 @@ _CASES: tuple[str, ...] = ("", "mask and a cache")
 _AUTOCAST_CASES: tuple[str, ...] = ("mask",)
 _CASES_WITHOUT_MASKS = ("", "cache")
 
-# by what decides the answer: whether it may run as one program, and be made again; or why not even as several
+# everything that decides the answer -> whether the layer may run as one program, and whether backward may recompute
+# that; or why the layer may not run as programs at all
 _answers: dict[Hashable, tuple[bool, bool] | str] = {}
 _NOT_AGAIN = "it cannot be made again in backward"
 
 
 def proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
-    """What the layer does under one autocast. Raises NotStraight if that cannot be written down, or is not it."""
+    """The tape of a layer under one autocast. Raises NotStraight if it cannot be recorded, or its programs differ."""
     if next(layer.parameters(), None) is None:
         raise NotStraight("it has no weights")
     with _undisturbed(_device(layer), _is_estimated(layer)):
@@ -69,13 +70,13 @@ def _proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
 
 
 def _device(layer: nn.Module) -> torch.device:
-    """Where it is tried: where the weights are, if they have data."""
+    """The device of the trial: that of the weights, or the CPU if these have no data."""
     weight = next(layer.parameters())
     return torch.device("cpu") if _is_estimated(layer) or weight.device.type == "meta" else weight.device
 
 
 def _is_estimated(layer: nn.Module) -> bool:
-    """Whether its weights are fake: a training may go on beside an estimate, and draws from the same generator."""
+    """Whether its weights are fake, for an estimate. A training may run beside it and draw from the same generator."""
     return isinstance(next(layer.parameters()), FakeTensor)
 
 
@@ -102,15 +103,15 @@ def _answer(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> tuple
     if found is None:
         return True, again
     if any(isinstance(entry, Attend) and entry.own is not None for entry in small_tape.entries):
-        # in parts it would be the function that the config names
+        # cut into parts, the layer would call the function that the config names instead
         return found
-    # torch's own call of the kernel may do more than we know
+    # torch's own call of the kernel may do more than ours: try the layer cut at its attention
     return _difference(small, replace(small_tape, whole=False), autocast) or (False, False)
 
 
 @contextmanager
 def _undisturbed(device: torch.device, estimated: bool) -> Iterator[None]:
-    """Gradients on, autocast off, generators as they were; nothing that counts ops or sees what is saved sees it."""
+    """Gradients on, autocast off, and generators restored after it. Modes and hooks from outside see nothing of it."""
     devices = [] if device.type == "cpu" else [device]
     forked = torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type)
     with (
@@ -126,13 +127,13 @@ def _undisturbed(device: torch.device, estimated: bool) -> Iterator[None]:
 
 
 def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> str | None:
-    """Where stock, the leaf path and the programs are not the same."""
+    """Where the results of stock, the leaf path and the programs differ; None if they are the same."""
     stock, programs = _unpatched(_share(leaves)), _share(leaves)
     made = LayerPrograms.of(programs, {autocast: tape}, proved)
     patch_instance(programs, ProgramLayerMixin, LayerSettings(Role.LAYER, "program", programs=made))
     cases = _CASES if autocast is None else _AUTOCAST_CASES
     if any(isinstance(entry, Attend) and entry.handed is not None for entry in tape.entries):
-        # which masks its attention function takes we do not know; it gets what the layer is given
+        # we do not know which masks the attention function takes; it gets the mask that the layer is given
         cases = _CASES_WITHOUT_MASKS
     for calls, case in enumerate(cases, 1):
         try:
@@ -164,7 +165,7 @@ def _of(case: str) -> str:
 
 
 def _share(layer: nn.Module) -> nn.Module:
-    """A copy over the same weights."""
+    """A copy that shares the weights."""
     memo: dict[int, Any] = {id(w): w for w in layer.parameters()}
     for module in layer.modules():
         memo.update((id(v), v) for v in vars(module).values() if isinstance(v, PretrainedConfig))
@@ -197,7 +198,7 @@ def _step(layer: nn.Module, tape: Tape, case: str, autocast: torch.dtype | None)
     kwargs = arguments(layer, _mask(device) if "mask" in case else None, (angles.cos(), angles.sin()))
     others = further_arguments(layer, _TOKENS, _SOURCES, make)
     if case == "":
-        # those that it makes itself
+        # without position biases the layer makes them itself
         others = {name: value for name, value in others.items() if "bias" not in name}
     kwargs.update(others)
     if "cache" in case:

@@ -46,7 +46,7 @@ def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int
 
 
 def _flat_values(tape: Tape, steps: list[Step], x: int) -> set[int]:
-    """The values that may be rows: whoever makes one and all who read it work row by row, or see it as heads."""
+    """The values that may be rows: the steps that make or read one work row by row, or are views as heads."""
     made = [value for step in steps for value in step.outs]
     flat = {value for value in (x, *made) if _is_tokens(tape.metas[value])}
     while True:
@@ -58,7 +58,7 @@ def _flat_values(tape: Tape, steps: list[Step], x: int) -> set[int]:
 
 
 def _works(tape: Tape, step: Step, flat: set[int]) -> bool:
-    """Whether the step works row by row on what may be rows; or makes heads of rows, or the reverse."""
+    """Whether the step works row by row on values that may be rows; or makes heads from rows, or the reverse."""
     operation = step.operation
     if isinstance(operation, Reshape):
         (source,), (made,) = step.ins, step.outs
@@ -70,7 +70,7 @@ def _works(tape: Tape, step: Step, flat: set[int]) -> bool:
 
 
 def _is_of_heads(operation: Reshape) -> bool:
-    """Whether it makes [B, T, H, D] of [B, T, H * D], or the reverse."""
+    """Whether it makes [B, T, H, D] from [B, T, H * D], or the reverse."""
     sizes = operation.sizes, operation.back
     return all(both[:2] == (-2, -3) for both in sizes) and sorted(map(len, sizes)) == [3, 4]
 
@@ -90,7 +90,7 @@ def _as_rows(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_tokens(meta: Tensor) -> bool:
-    """Whether a value is of tokens, or of rows: the code of some layers (OPT's) makes them."""
+    """Whether a value has the shape of tokens, or that of rows, which the code of some layers (OPT's) makes itself."""
     return tuple(meta.shape[:-1]) in ((BATCH, TOKENS), (BATCH * TOKENS,))
 
 

@@ -28,8 +28,8 @@ class Part:
     """A program in a layer.
 
     Attributes:
-        ins: The layer's values that it is given first.
-        parameters: The names of the parameters that it is given then.
+        ins: Its first inputs, which are values of the layer.
+        parameters: Its further inputs, which are parameters, by name.
         outs: The layer's values that it returns.
     """
 
@@ -43,7 +43,7 @@ Schedule = tuple[Part | Attend, ...]
 
 # operations that may read weights that others read, too
 _SHARING = (AnotherProduct, Cast, Magnitude, Shift)
-# operations behind a norm whose result can be made again as the norm's can
+# operations whose result, behind a norm, can be made again from what the norm keeps
 _POINTWISE = (Rope, Permute, Reshape, Contiguous, Scale, Add, Mul, Neg, Cat, Slice, Split)
 # programs of layers that do the same are the same, so that their code is written once
 _schedules: dict[Hashable, Schedule] = {}
@@ -83,12 +83,12 @@ def _runs(entries: Iterable[Step | Attend]) -> Iterator[list[Step] | Attend]:
 
 
 def is_normed(value: int, entries: list[Step | Attend], exact: bool = False) -> bool:
-    """Whether a value is the output of a norm, rotated or as another view.
+    """Whether a value is the output of a norm, perhaps rotated, scaled or seen as another view.
 
     Args:
         value: A value of the tape.
         entries: The entries of the tape.
-        exact: Whether only a norm counts that keeps its input as it is.
+        exact: Whether to count only norms that keep their input without a codec.
     """
     maker = next((entry for entry in entries if isinstance(entry, Step) and value in entry.outs), None)
     if maker is None or isinstance(maker.operation, (RMSNorm, LayerNorm)):
@@ -99,10 +99,10 @@ def is_normed(value: int, entries: list[Step | Attend], exact: bool = False) -> 
 
 
 def takes_any_order(tape: Tape) -> bool:
-    """Whether stock's code computes the same of an input whose memory is in another order than its tokens'.
+    """Whether stock's code computes the same from an input that is not tokens-first in memory.
 
-    Such is what a convolution makes of an image. Sums, and norms that are made of pointwise functions, leave it in that
-    order, in which a product may round in another way. LayerNorm does not.
+    A convolution makes such an input from an image. Sums, and norms that are made of pointwise functions, keep the
+    order in memory, and then a product may round in another way. The output of LayerNorm is tokens-first.
     """
     order = {tape.inputs["x"]}
     for entry in tape.entries:
@@ -134,7 +134,7 @@ def part_of(
         tape: The tape of the layer.
         steps: Steps of the tape.
         read_later: The values that are read behind these steps.
-        shown: Others that are kept as they are.
+        shown: Further values that are kept as they are: what attention reads.
         optional: Those of `read_later` that perhaps nobody reads, so that their gradients may be None.
     """
     returned = {value for step in steps for value in step.outs} & read_later
@@ -170,7 +170,7 @@ def part_of(
 
 
 def _layouts(tape: Tape, at: dict[int, int], ins: frozenset[int]) -> dict[int, str]:
-    """For each activation of a program where it has its tokens. What is given beside the layer's input is none."""
+    """For each activation of a program, the layout of its tokens. The layer's other inputs are no activations."""
     given = {value for name, value in tape.inputs.items() if name != "x"}
     found = {at[x]: _layout(tape.metas[x]) for x in at if x not in given and tape.metas[x].dtype != torch.bool}
     others = {at[x] for x in ins if found.get(at[x]) != TOKENS_FIRST}
@@ -187,7 +187,7 @@ def _layout(meta: Tensor) -> str | None:
 
 
 def _without_the_rest(tape: Tape, steps: list[Step], outs: set[int]) -> Iterator[Step]:
-    """The steps, with copies of parts that are returned where the whole would only be kept for them."""
+    """The steps, with copies of returned parts of a tensor that are not all of it: views would keep the whole."""
     maker = {value: step for step in steps for value in step.outs}
     # the parts of which a view is returned
     parts = {part for value in outs if (part := _part_of(value, maker)) is not None}
@@ -208,7 +208,7 @@ def _without_the_rest(tape: Tape, steps: list[Step], outs: set[int]) -> Iterator
 
 
 def _part_of(value: int, maker: dict[int, Step]) -> int | None:
-    """The part of a tensor that a value is another view of, if it is one."""
+    """The part of a tensor (a slice, or one of a split) of which a value is a view; None if there is none."""
     step = maker.get(value)
     if step is None or isinstance(step.operation, (Slice, Split, Unbind)):
         return None if step is None else value
@@ -217,6 +217,6 @@ def _part_of(value: int, maker: dict[int, Step]) -> int | None:
 
 
 def _small(meta: Tensor) -> Tensor:
-    """The same with few tokens: while code is written down it runs on tensors without data, in tiles if large."""
+    """The same with few tokens: writing code runs it on tensors without data, and would compute large ones in tiles."""
     few = {BATCH: 2, TOKENS: 3, SOURCES: 5, BATCH * TOKENS: 6}
     return torch.empty([few.get(size, size) for size in meta.shape], dtype=meta.dtype, device="meta")

@@ -50,7 +50,7 @@ class Contiguous(Operation):
 
 @dataclass(frozen=True)
 class Reshape(Operation):
-    """x in another shape: `sizes` and, of the way back, `back`, as `reshaped` takes them."""
+    """x in another shape, `sizes`; the shape of x itself is `back`. `reshaped` says what these hold."""
 
     sizes: tuple[int, ...]
     back: tuple[int, ...]
@@ -83,7 +83,7 @@ class Reshape(Operation):
 
 @dataclass(frozen=True)
 class Tokens(Operation):
-    """Rows [B * T, ...] as [B, T, ...], with B and T of another value."""
+    """Rows [B * T, ...] as [B, T, ...], where B and T are read off another value."""
 
     sizes: tuple[int, ...]
     again: ClassVar[bool] = False

@@ -80,13 +80,13 @@ def _small_config(config: Any) -> Any:
     small.hidden_size = _HEADS * (config.hidden_size // heads)
     for name in _WIDTHS:
         if isinstance(getattr(config, name, None), int):
-            # none of the other widths
+            # a size that no other width has
             setattr(small, name, 3 * width)
     return small
 
 
 def _arguments(layer: nn.Module, kind: type[nn.Module], config: Any) -> dict[str, Any]:
-    """What its class is called with."""
+    """The arguments with which its class is called."""
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind).parameters.items():
         known = [vars(m)[name] for m in layer.modules() if isinstance(vars(m).get(name), int)]
@@ -111,7 +111,7 @@ def _alike(large: nn.Module, small: nn.Module) -> nn.Module:
     for name, weight in large._parameters.items():
         small._parameters[name] = _random(weight, small._parameters[name].shape) if weight is not None else None  # type: ignore[union-attr]
     for name, value in vars(large).items():
-        # how much is dropped, and other flags; not the sizes
+        # rates of dropout, and flags; not the sizes
         if isinstance(value, (bool, float, str)) or (
             isinstance(value, int) and type(value) is not type(vars(small).get(name))
         ):

@@ -1,11 +1,11 @@
 """The backward of a program in stages, between which autograd's engine adds up the gradients of weights.
 
 A Function returns all of its gradients at once, so a program would hold those of all its weights at once. In a first
-backward they stay anyway, and nothing is lost. In the next one of an accumulation, or where a hook uses up each
-gradient as soon as it is there (an optimizer inside of the backward), stock holds one at a time. There the code of the
-backward is a generator, which stops where some weights are done. The engine runs the program's own node up to the
-first stop, adds up what that returned, and goes on with the node of the next stage: a `Stage`, which was linked in
-front of the program's own one.
+backward the gradients stay as `weight.grad` anyway, and nothing is lost. In a later backward of an accumulation, or
+where a hook uses up each gradient as soon as it is there (an optimizer inside of the backward), stock holds one at a
+time. There the code of the backward is a generator, which stops where the gradients of some weights are done. The
+engine runs the program's own node up to the first stop, accumulates the gradients that it returned, and goes on with
+the node of the next stage: a `Stage`, which is linked in front of the program's own node.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def stops_of(order: Sequence[tuple[int, ...]], inputs: Sequence[Tensor | None], 
 
 
 def _waiting(weight: Tensor | None) -> int:
-    """The elements of a gradient that goes as soon as it has come: it is added up, or somebody uses it up."""
+    """The elements of a weight's gradient that is freed at once, as it is accumulated or a hook uses it up; or 0."""
     if weight is None or not weight.requires_grad or not (weight.grad is not None or accumulation_hooks(weight)):
         return 0
     return weight.numel()
@@ -61,7 +61,7 @@ def _waiting(weight: Tensor | None) -> int:
 
 @fx.node.has_side_effect
 def handed_over(box: list[Any], *gradients: Any) -> None:
-    """A function of the backward's code, behind which it stops: gradients that are done."""
+    """A function in the backward's code that hands over finished gradients. The code stops behind it."""
     box.extend(gradients)
 
 
@@ -93,9 +93,9 @@ class Stages:
         self._box: list[Tensor | None] = []
 
     def linked(self, inputs: Sequence[Tensor | None]) -> Tensor | None:
-        """What the program's own node takes, so that the nodes of the further stages run behind it.
+        """An empty input for the program's own node, which links the nodes of the further stages to run after it.
 
-        It is not kept here: nodes know this object, and would live on in a circle.
+        It is not stored here: its nodes hold this object, and that would be a reference cycle.
         """
         link: Tensor | None = None
         for places in reversed(self._places[1:]):
@@ -103,7 +103,7 @@ class Stages:
         return link
 
     def begin(self, backward: Callable[..., Any], differentiates: bool, saved: list[Any]) -> tuple[Tensor | None, ...]:
-        """The gradients of all inputs, of which those of the first stage are there."""
+        """Start the backward: the gradients of all inputs, with None for those that are not of the first stage."""
         self._box = []
         self._code, self._differentiates = backward(saved, self._box), differentiates
         found: list[Tensor | None] = [None] * self._count
@@ -128,7 +128,7 @@ class Stages:
 
 
 class Stage(torch.autograd.Function):
-    """The node of a further stage. It keeps nothing, and its output is empty: it says who comes next."""
+    """The node of a further stage. It keeps nothing. Its output is an empty tensor, just for the order of the nodes."""
 
     @staticmethod
     def forward(ctx: Any, stages: Stages, places: tuple[int, ...], link: Tensor | None, *inputs: Tensor | None) -> Any:
@@ -143,7 +143,7 @@ class Stage(torch.autograd.Function):
 
 
 def running(differentiates: bool) -> AbstractContextManager[Any]:
-    """While the code of a program runs: below autograd, unless it runs autograd itself."""
+    """The context in which a program's code runs: below autograd, unless the code runs autograd itself."""
     return nullcontext() if differentiates else below_autograd()
 
 
@@ -154,13 +154,13 @@ def run_backward(
     saved: list[Any],
     grads: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a program's inputs; of one whose backward stops those of its first stage.
+    """The gradients of a program's inputs; if its backward stops, only those of its first stage.
 
     Args:
         backward: The code.
         differentiates: Whether it runs autograd itself.
-        stages: The stages of a backward that stops; None for another one.
-        saved: What the code takes.
+        stages: The stages of a backward that stops; None for one that does not.
+        saved: The list that the code takes.
         grads: What autograd gave.
     """
     if stages is not None:

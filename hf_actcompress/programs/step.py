@@ -17,10 +17,10 @@ class Operation:
     Attributes:
         again: Whether its first output is made again in backward instead of kept: pointwise functions and views are.
         multiplies: Whether it is a product of its first input and a weight, in the dtype of autocast.
-        keeps: How many of its inputs, the first ones, are kept through its step's codec if they are kept.
-        keeps_output: Whether its first output is.
+        keeps: How many of its inputs, the first ones, go through its step's codec if they are kept.
+        keeps_output: Whether its first output goes through that codec if it is kept.
         sums: Whether it is a sum, whose backward reads none of its inputs.
-        same: Whether its output is no more than its input, so that keeping that instead costs nothing.
+        same: Whether its output has no more content than its input, so that keeping the input instead costs nothing.
         differentiates: Whether its code runs autograd.
         by_rows: Whether it computes each row [C] of its activations by itself, whatever its constants are.
     """
@@ -50,7 +50,7 @@ class Operation:
         return False
 
     def key(self) -> Hashable:
-        """What two operations have in common that do the same."""
+        """Equal for two operations that do the same."""
         return self
 
     def structure(self) -> Hashable:
@@ -74,7 +74,7 @@ class Operation:
         return self.forward(e, *ins)
 
     def rebuild(self, b: Any, step: Step) -> None:
-        """Write down how the first output is made again, the same bits."""
+        """Write down how the first output is made again, with the same bits."""
         b.values[step.outs[0]] = self.forward(b, *(None if x is None else b.want(x) for x in step.ins))
 
     def backward(self, b: Any, step: Step) -> None:
@@ -84,9 +84,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on values, which are numbers. An input that is None is not there (a bias).
+    """One operation on values, which are numbers. An input that is missing (a bias) is None.
 
-    `module` is the name of the module in the layer whose code it is, for reports; `codec` is that through which it
+    `module` is the name of the layer's module whose code this is, for reports; `codec` is the codec through which it
     keeps activations.
     """
 

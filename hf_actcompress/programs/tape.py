@@ -21,15 +21,16 @@ class Attend:
         module: The name of the attention module in the layer.
         ins: q, k and v, [B, H, T, D].
         out: The output, [B, T, H, D].
-        keywords: What the function was called with beside the mask.
-        codec: Through which q, k, v and the output are kept.
+        keywords: The keywords of the call, without the mask.
+        codec: The codec through which q, k, v and the output are kept.
         causal: Whether the upper triangle is masked where there is no mask.
-        normed: Whether q or k comes from a norm, so that it can be made again from what that keeps.
-        own: What runs, and runs again in backward, in place of the function that the config names; None: that one.
-        bias: A position bias, of `own`.
+        normed: Whether q or k comes from a norm, so that it can be made again from what the norm keeps.
+        own: The code that runs, and runs again in backward, in place of the function that the config names; None: that
+            function runs.
+        bias: The value of the position bias that `own` takes.
         mask: The name of the layer's argument that is its mask.
-        handed: Of a function that we have no code for: its keywords, and which arguments of the layer they are. None
-            for torch's attention and for `own`.
+        handed: For a function that we have no code for: pairs of a keyword of the call and the layer's argument that
+            is handed on in it. None for torch's attention and for `own`.
     """
 
     module: str
@@ -51,7 +52,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class Given:
-    """In what a layer returns: the argument of that name."""
+    """Stands for the layer's argument of that name in the tuple that the layer returns."""
 
     name: str
 
@@ -61,7 +62,7 @@ class Tape:
     """All that a layer computes.
 
     Attributes:
-        inputs: The name of each tensor that is given -> its value: "x", "cos", "sin", and others by their arguments.
+        inputs: The name of each given tensor -> its value: "x", "cos", "sin", and others by the name of the argument.
         parameters: The dotted name of each parameter that is read -> its value.
         entries: Steps and attentions in the order in which they run.
         result: The value that the layer returns.
@@ -114,6 +115,6 @@ class Tape:
 
 
 def plain(module: nn.Module) -> Hashable:
-    """What an activation module without parameters is: its type and its plain attributes."""
+    """What identifies an activation module without parameters: its type and its plain attributes."""
     own = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     return type(module), tuple(sorted(own.items()))

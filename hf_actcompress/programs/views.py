@@ -1,4 +1,4 @@
-"""Other shapes of values, as direct calls of tensors' methods: a Python function of ours costs more than the view."""
+"""Reshapes of values, as direct calls of tensor methods: a Python function of our own would cost more than the view."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .emit import Emitter
 
 
 def size_of(e: Emitter, x: Node, dim: int) -> Node:
-    """The size of a dimension of x [B, T, ...]. Rows [B * T, C] do not know B and T: others in the graph do."""
+    """The size of a dimension of x [B, T, ...]. Rows [B * T, C] have neither B nor T: read them off `e.tokens`."""
     if e.meta(x).dim() == 2:
         assert e.tokens is not None
         x = e.tokens
@@ -29,7 +29,7 @@ def reshaped(e: Emitter, x: Node, sizes: tuple[int, ...]) -> Node:
 
 
 def rows_of(e: Emitter, x: Node) -> Node:
-    """x [..., C] as [rows, C], without the views on which it was given that shape."""
+    """x [..., C] as [rows, C]: the rows of which x is a view, or else a reshape of the node that x is a reshape of."""
     if e.meta(x).dim() == 2:
         return x
     if x in e.rows:
@@ -38,7 +38,7 @@ def rows_of(e: Emitter, x: Node) -> Node:
 
 
 def tokens_of(e: Emitter, rows: Node, like: Node) -> Node:
-    """[rows, C] as the rows of `like` lie: [..., C]."""
+    """Rows [rows, C] in the shape of `like`: [..., C]."""
     if e.meta(like).dim() == 2:
         return rows
     shape, width = e.meta(like).shape, e.meta(rows).size(1)

@@ -24,7 +24,7 @@ from .shapes import Permute
 from .step import Step
 from .tape import Attend, Tape
 
-# keywords of an attention that are its own, or that the kernels of one go without
+# keywords of an attention that `Attention` takes over, or that torch's kernels do not need
 _KEYWORDS = {"dropout", "scaling", "is_causal", "sliding_window"}
 # stands in place of a kernel's name for attention that runs again in backward
 OWN = "own"
@@ -35,12 +35,12 @@ class Whole:
     """The one program of a layer.
 
     Attributes:
-        part: Returns the layer's result.
-        cached: Returns keys and values beside it, for a cache.
-        outputs: Where among its outputs are the result, and of each attention the keys and the values.
+        part: The program that returns the layer's result.
+        cached: The program that also returns keys and values, for a cache.
+        outputs: The places of the result, and of the keys and the values of each attention, in the outputs of `cached`.
         masks: By the name of the layer's argument: the value that is this mask.
-        own: Whether it runs attention again in backward, by whatever function.
-        heads: How many heads q has, and k and v; the width of the heads of q and k, and of v.
+        own: Whether its attention runs again in backward (`OwnAttention`), whatever function computes it.
+        heads: The number of heads of q, and of k and v; the width of a head of q and k, and of v.
         dtype: The dtype of v.
         dropout: The rate at which probabilities are dropped.
         causal: Whether the upper triangle is masked where there is no mask.
@@ -61,7 +61,7 @@ class Whole:
         for mask in masks:
             if mask is not None and (type(mask) is not type(x) or mask.requires_grad):
                 return None
-        # a checkpointed layer that keeps its attention asks the attention function for it
+        # a checkpointed layer that keeps the results of its attention gets them from the attention function
         if region_in_progress() is not None:
             return None
         if self.own:
@@ -89,7 +89,9 @@ _wholes: dict[Hashable, Whole | None] = {}
 
 
 def whole_of(tape: Tape) -> Whole | None:
-    """The program of a layer; None if it has not one attention that a kernel could run."""
+    """The one program of a layer. None unless it has one attention that a kernel could run, or only attentions that run
+    again in backward.
+    """
     if not tape.whole:
         return None
     key = tape.key()
