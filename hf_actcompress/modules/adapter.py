@@ -1,4 +1,4 @@
-"""Patched PEFT layers. The cast of an adapter's input is a derived record, which all adapters on one input share."""
+"""Patched PEFT layers. The cast of an adapter's input is declared as derived; all adapters on one input share it."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Cast(Operation):
 
 @dataclass(frozen=True)
 class Unbind(Operation):
-    """The parts of x along a dimension, without it."""
+    """The entries of x along a dimension, each without this dimension."""
 
     count: int
     dim: int
@@ -191,7 +191,7 @@ class Slice(Operation):
 
 @dataclass(frozen=True)
 class Stack(Operation):
-    """Values beside each other along a new last dimension."""
+    """Values stacked along a new last dimension."""
 
     def forward(self, e: Emitter, *xs: Node) -> Node:
         return e.call(torch.stack, list(xs), -1)
@@ -204,7 +204,7 @@ class Stack(Operation):
 
 @dataclass(frozen=True)
 class Repeat(Operation):
-    """Each number of the last dimension several times in a row."""
+    """x with each entry of the last dimension repeated several times in a row."""
 
     times: int
 
@@ -221,7 +221,7 @@ def _summed(dy: Tensor, times: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Cat(Operation):
-    """Values beside each other along the last dimension."""
+    """Values joined along the last dimension."""
 
     sizes: tuple[int, ...]
     by_rows: ClassVar[bool] = True

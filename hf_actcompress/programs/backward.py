@@ -21,8 +21,8 @@ from .step import Step
 class Backward(Emitter):
     """The graph of a backward, while the steps are walked from the last one to the first.
 
-    Its code takes one list, which it empties from the end: what is kept, in reverse order of its first use, then the
-    gradients of the outputs.
+    Its code takes one list, which it empties from the end: what is kept, in reverse order of first use, then the
+    gradients of the outputs, in reverse order, too.
 
     Args:
         forward: The graph of the forward.
@@ -132,7 +132,7 @@ class Backward(Emitter):
         self.values[value] = self.call(torch.transpose, found, 1, 2) if swapped else found
 
     def _restored(self, value: int, found: Node, layout: str, codec: Codec) -> Node:
-        """The node of a value of which some rows are kept, through a codec."""
+        """The node of a value of which only some rows are kept, perhaps through a codec."""
         node = self._forward.values[value]
         like = self._forward.meta(node)
         if layout == ROWS and len(like) == len(self._forward.meta(self._forward.values[0])):

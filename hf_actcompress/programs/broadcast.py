@@ -1,5 +1,5 @@
-"""Values that are broadcast, whose gradients are sums: the bias of a linear layer that adds it by itself, and heads of
-keys and values that several heads of queries read.
+"""Values that are broadcast, whose gradients are sums: the bias of a linear layer that adds it after the product, and
+heads of keys and values that several heads of queries read.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class AnotherProduct(Linear):
 
 
 def is_dora(module: nn.Module) -> bool:
-    """Whether it is PEFT's module with the magnitudes of a linear layer."""
+    """Whether a module is PEFT's `DoraLinearLayer`, which has the magnitudes of a linear layer."""
     dora = sys.modules.get("peft.tuners.lora.dora")
     return dora is not None and type(module) is dora.DoraLinearLayer
 

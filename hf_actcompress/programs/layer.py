@@ -215,7 +215,7 @@ def _why_unknown(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> str | No
 def _takes(code: LayerCode, cache: Any) -> bool:
     attentions = [module for module in code.attentions if module is not None]
     if len(attentions) == 1 and type(cache).__name__ == "EncoderDecoderCache":
-        # stock's code asks for a part of it
+        # stock's code would take only one of the two caches in it
         return False
     return all(_is_empty(cache, module.layer_idx) for module in attentions)
 

@@ -59,7 +59,7 @@ def noted(recorder: Recorder, module: Any, operation: Operation, stock: Callable
 
 
 def product(recorder: Recorder, module: Any, x: Tensor) -> Tensor:
-    """The forward of a linear layer that adds its bias by itself."""
+    """The forward of a linear layer that adds its bias after the product, as an operation of its own."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     y = torch.empty(*x.shape[:-1], weight.size(0), dtype=recorder.autocast or weight.dtype, device="meta")
     recorder.note(Linear(False), (x, weight, None), y)

@@ -81,9 +81,9 @@ class Plan:
 
     Attributes:
         forward: Takes the inputs and returns the outputs, then other values that are kept, in one tuple.
-        backward: Takes one list, which it empties from its end: what is kept, in reverse order, then the gradients of
-            the outputs that want one. Returns the gradients of the inputs. A backward that stops is a generator, which
-            `Stages` drives.
+        backward: Takes one list, which it empties from its end: what is kept, then the gradients of the outputs that
+            want one, both in reverse order. Returns the gradients of the inputs. A backward that stops is a generator,
+            which `Stages` drives.
         outputs: How many outputs there are.
         graded: Which of them want a gradient.
         kept: For each kept tensor its position in the list of the inputs and the values that the forward returns.

@@ -1,4 +1,4 @@
-"""Activations, products with them, dropout and rotary embeddings as operations: nothing of them is kept but inputs."""
+"""Activations, products with them, dropout and rotary embeddings as operations: they keep only their inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Whether the programs of a layer compute what the layer computes: a trial on a small layer of the same kind.
 
 The small layer has the layer's structure, dtypes and patches, but few and small weights, with random values. Its tape
-must be the layer's but for the sizes; then its programs must give stock's outputs and the leaf path's gradients, bit by
-bit, with dropout drawn from the same state, with and without a mask and a cache.
+must equal the layer's except for sizes; then its programs must give stock's outputs and the leaf path's gradients, bit
+by bit, with dropout drawn from the same state, with and without a mask and a cache.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _device(layer: nn.Module) -> torch.device:
 
 
 def _is_estimated(layer: nn.Module) -> bool:
-    """Whether its weights are fake, for an estimate. A training may run beside it and draw from the same generator."""
+    """Whether its weights are fake, for an estimate. It leaves the generator to a training that may run beside it."""
     return isinstance(next(layer.parameters()), FakeTensor)
 
 
@@ -111,7 +111,7 @@ def _answer(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> tuple
 
 @contextmanager
 def _undisturbed(device: torch.device, estimated: bool) -> Iterator[None]:
-    """Gradients on, autocast off, and generators restored after it. Modes and hooks from outside see nothing of it."""
+    """Gradients on, autocast off, generators the same after it as before. Modes and hooks from outside see nothing."""
     devices = [] if device.type == "cpu" else [device]
     forked = torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type)
     with (

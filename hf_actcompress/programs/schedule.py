@@ -170,7 +170,7 @@ def part_of(
 
 
 def _layouts(tape: Tape, at: dict[int, int], ins: frozenset[int]) -> dict[int, str]:
-    """For each activation of a program, the layout of its tokens. The layer's other inputs are no activations."""
+    """For each activation of a program, the layout of its tokens. Inputs of the layer other than x have none."""
     given = {value for name, value in tape.inputs.items() if name != "x"}
     found = {at[x]: _layout(tape.metas[x]) for x in at if x not in given and tape.metas[x].dtype != torch.bool}
     others = {at[x] for x in ins if found.get(at[x]) != TOKENS_FIRST}

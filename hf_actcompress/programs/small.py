@@ -100,7 +100,7 @@ def _arguments(layer: nn.Module, kind: type[nn.Module], config: Any) -> dict[str
 
 
 def _alike(large: nn.Module, small: nn.Module) -> nn.Module:
-    """The small module with what has been done to the large one."""
+    """The small module, after it was patched, adapted, frozen and cast as the large one was."""
     if isinstance(large, AdapterMixin):
         return _adapted(large, small)
     if stock_type(large) is not type(small) or large._modules.keys() != small._modules.keys():

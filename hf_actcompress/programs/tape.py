@@ -92,7 +92,7 @@ class Tape:
 
     @property
     def lossless(self) -> bool:
-        """Whether all that is kept is kept as it is."""
+        """Whether nothing is kept through a codec."""
         return all(entry.codec == IDENTITY for entry in self.entries)
 
     def draws(self) -> bool:
@@ -103,7 +103,7 @@ class Tape:
         )
 
     def structure(self) -> Hashable:
-        """Layers of the same structure do the same, if with tensors of other sizes."""
+        """Layers of the same structure do the same, perhaps with tensors of other sizes."""
         entries = tuple(
             (type(entry.operation), entry.operation.structure(), entry.ins, entry.outs, entry.codec)
             if isinstance(entry, Step)
