@@ -55,7 +55,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class MemoryReport(Report):
-    """What is kept for backward, stock beside patched. Prints with rich, serialises, draws with matplotlib.
+    """What is kept for backward, stock beside patched. It prints with rich, serialises, and draws with matplotlib.
 
     Args:
         rows: One per module and role that keeps anything.
