@@ -1,8 +1,8 @@
 """Experts in mxfp4, as gpt-oss has them: codes of 4 bits, and a scale of 8 bits for each 32 of them.
 
 transformers computes with them in kernels that have no backward, and its Trainer refuses to train them. So an estimate
-has what a training on top of them would need: the packed weights, and in the activations' dtype a copy of one layer's
-experts at a time, which is made in the forward and once more in the backward.
+counts what a training on top of them would need: the packed weights, and in the activations' dtype a copy of one
+layer's experts at a time, which is made in the forward and once more in the backward.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(x, FakeTensor):
             return None
         if func is aten._local_scalar_dense.default:
-            # "are all of them ...?" is answered with yes, "is any ...?" with no, "how many ...?" with none
+            # "are all of them ...?" is answered with yes, "is any ...?" with no, "how many ...?" with zero
             return lambda: any(known() is x for known in self._true) if x.dtype == torch.bool else 0
         if func is aten.equal.default:
             return lambda: True
