@@ -56,7 +56,7 @@ MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
 
 
 class Writer:
-    """Gives numbers to terms and sums, and equal ones the same number. It may continue with the data of a class."""
+    """Numbers terms and sums; equal ones get the same number. It may continue with the data of a class."""
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         data = data or {}

@@ -13,7 +13,8 @@ import transformers
 
 from .symbols import Size
 
-# a chunk of logits has at most 2^25 elements: so many columns or rows of them. The code below checks all values.
+# `columns`, `rows` and `few_rows` are those of a chunk of logits, which has at most 2^25 elements. The code below
+# checks all values.
 _SHARED = {
     "batch": Size(11, 11, {}),
     "seq": Size(128 * 43, 43, {}),

@@ -37,7 +37,7 @@ class Growth:
         if at < ahead:
             return self.forward[1] if ahead - at <= self.forward[0] else 0
         at -= ahead
-        # the longer model has this allocation several times: before the further unit's and after it
+        # the longer model has this allocation more than once: before and after the backward of the further unit
         before = self.backward[1] if at < self.backward[0] else 0
         return max(before, self.behind[1]) if behind - at <= self.behind[0] else before
 

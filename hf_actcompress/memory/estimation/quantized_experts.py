@@ -25,7 +25,7 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class _Part:
-    """Stands for a saved part of the copy of a weight, which the backward makes again."""
+    """Stands for a saved view of a weight's copy. The copy is dropped, and the backward makes it again."""
 
     whole: torch.Size
     dtype: torch.dtype

@@ -14,7 +14,7 @@ The rules are DeepSpeed's documented behaviour with its defaults, in elements. N
 | updated weights | gathered in place | | `allgather_bucket_size` |
 
 With "auto", which the Trainer fills in, a bucket has hidden_size^2 elements, which is less. All weights have one dtype:
-`bf16` or `fp16` make DeepSpeed hold them in it, with no autocast. What NCCL takes is not counted.
+under `bf16` or `fp16` DeepSpeed holds all of them in that dtype, without autocast. What NCCL takes is not counted.
 """
 
 from __future__ import annotations

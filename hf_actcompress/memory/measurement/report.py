@@ -26,7 +26,7 @@ class MemoryRow:
     Args:
         module: Its name; "" is the model itself.
         role: linear, norm, activation, mlp, attention, dropout, adapter, embedding, loss, checkpoint or other.
-        stock_bytes, patched_bytes: Bytes of the storages that are first saved while it runs, without its children.
+        stock_bytes, patched_bytes: Bytes of the storages that are first saved while it runs, and none of its children.
         stock_tensors, patched_tensors: Dtype and shape of each.
     """
 

@@ -17,7 +17,7 @@ class _Recorded:
 
     Args:
         trace: The trace.
-        forward, backward: The parts of its events between two places at which a peak may be; empty ones are left out.
+        forward, backward: The ranges of its events between two marks, where a peak may be; empty ones are left out.
     """
 
     trace: Trace
