@@ -41,7 +41,7 @@ th[aria-sort=descending] button::after { content: "\\2193"; opacity: 1; }
 .card { color: var(--mark); }
 @media (max-width: 32rem) { th, td { padding: .25rem .4rem; } h1 { font-size: 1.3rem; } }
 """
-# rows by a column, from the smallest to the largest and back; without it the page shows the same
+# sorts the rows by a column, upwards or downwards; a browser without scripts shows the same rows unsorted
 _SCRIPT = """
 const UNITS = { B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30 };
 function value(text) {
@@ -68,11 +68,11 @@ for (const head of document.querySelectorAll("th")) {
   });
 }
 """
-# nothing is read from anywhere
+# the page may load nothing from a file or a network
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 # colours of the parts, which most eyes can tell apart on light and dark backgrounds (Okabe and Ito)
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
-# of curves, in pixels of a wide screen
+# the size of the picture of curves, in pixels on a wide screen
 _WIDTH, _HEIGHT = 1000, 300
 
 
@@ -82,7 +82,7 @@ class HtmlBars:
 
     Args:
         bars: Name -> part -> bytes.
-        mark: Bytes at which every bar has a line, such as those of a card; None: no line.
+        mark: Number of bytes at which a line crosses every bar, such as the size of a card; None: no line.
         marked: What the line stands for.
     """
 
@@ -148,7 +148,7 @@ def _bars(found: HtmlBars) -> str:
     for parts in found.bars.values():
         totals.update(parts)
     colours = {part: _colour(i) for i, (part, _) in enumerate(totals.most_common())}
-    # the line is not at the very end of the bars
+    # 2% more than the mark, so that its line is visible inside the bars and not at their very end
     scale = max((*(sum(parts.values()) for parts in found.bars.values()), int(1.02 * (found.mark or 0)), 1))
     lines = [_keys(colours)]
     if found.mark is not None:
@@ -162,7 +162,7 @@ def _keys(colours: Mapping[str, str]) -> str:
 
 
 def _curves(curves: Mapping[str, Curve]) -> str:
-    """All on the same axes, with a dotted line where the backward and the optimizer begin."""
+    """Draw all curves on the same axes, with a dotted line where the backward and the optimizer begin."""
     colours = {name: _colour(i) for i, name in enumerate(curves)}
     seconds = max((curve.seconds[-1] for curve in curves.values() if curve.seconds), default=0.0)
     most = max((curve.peak_bytes for curve in curves.values()), default=0)
@@ -187,7 +187,7 @@ def _curves(curves: Mapping[str, Curve]) -> str:
 
 
 def _bar(name: str, parts: Mapping[str, int], mark: int | None, scale: int, colours: Mapping[str, str]) -> str:
-    # all bars of a page have their parts in the same order
+    # all bars of one `HtmlBars` have their parts in the same order, that of the colours
     pieces = "".join(
         f'<span class="part" style="width:{100 * parts[part] / scale:.3f}%;background:{colour}" '
         f'title="{escape(part)}: {readable_size(parts[part])}"></span>'
@@ -200,7 +200,7 @@ def _bar(name: str, parts: Mapping[str, int], mark: int | None, scale: int, colo
 
 
 def _colour(number: int) -> str:
-    """The colours, and the same again in stripes."""
+    """The colour of a part by its number; numbers beyond the palette get the same colours again, in stripes."""
     colour = _COLOURS[number % len(_COLOURS)]
     if number < len(_COLOURS):
         return colour

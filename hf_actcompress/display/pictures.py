@@ -1,4 +1,4 @@
-"""Pictures of memory: bytes by role, bytes over time. matplotlib is imported to draw."""
+"""Pictures of memory: bytes by role, bytes over time. matplotlib is imported only when something is drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def new_figure(what: str, **options: Any) -> Any:
     """A matplotlib figure of its own, outside of pyplot.
 
     Args:
-        what: Named in the error.
+        what: What is drawn; the error names it.
         options: Options of the figure.
 
     Raises:

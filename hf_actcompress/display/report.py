@@ -1,4 +1,4 @@
-"""The base of what the package's functions find."""
+"""The base class of the results that the package's functions return."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _Report = TypeVar("_Report", bound="Report")
 class Report:
     """A result that prints and serialises. A subclass is a frozen dataclass.
 
-    It says in `__str__` what was found in a few lines, in `tables` what stands above them on a console, and in
-    `derived` which figures besides its fields belong into the JSON.
+    The subclass defines `__str__`, a text of a few lines; `tables`, which a console shows above this text; and
+    `derived`, the figures that the JSON has beside the fields.
     """
 
     def tables(self) -> Iterable[Table]:
-        """What `print` shows above the text."""
+        """The tables that `print` shows above the text."""
         return ()
 
     def derived(self) -> dict[str, Any]:
-        """Figures that follow from the fields, or a field with more in it. `from_json` skips them."""
+        """Figures computed from the fields, by themselves or added to a field's own value. `from_json` skips them."""
         return {}
 
     def to_json(self) -> str:
@@ -34,7 +34,7 @@ class Report:
 
     @classmethod
     def from_json(cls: type[_Report], text: str) -> _Report:
-        """What `to_json` wrote.
+        """The report that `to_json` wrote.
 
         Raises:
             ValueError: The text is no JSON of this kind of report.

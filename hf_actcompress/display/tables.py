@@ -21,11 +21,11 @@ class Table:
     """Rows of texts under column names.
 
     Args:
-        columns: Their names.
-        rows: A text for each column.
-        numbers: The columns that stand to the right.
-        title: Above the table.
-        total: A last row, below a line.
+        columns: The names of the columns.
+        rows: Each row has one text per column.
+        numbers: The names of the columns that are aligned to the right.
+        title: A text above the table.
+        total: A last row, with a line above it.
     """
 
     columns: Sequence[str]

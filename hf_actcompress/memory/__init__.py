@@ -1,4 +1,4 @@
-"""How much memory a model takes. Each folder answers one question, and its docstring names the way through it.
+"""How much memory a model takes. Each folder answers one question, and its docstring names the entry point.
 
 `measurement`: what a model keeps now. `estimation`: what a training will need. `planning`: how to keep each layer, so
 that a training fits. `fidelity`: what a lossy setting costs the gradients. `batch_size`: the largest batch that trains

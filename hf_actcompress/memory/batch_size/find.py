@@ -38,8 +38,8 @@ def find_batch_size(
     trials: int = 4,
     timed_steps: int = 3,
 ) -> BatchSizeReport:
-    """The largest batch size that trains, and the speed of those tried: throughput often has its maximum at less
-    memory.
+    """The largest batch size that trains, and the speed of each size that was tried: throughput often has its
+    maximum below the largest size.
 
     Each trial runs a few steps, the first of which makes gradients and optimizer states. A line through the measured
     peaks gives the next candidate, so that few trials run out of memory; the known bounds of what fits correct it.

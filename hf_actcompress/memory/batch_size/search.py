@@ -60,7 +60,7 @@ class Search:
         if self._fits == 0:
             return self._smaller(left, aim)
         if self.settled(aim):
-            # half of it is tried only for its throughput
+            # half of the largest size that fits is tried only for its throughput
             half = self._fits // 2
             return half if half and all(trial.batch_size != half for trial in self.tried) else None
         return self._between(aim)
@@ -87,7 +87,7 @@ class Search:
         ran_out = [trial for trial in self.tried if not trial.fits and trial.batch_size == fails]
         if not ran_out:
             return top
-        # a line that was wrong once is taken to be a little wrong again
+        # the line was too high once, so it is taken to be a little too high again
         failed = sum(not trial.fits for trial in self.tried)
         return max((fits + top + 1) // 2, top * 7 // 8 if failed == 1 else 0)
 

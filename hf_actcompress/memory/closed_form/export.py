@@ -37,7 +37,7 @@ STRUCTURE = (
 )  # fmt: skip
 # optimizers with their own states
 _OPTIMIZERS = [name for name in OPTIMIZERS if name != FOREACH]
-# further fields that are read
+# further fields of configs that the formula reads
 _READ = ("tie_word_embeddings", "sliding_window", "use_sliding_window")
 
 # name -> (what the model is patched with, checkpointing, codec of the checkpoints), as in the command's table
@@ -56,7 +56,7 @@ MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
 
 
 class Writer:
-    """Gives numbers to terms and sums, and equal ones the same number. It may continue with the data of a class."""
+    """Numbers terms and sums; equal ones get the same number. It may continue with the data of a class."""
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         data = data or {}
@@ -86,7 +86,7 @@ def export(
     strategies: Sequence[str] = tuple(STRATEGIES),
     known: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The data of one class, for all modes and strategies; or these ones traced again, beside the rest of `known`."""
+    """The data of one class for these modes and strategies; all other cases are those of `known`."""
     family, writer = FAMILIES[name], Writer(known)
     cases: dict[str, Any] = dict(known["cases"]) if known else {}
     for variant in family.variants:

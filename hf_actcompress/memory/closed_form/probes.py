@@ -13,7 +13,8 @@ import transformers
 
 from .symbols import Size
 
-# a chunk of logits has at most 2^25 elements: so many columns or rows of them. The code below checks all values.
+# `columns`, `rows` and `few_rows` are those of a chunk of logits, which has at most 2^25 elements. The code below
+# checks all values.
 _SHARED = {
     "batch": Size(11, 11, {}),
     "seq": Size(128 * 43, 43, {}),
@@ -52,14 +53,14 @@ class Family:
     Args:
         config: The config class.
         fields: Size -> field of the config.
-        variants: Name of a variant -> its fields of the config; each variant is traced by itself.
+        variants: Name of a variant -> its fields of the config; each variant is traced separately.
         options: Fields that every probe has.
-        task: What the class is for.
-        grouped: Whether heads may share keys; heads with and without shared keys are traced by themselves.
+        task: The task that the class is for.
+        grouped: Whether heads may share keys; heads with and without shared keys are traced separately.
         learned_positions: Whether positions are a table, which no sequence may exceed.
         reserved: Rows of that table that belong to no token.
-        period: Number of layers from one that attends to everything to the next, if the others have windows; 0: none
-            has.
+        period: Number of layers from one that attends to everything to the next, if the others have windows; 0: no
+            layer has a window.
         tile: The input of the MLP's first weight, by which the preset `long` computes the rows of a tile.
     """
 
@@ -132,12 +133,13 @@ def sizes_of(family: Family, grouped: bool) -> Mapping[str, Size]:
 def left_over(sizes: Mapping[str, Size]) -> frozenset[int]:
     """Bytes of the tensors of a chunk's last turn, which has the remaining rows and no size of its own.
 
-    128 rows of logits would be read as a constant times the vocabulary, and that is more than a whole chunk of a small
-    batch. A last turn is never larger than the turns before it, so the formula does not need it.
+    For example, 128 remaining rows of logits would be read as a constant times the vocabulary, and in a small batch
+    this would be more than a whole chunk. A last turn is never larger than the turns before it, so the formula does not
+    need it.
     """
     value = {name: size.value for name, size in sizes.items()}
     rows = {value["batch"] * value[of] % value[chunk] for of in ("seq", "labels") for chunk in _IN_TURNS}
-    # an element has 1 to 8 bytes, or two results lie side by side
+    # an element has 1 to 8 bytes; the last doubling is for two results side by side
     widths = {value[name] << doubled for name in _OF_ROWS if name in value for doubled in range(5)}
     return frozenset(count * width for count in rows for width in widths if count)
 

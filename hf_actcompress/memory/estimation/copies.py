@@ -43,7 +43,8 @@ class Copies:
     def run_step(self, whole: nn.Module, setting: Setting, checkpointing: bool, layers: Sequence[LayerRun]) -> RunStep:
         """A `run_step` for the model under that setting, which may shorten the model in these runs of layers.
 
-        The copy has one unit of each run more than the shortest model: so it is patched once and serves both depths.
+        For each run of layers the copy has one unit more than the shortest model. So it is patched once and serves both
+        depths.
         """
         if not is_reusable(setting):
             return run_step

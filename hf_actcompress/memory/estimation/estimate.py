@@ -56,8 +56,8 @@ def estimate(
         autocast: Dtype of mixed precision (with weights in fp32), by the CPU's list of ops. None: no autocast.
         engine: "eager", or "compile" for `torch.compile` with Inductor; by default the engine that the module is set up
             for, and "eager" if `model` is no module. With "compile" the model is traced and no code is generated: what
-            is kept is what the graphs keep, and the peak is that of their buffers, with pointwise ops fused into what
-            reads them.
+            is kept is what the graphs keep, and the peak is that of their buffers, with pointwise ops fused into the
+            kernels that read them.
         quantization: Of frozen weights: "nf4" (4 bits, double quantisation), "fp4", "int8", or a `quantization_config`
             of transformers (bitsandbytes, GPTQ, AWQ, torchao, mxfp4). None: what the config or the module has.
         trust_remote_code: Run code that comes with the model's config, where transformers has none of its own.

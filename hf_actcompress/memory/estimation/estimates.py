@@ -82,7 +82,7 @@ class Estimates:
         self._copies = Copies()
 
     def changed(self, *, optimizer: str | None = None, lora: Any = None, quantization: Any = None) -> Estimates:
-        """The same with other options; results that do not depend on them are taken over.
+        """A copy with other options, which takes over all results that do not depend on these.
 
         Args:
             optimizer, lora, quantization: As for `estimate`. None: the option stays.
@@ -238,7 +238,7 @@ class Estimates:
         single = config.overrides, config.checkpoint
         if single not in self._runs:
             self._runs[single] = find_runs(whole, config)
-        # layers that are alike under one config are taken to be alike under another; a "no" is checked again
+        # layers that are alike under one config are assumed alike under another; if they are not, it is checked again
         key = setting.config, checkpointing
         latest = self._latest.get(key)
         alike = latest.alike if latest else any(found.alike for found in self._latest.values()) or None

@@ -121,5 +121,5 @@ def _whole(base: FakeStep, growths: Mapping[LayerRun, Growth], units: Mapping[La
 def _with(model: nn.Module, runs: list[LayerRun], longer: LayerRun, more: int, run: Run) -> FakeStep:
     units = {found: FEWEST + (more if found is longer else 0) for found in runs}
     with shortened(model, units):
-        # bytes by role can only be computed from two sizes
+        # bytes by role can only be computed from the two shortest models
         return run(model, more == 1)

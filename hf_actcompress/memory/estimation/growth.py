@@ -20,8 +20,8 @@ class Growth:
         step: The bytes that it adds to the whole step.
         forward: (n, bytes): the last n allocations of the forward have so many bytes more.
         backward: (n, bytes): the first n allocations of the backward have so many bytes more.
-        behind: (n, bytes): the last n allocations of the backward have so many bytes more, which a unit's backward
-            leaves.
+        behind: (n, bytes): the last n allocations of the backward have so many bytes more, which the backward of
+            the unit leaves allocated.
         longer: The step of the model that has the further unit, if it was run.
     """
 
@@ -37,7 +37,7 @@ class Growth:
         if at < ahead:
             return self.forward[1] if ahead - at <= self.forward[0] else 0
         at -= ahead
-        # the longer model has this allocation several times: before the further unit's and after it
+        # the longer model has this allocation more than once: before and after the backward of the further unit
         before = self.backward[1] if at < self.backward[0] else 0
         return max(before, self.behind[1]) if behind - at <= self.behind[0] else before
 
@@ -51,11 +51,12 @@ class Unit:
     backward from its end.
 
     Args:
-        places: Places of the backward at which one unit's bytes more are alive than at the same place of the next unit.
+        places: Places of the backward at which exactly one unit's bytes more are alive than at the same place of the
+            next unit's backward.
         apart: How many allocations one unit makes in the backward.
         moved: The first place of the forward to which a further unit adds bytes, and the first place of the backward to
             which it adds none.
-        freed: Bytes of a unit that the end of the forward frees: the casts of an autocast, whatever the batch is.
+        freed: Bytes of a unit that are freed when the forward ends: autocast's casts, the same for every batch.
     """
 
     places: range
@@ -80,7 +81,7 @@ class Unit:
 
 
 def growth_of(base: FakeStep, longer: FakeStep) -> Growth:
-    """What the longer model's step has more than the shorter one's."""
+    """The bytes that the longer model's step has beyond the shorter one's."""
     step = longer.plus(base, -1)
     # autocast holds its casts until the forward ends
     at_end = longer.forward[-1] - base.forward[-1]

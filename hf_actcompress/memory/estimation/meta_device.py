@@ -20,7 +20,7 @@ _DEFAULT = "get_default_dtype"
 
 
 class OnMeta(TorchFunctionMode):
-    """Makes tensors for which no device is given on the meta device, and those of the default dtype in `dtype`."""
+    """Puts new tensors without a given device on the meta device, and makes those of the default dtype in `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -16,11 +16,11 @@ _BLOCK, _SMALLEST = 256, 4096
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """What an optimizer keeps for one trainable parameter from its first step on, and what its step takes for a while.
+    """What an optimizer keeps for one trainable parameter from its first step on, and its step's temporary tensors.
 
     Args:
         states: Gives the sizes in bytes of the states of a parameter.
-        what: A description for people.
+        what: A description of the states, for users.
         step: Gives the sizes of the tensors that a step holds at the same time beside states and gradients. Its
             arguments are all parameters in order, and whether they are on a CUDA device.
     """
@@ -49,7 +49,7 @@ def _adamw_8bit(p: Tensor) -> Iterable[int]:
 def _adafactor(p: Tensor) -> Iterable[int]:
     if p.dim() < 2:
         return [4 * p.numel(), 4]
-    # and a root mean square
+    # row and column sums, and a root mean square
     return [4 * (p.numel() // max(1, p.size(-1))), 4 * (p.numel() // max(1, p.size(-2))), 4]
 
 

@@ -31,7 +31,7 @@ class QuantizedLinear(nn.Linear):
     Args:
         linear: The layer.
         stored: How the weight is stored.
-        sizes: Bytes of the codes and of each tensor beside them; None: by the format.
+        sizes: Bytes of the codes and of each tensor beside them; None: as the format says.
     """
 
     def __init__(self, linear: nn.Linear, stored: Format, sizes: Sequence[int] | None = None) -> None:
@@ -111,9 +111,9 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def packed_weights(model: nn.Module) -> dict[str, tuple[Format, list[int]]]:
-    """Path of each linear layer whose weight is a tensor of tensors -> its format, and the bytes of each of these.
+    """Path of each linear layer whose weight is a tensor made of tensors -> its format, and the bytes of each of these.
 
-    Raises ModelConfigError for a weight whose bytes in use are not known here: its shape and dtype do not say them.
+    Raises ModelConfigError for any other tensor subclass: its shape and dtype do not say how many bytes it uses.
     """
     found: dict[str, tuple[Format, list[int]]] = {}
     for name, x in model.named_parameters():
@@ -136,7 +136,7 @@ def packed_weights(model: nn.Module) -> dict[str, tuple[Format, list[int]]]:
 
 
 def stand_ins(model: nn.Module, packed: Mapping[str, tuple[Format, list[int]]]) -> None:
-    """In a copy on the meta device, exchange the layers that work on data alone: bitsandbytes', and torchao's.
+    """In a copy on the meta device, replace the layers of bitsandbytes and torchao, which cannot run without data.
 
     Args:
         model: The copy.

@@ -1,8 +1,8 @@
 """Experts in mxfp4, as gpt-oss has them: codes of 4 bits, and a scale of 8 bits for each 32 of them.
 
 transformers computes with them in kernels that have no backward, and its Trainer refuses to train them. So an estimate
-has what a training on top of them would need: the packed weights, and in the activations' dtype a copy of one layer's
-experts at a time, which is made in the forward and once more in the backward.
+counts what a training on top of them would need: the packed weights, and in the activations' dtype a copy of one
+layer's experts at a time, which is made in the forward and once more in the backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WEIGHTS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class _Part:
-    """Stands for a saved part of the copy of a weight, which the backward makes again."""
+    """Stands for a saved view of a weight's copy. The copy is dropped, and the backward makes it again."""
 
     whole: torch.Size
     dtype: torch.dtype

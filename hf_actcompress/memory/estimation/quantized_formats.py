@@ -6,7 +6,7 @@
 | the same | 8 bits | fp32 per output feature | the same, and the input is held |
 | GPTQ, AWQ | its `bits` | 16 + `bits` per group | a copy per product |
 | torchao | 8 bits | fp32 per output feature or group, zero points of int8 | the copy is held for the backward |
-| the same | 4 bits | two of 16 bits per group | a copy per product |
+| the same | 4 bits | two values of 16 bits per group | a copy per product |
 | mxfp4 | 4 bits | 8 bits per 32 | a copy of a layer's experts |
 
 Other methods raise an error that names them. No weight is counted as 16 bits only because its method is not known.
@@ -74,7 +74,8 @@ MXFP4 = Format(4, 32, 8, experts=True, note=(
     'at a time. Mxfp4Config(dequantize=True) trains them in 16 bits (quantization={"quant_method": "mxfp4", '
     '"dequantize": True})'
 ))  # fmt: skip
-# torchao's configs without "Config", or its older names without "_"; the products of other kinds have no gradient
+# by the name of torchao's config without "Config", or by its older name without "_"; other kinds are missing because
+# their products have no gradient
 TORCHAO = {
     "int8weightonly": Format(8, 0, 40, holds_copy=True, scales_product=True),
     "float8weightonly": Format(8, 0, 32, holds_copy=True),
@@ -97,8 +98,8 @@ def options_of(config: Any) -> Mapping[str, Any]:
 def format_of(config: Any) -> Format | None:
     """The format of a `quantization_config`, as an object or a dict, or of a name ("nf4", "fp4", "int8").
 
-    None: it says that the weights are loaded in 16 bits. Raises ModelConfigError for a method whose bytes are not known
-    here.
+    Returns None if the config says that the weights are loaded in 16 bits. Raises ModelConfigError for a method whose
+    bytes are not known here.
     """
     if isinstance(config, str):
         if config not in FORMATS:
@@ -133,5 +134,5 @@ def _torchao(options: Mapping[str, Any]) -> Format:
     found, granularity = TORCHAO[name], data.get("granularity")
     inside = granularity.get("_data") or {} if isinstance(granularity, Mapping) else {}
     group = data.get("group_size") or inside.get("group_size")
-    # of groups the scales are in the copy
+    # with groups, the copy of the weight is multiplied by the scales, and the product is not
     return replace(found, group=int(group), scales_product=False) if group else found

@@ -24,7 +24,7 @@ class Estimate(Report):
         weights_bytes: Parameters and buffers; shared ones count once.
         gradients_bytes: One gradient per trainable parameter.
         optimizer_bytes: The optimizer's states after its first step.
-        kept_bytes: What is alive between forward and backward above these: kept activations and the loss.
+        kept_bytes: What is alive between forward and backward beyond the three above: kept activations and the loss.
         kept_by_role: `kept_bytes` by role (linear, norm, mlp, attention, loss, checkpoint, ...); the sum is the same.
         kept_per_layer: The part of `kept_bytes` of one layer, on average; 0 for a model of so few layers that all are
             run.

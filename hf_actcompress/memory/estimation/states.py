@@ -27,7 +27,7 @@ class States(NamedTuple):
     """Bytes on one of the processes.
 
     Args:
-        weights, gradients, optimizer: Bytes of all of these, which are held between the steps, too.
+        weights, gradients, optimizer: Bytes of these tensors, which are held both during and between the steps.
         optimizer_step: Temporary tensors of the optimizer's own step.
         workspace: What is held throughout a forward and backward.
         in_evaluation: What is held throughout an evaluation.
@@ -41,7 +41,7 @@ class States(NamedTuple):
     in_evaluation: int = 0
 
     def at_peak(self, step_peak: int) -> int:
-        """Bytes at the peak: the states, and the larger of forward and backward and the optimizer's step after them."""
+        """Bytes at the peak: the states, and the larger of two peaks: forward and backward, or the optimizer's step."""
         largest = max(step_peak + self.workspace, self.optimizer_step)
         return self.weights + self.gradients + self.optimizer + largest
 

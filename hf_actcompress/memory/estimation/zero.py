@@ -9,12 +9,12 @@ The rules are DeepSpeed's documented behaviour with its defaults, in elements. N
 | trained weights once more, in fp32 | n/N | n/N | |
 | optimizer's states, of a flat tensor in fp32 | of n/N | of n/N | |
 | a bucket of gradients | 5e8 in a backward | 5e8 at all times | `reduce_bucket_size`, `contiguous_gradients` |
-| gathered weights | | up to 1e9, those fetched ahead among them | `stage3_max_live_parameters` |
+| gathered weights | | up to 1e9, including prefetched ones | `stage3_max_live_parameters` |
 | gradients in fp32, in the optimizer's step | n/N, and a flat copy of them | at most 1e9 | `sub_group_size` |
 | updated weights | gathered in place | | `allgather_bucket_size` |
 
 With "auto", which the Trainer fills in, a bucket has hidden_size^2 elements, which is less. All weights have one dtype:
-`bf16` or `fp16` make DeepSpeed hold them in it, with no autocast. What NCCL takes is not counted.
+under `bf16` or `fp16` DeepSpeed holds all of them in that dtype, without autocast. What NCCL takes is not counted.
 """
 
 from __future__ import annotations

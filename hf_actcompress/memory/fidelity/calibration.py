@@ -1,4 +1,4 @@
-"""`calibrate`: how much each layer's tensors matter to the gradient, measured once, and the bits that follow."""
+"""`calibrate`: how much each layer's tensors matter to the gradient, measured once, and the resulting bits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ..measurement.restore import patch_restored, training_forward
 from ..measurement.saved_tensors import saved_tensors, storages
 from .gradient_error import gradients, relative_error
 
-# the roles whose bits vary. attention stays where the base config has it: below 8 bits q and k no longer fit the
-# exact logsumexp
+# The roles whose bits vary. Attention keeps the codec of the base config: below 8 bits the unpacked q and k no longer
+# agree with the exact logsumexp.
 _VARIED = frozenset({Role.NORM, Role.ACTIVATION, Role.GATED_MLP, Role.LINEAR, Role.DROPOUT})
 
 
@@ -39,13 +39,13 @@ class CalibrationRow(Sensitivity):
 
 @dataclass(frozen=True)
 class Calibration(Report):
-    """Bits per layer and role. `patch_model` takes it; prints, serialises.
+    """Bits per layer and role. Pass it to `patch_model`; it prints and serialises.
 
     Args:
         rows: What was measured and decided.
         config: The config that stores each group in its bits.
         average_bits: Mean bits of the codes over all elements of the rows.
-        predicted_error: Relative gradient error if the groups' errors are independent; attention's comes on top.
+        predicted_error: Relative gradient error if the groups' errors are independent, without attention's error.
     """
 
     rows: tuple[CalibrationRow, ...]
@@ -74,15 +74,16 @@ def calibrate(
 ) -> Calibration:
     """Bit widths per layer and role for this model and batch, measured once.
 
-    One forward and backward per group (a role in a layer) with that group alone in 4 bits, against the exact gradient;
-    the bits of 2, 3, 4, 8 are then given where they remove most error. The model is afterwards as it was.
+    For each group (a role in a layer) one forward and backward runs with that group alone in 4 bits; its gradient is
+    compared with the exact one. Then each group gets 2, 3, 4 or 8 bits, more where they remove most error. Afterwards
+    the model is as it was.
 
     Args:
         model: Stock or patched, on the device where it trains; gradient checkpointing off.
         batch: Keyword arguments of the forward, with labels; a typical one, it may be smaller than in training.
-        average_bits: Of the codes of norm inputs, MLP pre-activations and stored linear inputs, 2 to 8. Scales come
-            on top (0.5 bits per element at 4 and 8 bits, 1 at 2 and 3).
-        config: What holds besides: attention's codec, the variants.
+        average_bits: Mean bits of the codes of norm inputs, MLP pre-activations and stored linear inputs, 2 to 8.
+            Scales come on top (0.5 bits per element at 4 and 8 bits, 1 at 2 and 3).
+        config: Sets everything else: attention's codec, the variants.
 
     Returns:
         A Calibration; pass it to `patch_model`.
@@ -92,7 +93,7 @@ def calibrate(
         ValueError: `average_bits` outside of 2 .. 8.
 
     Source:
-        GACT (arXiv 2206.11357), which probes during training; here once, before it.
+        GACT (arXiv 2206.11357), which probes during training; `calibrate` probes once, before it.
     """
     allocate((), average_bits)
     inputs = dict(batch)
@@ -118,12 +119,12 @@ def _calibration(groups: tuple[Sensitivity, ...], widths: list[int], config: Com
 
 
 def codec_name(bits: int) -> str:
-    """The codec of a width. It stores the channels with the largest values apart."""
+    """The name of the codec for a width. This codec stores the channels with the largest values separately."""
     return f"int{bits}_outliers"
 
 
 def _elements(model: nn.Module, inputs: dict[str, Any], config: CompressionConfig) -> dict[tuple[str, str], int]:
-    """Elements that are stored, by layer and role: the bytes between 8 and 4 bits are half of them."""
+    """The number of stored elements by layer and role: twice the bytes by which 8 bits take more than 4 bits."""
     wide, narrow = (_kept(model, inputs, config, codec) for codec in ("int8", "int4"))
     halves = {group: wide[group] - narrow.get(group, 0) for group in wide}
     return {group: 2 * half for group, half in halves.items() if half > 0}
@@ -135,7 +136,8 @@ def _kept(
     unpatch_model(model)
     patch_model(model, replace(config, linear=codec, norm=codec, mlp=codec), strict=False)
     roles = _roles(patch_report(model))
-    # names as the transformers model itself has them: adapters that come later are patched by those
+    # names as the transformers model itself has them, without a wrapper's prefix: `patch_model` uses these names, also
+    # where adapters are added after the calibration
     outer = next((f"{name}." for name, module in model.named_modules() if name and module is root_module(model)), "")
     before = storages(value for value in inputs.values() if isinstance(value, Tensor))
     found: dict[tuple[str, str], int] = defaultdict(int)

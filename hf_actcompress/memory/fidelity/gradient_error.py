@@ -33,7 +33,7 @@ class ParameterFidelity:
         name: The parameter's name.
         cosine: Cosine of the angle between the two, mean over seeds.
         relative_error: ``|g - exact| / |exact|``, mean over seeds.
-        bias: ``|mean(g) - exact| / |exact|``: what does not average out over the seeds.
+        bias: ``|mean(g) - exact| / |exact|``: the error that does not average out over the seeds.
     """
 
     name: str
@@ -44,13 +44,14 @@ class ParameterFidelity:
 
 @dataclass(frozen=True)
 class FidelityReport(Report):
-    """A preset's gradient error beside the bytes that it keeps. Prints, serialises.
+    """A preset's gradient error beside the bytes that it keeps. It prints and serialises.
 
     Args:
         preset: Name of the preset, or "custom".
         parameters: One row per trainable parameter.
         cosine, relative_error, bias: Over all parameters as one vector.
-        kept_bytes, stock_bytes: Kept for backward with the preset and in stock, by the allocator.
+        kept_bytes, stock_bytes: Bytes kept for backward with the preset and by the stock model, as the allocator
+            counts them.
         seeds: How many draws of the stochastic codecs were averaged.
     """
 
@@ -116,10 +117,10 @@ def fidelity_report(
 ) -> FidelityReport:
     """Gradient of the patched model against the exact one, on one batch, without training.
 
-    Dropout draws the same masks in both, so what differs is what the preset loses. The model's patch, modes,
-    gradients, buffers and the generators are afterwards as before. Under `gradient_norms` the batch is gone through
-    once before: the figure is that of a later epoch, at its best, since no weight has moved in between. Under
-    `refresh_bits` the bits are those that this batch gives.
+    Dropout draws the same masks in both, so every difference is an error of the preset. Afterwards the model's patch,
+    modes, gradients, buffers and the generators are as before. With `gradient_norms` the batch runs once before it is
+    measured, so that its norms are known: the error is that of a later epoch in the best case, because no weight has
+    changed in between. With `refresh_bits` the bits are those that this batch gives.
 
     Args:
         model: Stock or patched, on the device where it trains.
@@ -128,7 +129,7 @@ def fidelity_report(
         seeds: Draws of stochastic codecs to average over; a deterministic preset needs one.
 
     Returns:
-        Per parameter and overall: cosine, relative error, bias; beside kept bytes.
+        Cosine, relative error and bias, per parameter and overall, and the kept bytes.
 
     Raises:
         MeasurementError: The forward returned no loss.
@@ -185,7 +186,7 @@ def compare_presets(
 
 
 def gradients(model: nn.Module, inputs: dict[str, Any]) -> _Gradients:
-    """Gradients by parameter name, without touching `.grad`; the generators are put back, so every call draws alike."""
+    """Gradients by parameter name. `.grad` is not touched; the generators are restored, so all calls draw the same."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     devices = {p.device.index or 0 for p in parameters.values() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)):

@@ -44,7 +44,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _cache(model: nn.Module, batch: dict[str, Any], seen: SavedTensors, run: Run) -> Iterator[Advice]:
-    """The bytes of the cache, measured by a forward without it."""
+    """The bytes of the k and v cache, measured by a forward without it."""
     if not getattr(_config(model), "use_cache", False) or batch.get("use_cache") is False:
         return
     yield Advice(
@@ -55,13 +55,15 @@ def _cache(model: nn.Module, batch: dict[str, Any], seen: SavedTensors, run: Run
 
 
 def _attention(model: nn.Module, seen: SavedTensors, roles: dict[str, Role]) -> Iterator[Advice]:
-    """Square tensors [B, heads, S, S] inside attention modules: a mask if one per sequence, else probabilities."""
+    """Square tensors [B, heads, S, S] saved in attention modules. A mask has a storage of B S S elements, saved
+    neither by dropout nor by softmax; the others are probabilities.
+    """
     width = _head_width(model)
     inside = [t for t in seen.tensors if roles[t.module] == "attention" and _is_square(t, width)]
     eager = getattr(_config(model), "_attn_implementation", None) == "eager"
     masks = [t for t in inside if not t.call and t.nbytes == t.dtype.itemsize * t.shape[0] * t.shape[2] * t.shape[3]]
     if len(masks) > 1 and not eager:
-        # one mask is needed
+        # one mask for all layers is enough
         yield Advice(
             "each layer keeps a copy of the padding mask",
             sum(t.nbytes for t in masks) - max(t.nbytes for t in masks),
@@ -84,8 +86,8 @@ def _head_width(model: nn.Module) -> int:
 
 
 def _is_square(tensor: SavedTensor, head_width: int) -> bool:
-    """Whether the last two of four dimensions are positions. Where a head is as wide as the sequence is long only the
-    function that saved it can tell."""
+    """Whether the last two of four dimensions are positions. If the head width equals the sequence length, the shape
+    does not tell; then a tensor counts as square only if dropout or softmax saved it."""
     return (
         len(tensor.shape) == 4
         and tensor.shape[2] == tensor.shape[3]
@@ -116,7 +118,7 @@ def _within(module: str, outer: str) -> bool:
 
 
 def _logits(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:
-    """The logits' shape [B, S, vocabulary] of a language model; the outputs hold them, and the graph does not."""
+    """A language model's logits [B, S, vocabulary], if only the outputs hold them and the graph does not."""
     vocabulary = getattr(_config(model), "vocab_size", None)
     if seen.logits_shape and len(seen.logits_shape) == 3 and seen.logits_shape[-1] == vocabulary:
         yield Advice(
@@ -128,7 +130,7 @@ def _logits(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:
 
 
 def _functional_dropout(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:
-    """Masks of dropouts that are no module. In uint8 they are the bits that the net makes of them."""
+    """Masks of dropout that is called as a function. uint8 masks are left out: the net has packed these into bits."""
     modules = dict(model.named_modules())
     masks = [
         t

@@ -1,4 +1,4 @@
-"""What the allocator says: bytes held and peak bytes of a call, counted from the allocations and frees themselves.
+"""The bytes that a call holds and its peak bytes, counted from the allocator's own allocations and frees.
 
 On a CPU the events come from `torch.profiler`, deterministic to the byte. On CUDA they come from the caching
 allocator's statistics, which round every block up to 512 bytes.
@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from ...errors import MeasurementError
 from ...private_apis import ProfilerEvent
 
-# the profiler announces its start and end on stderr, which is read when it is first used
+# without this the profiler prints its start and end to stderr; it reads the variable when it is first used
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
-# how the profiler names what autograd's engine and an optimizer run
+# the first part of the names that the profiler gives to the runs of autograd's engine and of an optimizer
 BACKWARD, OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer.step#"
 
 
@@ -58,9 +58,9 @@ class StepMemory:
 def trace(fn: Callable[[], Any]) -> AllocatorTrace:
     """Run `fn` once and read the CPU allocator's events in time order.
 
-    What `fn` returns is held until the count is complete. Garbage is collected before, and after the call while it is
-    still counted, so that cycles do not count as held. Blocks that were there before are left out: the profiler
-    does not report their frees reliably.
+    The result of `fn` is held until the count is complete. Garbage is collected before the call, and again after it
+    while events are still counted, so that reference cycles do not count as held. Blocks that were allocated before the
+    call are left out: the profiler does not report their frees reliably.
 
     Raises:
         MeasurementError: This torch reports no allocator events, or not in a form that is known here.
@@ -134,8 +134,8 @@ def running_sums(allocations: list[Allocation]) -> Iterator[int]:
             live[address] = size
             net += size
         else:
-            # torch remembers sizes by address across traces: an older block, freed now at an address that an
-            # earlier trace saw, is reported with that trace's size, and otherwise not at all. so neither is counted
+            # The free of a block that is older than this trace is never counted: torch's profiler remembers sizes by
+            # address across traces, so it reports such a free with an earlier trace's size, or does not report it.
             net -= live.pop(address, 0)
         yield net
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...compilation.observation import observed
 
-# the attribute that `nn.Module.compile` sets, and `nn.Module.__call__` calls in place of what it does itself
+# the attribute that `nn.Module.compile` sets; `nn.Module.__call__` then calls it in place of `_call_impl`
 CALL = "_compiled_call_impl"
 
 
@@ -61,7 +61,7 @@ class Names:
 
 @contextmanager
 def watched(model: nn.Module, compiled: list[nn.Module]) -> Iterator[Names]:
-    """While the block runs, these modules run Inductor's graphs op by op, which keep what its code keeps."""
+    """While the block runs, these modules run Inductor's graphs op by op, which keep the same as its generated code."""
     names = Names()
     backend = observed(model, names)
     with calls_exchanged(compiled):
@@ -74,8 +74,8 @@ def watched(model: nn.Module, compiled: list[nn.Module]) -> Iterator[Names]:
 def of_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls `function`, with a code object that no other has.
 
-    torch keeps what it has compiled with the code that was called, and stops to compile code that has a number of
-    graphs. So what is traced here neither counts among the graphs of the user's own model, nor outlives the function.
+    torch stores compiled graphs by the code object that was called, and stops compiling a code object that has too many
+    graphs. So the graphs traced here neither count among those of the user's own model, nor outlive the function.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def of_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def calls_exchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While the block runs, these modules are not compiled, unless the block exchanges their calls."""
+    """While the block runs, these modules are not compiled, unless the block sets compiled calls itself."""
     before = [(module, module.__dict__.get(CALL)) for module in modules]
     try:
         for module, _ in before:

@@ -1,4 +1,4 @@
-"""`memory_report`: one forward as stock and one as patched, and where each keeps what."""
+"""`memory_report`: one forward of the stock and one of the patched model, and the bytes that each module keeps."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _CHECKPOINTED = (
 def memory_report(
     model: nn.Module, batch: Mapping[str, Any], config: CompressionConfig | str | None = None
 ) -> MemoryReport:
-    """What is kept for backward, per module and role, stock beside patched. Trains nothing.
+    """What is kept for backward, per module and role, stock beside patched. It trains nothing.
 
-    Two forwards (a third to find what the cache costs), no backward. The model's patch, modes, buffers, gradients,
-    hooks and the generators are afterwards as before. Run it under the autocast context of the training. A compiled
-    model, or one with compiled layers, is compiled once more for either side, which takes as long as its tracing; its
-    figures are those of the graphs that Inductor compiles.
+    It runs two forwards (a third one to find what the cache costs) and no backward. Afterwards the model's patch,
+    modes, buffers, gradients, hooks and the generators are as before. Run it under the autocast context of the
+    training. A compiled model, or one with compiled layers, is compiled once more as stock and once as patched, which
+    takes as long as its tracing; its figures are those of the graphs that Inductor compiles.
 
     Args:
         model: Stock or patched, on the device where it trains.
         batch: Keyword arguments of the forward, with labels, of the size that the training uses.
-        config: What "patched" means. By default what the model is patched with, "exact" for a stock model.
+        config: The config of the patched side; by default the model's own, or "exact" for a stock model.
 
     Returns:
         The report: `.print()`, `.to_json()`, `.plot(path)`, and rows as dataclasses.
@@ -88,7 +88,7 @@ def _run(model: nn.Module, compiled: list[nn.Module], inputs: dict[str, Any], **
     with calls_exchanged(compiled), torch.no_grad():
         eager = saved_tensors(model, forward, loss_of, before)
     with watched(model, compiled) as names:
-        # tracing happens here, where our hooks are not on
+        # the first call traces the graphs, while our saved-tensor hooks are off
         forward()
         inside = {module for outer in compiled for module in outer.modules()}
         found = saved_tensors(
@@ -109,7 +109,7 @@ def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, Role]
     for name, module in model.named_modules():
         found = sites[name]
         role = found.settings.role if isinstance(found, Site) else getattr(found, "role", None)
-        # a question about a layer as a whole does not tell which tensors its own code keeps
+        # these two roles belong to a whole layer, and do not say which tensors the layer's own code keeps
         whole = role in (Role.CHECKPOINT_INPUT, Role.TOKENS)
         roles[name] = _role_by_type(name, module) if role is None or whole else role
     return roles

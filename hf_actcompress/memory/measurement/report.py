@@ -26,7 +26,7 @@ class MemoryRow:
     Args:
         module: Its name; "" is the model itself.
         role: linear, norm, activation, mlp, attention, dropout, adapter, embedding, loss, checkpoint or other.
-        stock_bytes, patched_bytes: Bytes of the storages that are first saved while it runs, without its children.
+        stock_bytes, patched_bytes: Bytes of the storages that are first saved while it runs, and none of its children.
         stock_tensors, patched_tensors: Dtype and shape of each.
     """
 
@@ -55,7 +55,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class MemoryReport(Report):
-    """What is kept for backward, stock beside patched. Prints with rich, serialises, draws with matplotlib.
+    """What is kept for backward, stock beside patched. It prints with rich, serialises, and draws with matplotlib.
 
     Args:
         rows: One per module and role that keeps anything.

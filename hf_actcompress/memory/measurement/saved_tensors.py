@@ -20,7 +20,7 @@ from ...records import current, hooks_outside, storage_sizes, storages_of
 from .compiled import CALL, calls_exchanged
 
 _CALLS = {getattr(torch.nn.functional, name).__code__: name for name in ("dropout", "softmax")}
-# the files with hooks of our own, which stand between an op and these hooks
+# the package of our own saved-tensor hooks; their frames lie between an op and the hooks of this file
 _HOOKS = hooks_outside.__module__.rpartition(".")[0]
 
 
@@ -76,7 +76,7 @@ class _Packed:
     __slots__ = ("__weakref__", "call", "module", "tensor")
 
     def __init__(self, x: Tensor, module: str, call: str) -> None:
-        # an alias without its graph, which may hold this object
+        # a detached alias: the tensor's graph may hold this object, and holding the graph would make a cycle
         self.tensor, self.module, self.call = x.detach() if x.requires_grad else x, module, call
 
 
@@ -134,7 +134,8 @@ class _Collector:
         return ".".join(filter(None, (self.stack[-1], module)))
 
     def pack(self, x: Tensor) -> _Packed:
-        # the caller of the op is one frame up, or above the hooks of this package: so dropout without a module is found
+        # the op's caller is one frame up, or above the frames of this package's hooks; its code tells whether it is
+        # `functional.dropout` or `functional.softmax`, called by a module or not
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
             frame = frame.f_back
@@ -209,8 +210,8 @@ def layer_names(model: nn.Module) -> Iterator[str]:
 def _noted_calls(collector: _Collector) -> Iterator[None]:
     """Every call of these modules goes through the collector.
 
-    Without hooks: those of a module make a patched parent treat it differently, and torch's hooks for all modules are
-    seen by every other model of the process.
+    No hooks are used: hooks on a module make its patched parent treat it differently, and torch's hooks for all modules
+    run for every other model of the process, too.
     """
     calls = {module: module.__dict__.get(CALL) or module._call_impl for module in collector.names}
     with calls_exchanged(calls):
@@ -237,12 +238,13 @@ def saved_tensors(
     module_of: Callable[[Tensor], str | None] = _unknown,
     left_out: Container[nn.Module] = (),
 ) -> SavedTensors:
-    """Run `forward` once and list what backward would need, with nothing but the loss held.
+    """Run `forward` once and list what backward would need. Of the output only the loss is held.
 
     Args:
-        model: The modules to attribute to; their calls are noted, and as before again, however the forward ends.
+        model: Saved tensors are attributed to its modules. Their calls are exchanged for ones that are noted, and
+            restored afterwards, also if the forward fails.
         forward: Returns an output from which `loss_of` takes the loss.
-        loss_of: Raises if there is none.
+        loss_of: Returns the loss of an output; raises an error if the output has none.
         before: The `storages` of what was there before (the batch), which are not counted.
         size_of: Bytes that a storage counts for.
         module_of: The module that a saved tensor belongs to; None: the one that is running.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryTimeline(Report):
-    """Bytes held at each allocation and free of a step, above what was there before it. Draws, serialises.
+    """Bytes held at each allocation and free of a step, above what was there before it. It draws and serialises.
 
     Args:
         seconds: Since the first event. The profiler makes the step slower than it is.
@@ -42,7 +42,7 @@ class MemoryTimeline(Report):
 
     @property
     def peak_seconds(self) -> float:
-        """When it was reached."""
+        """When the peak was reached, in seconds."""
         return self.seconds[self.bytes.index(self.peak_bytes)] if self.peak_bytes else 0.0
 
     @property
@@ -88,11 +88,11 @@ class MemoryTimeline(Report):
 
 
 def memory_timeline(step: Callable[[], object], device: torch.device | str) -> MemoryTimeline:
-    """Memory over time in one step, on the allocator's own events.
+    """Memory over time in one step, from the allocator's own events.
 
     Args:
-        step: Runs the step once: forward and backward, perhaps the optimizer. Run it once before for a curve without
-            the gradients' own making.
+        step: Runs the step once: forward and backward, perhaps the optimizer. Run it once before, so that the
+            gradients exist already and the curve does not rise by them.
         device: The model's device: a CPU or a CUDA device.
 
     Returns:

@@ -31,7 +31,7 @@ def training_restored(model: nn.Module, optimizer: Any = None) -> Iterator[Calla
         optimizer: A torch optimizer, or one that shows its ``state`` and ``param_groups`` (accelerate's).
 
     Yields:
-        A function that puts everything back at once, for a start from the same state inside.
+        A function that restores everything immediately, so that the block can start again from the same state.
     """
     undo = [*_tensors(model), *_gradients(model), *_modes(model)]
     if optimizer is not None:
@@ -52,7 +52,7 @@ def training_restored(model: nn.Module, optimizer: Any = None) -> Iterator[Calla
 def resident_bytes(model: nn.Module, optimizer: Any = None, others: Iterable[Any] = ()) -> int:
     """Bytes of the storages of parameters, buffers, gradients, the optimizer's states and other tensors, each once.
 
-    Those on the device of the model's first parameter count.
+    Only storages on the device of the model's first parameter count.
     """
     parameters = list(model.parameters())
     states = (
@@ -101,7 +101,7 @@ def _modes(model: nn.Module) -> list[_Undo]:
 
 
 def _optimizer(optimizer: Any) -> list[_Undo]:
-    """The states by object: what was there keeps its identity, what came is dropped."""
+    """Undo changes of the states: objects that existed before keep their identity, new ones are dropped."""
     states = {p: (state, dict(state)) for p, state in optimizer.state.items()}
     tensors = [x for _, values in states.values() for x in values.values() if isinstance(x, Tensor)]
     plain = [
@@ -123,7 +123,7 @@ def _optimizer(optimizer: Any) -> list[_Undo]:
 
 @contextmanager
 def _generators(model: nn.Module) -> Iterator[None]:
-    """Those of torch, of the codecs, of Python, and of numpy where it is loaded."""
+    """Restore the random generators of torch, of the codecs, of Python, and of numpy if it is loaded."""
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     numpy = sys.modules.get("numpy")
     plain, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else None

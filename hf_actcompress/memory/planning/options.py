@@ -63,7 +63,7 @@ class LayerOption:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model under one preset takes.
+    """The bytes of a model under one preset.
 
     Args:
         whole: The step of the whole model.
@@ -75,7 +75,7 @@ class Measured:
 
 
 def to_measure(allow: Sequence[str], may_checkpoint: bool) -> list[str]:
-    """The options to run: those allowed, and beside any checkpoint the plain one, which shows a layer's input."""
+    """The options to run: the allowed ones, and "checkpoint" beside any other checkpoint, to find the input's bytes."""
     asked = dict.fromkeys(allow)
     if not may_checkpoint:
         return [option for option in asked if option not in CHECKPOINTS]

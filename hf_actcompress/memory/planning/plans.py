@@ -50,7 +50,7 @@ _CLOSE = 64
 
 @dataclass(frozen=True)
 class _Problem:
-    """What is planned for: the model on the meta device, how its step is run, the options of each layer in order."""
+    """The input of the search: the model on the meta device, how its step is run, each layer's options in order."""
 
     model: nn.Module
     setting: Setting
@@ -210,7 +210,7 @@ def _options(
         work = layer_work(layer, setting.batch_size, setting.seq_len, width)
         every = layer_options(run, measured, work, device)
         found = [option for option in every if option.name not in CHECKPOINTS or option.name in allow]
-        # a lossy option may beat an exact one, which plans without lossy options still need
+        # an exact option that a lossy one beats is kept, too, because plans without lossy options need it
         several = (found, [option for option in found if not option.error])
         best = [some[i] for some in several for i in undominated([option.weighed(objective) for option in some])]
         by_list[run.name] = tuple(dict.fromkeys(best))
@@ -244,7 +244,7 @@ def _cheapest(problem: _Problem, budget: int) -> tuple[list[LayerOption], Estima
     setting = problem.setting
     fixed = sum(state_bytes(problem.model, setting, problem.rule)) + context_bytes(setting) + problem.outside
     room = budget - fixed - problem.transients["exact"]
-    # now with the workspace of the layers that were picked
+    # the room once more, now with the transient bytes of the options that were picked
     picks = problem.cheapest(room)
     room = budget - fixed - problem.transient(picks)
     # the bound for the next rounds, so that a choice that was too large is not picked again

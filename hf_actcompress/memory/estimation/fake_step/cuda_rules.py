@@ -38,7 +38,7 @@ _FLASH_HEAD = 256
 
 
 class CudaCalls(TorchFunctionMode):
-    """The CUDA ops for a model that a compiler traces. Masks are not made known here: the compiled code makes them."""
+    """The CUDA ops for a model that a compiler traces. Masks get no values here: the compiled code makes them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.dropout:

@@ -58,7 +58,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         timeline: `live_bytes` after each allocation.
         changes: The size of each storage without rounding: positive when it is made, negative when it is freed.
         marks: For each entry of the timeline, how many changes there were before it.
-        owners: For each change, a number that only this storage has.
+        owners: For each change, the number of the storage that changed; no other storage has this number.
         gradients: The numbers of the storages that were added to a weight's gradient.
     """
 
@@ -198,7 +198,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._of_weights = frozenset(storage._cdata for x in held for storage in storages_of(x))
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """Give these tensors real values, uncounted. What is computed from such tensors alone has real values, too."""
+        """Note that these tensors have real values, uncounted. Results of ops on such tensors alone have them, too."""
         self._known.update((x, None) for x in tensors)
 
     def _all_known(self, arguments: Any) -> bool:
@@ -273,7 +273,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(x, FakeTensor):
             return None
         if func is aten._local_scalar_dense.default:
-            # "are all of them ...?" is answered with yes, "is any ...?" with no, "how many ...?" with none
+            # "are all of them ...?" is answered with yes, "is any ...?" with no, "how many ...?" with zero
             return lambda: any(known() is x for known in self._true) if x.dtype == torch.bool else 0
         if func is aten.equal.default:
             return lambda: True

@@ -159,7 +159,7 @@ def _on_meta(function: Callable[..., Any], args: Any, kwargs: Any) -> Result | N
 
 
 def _key(name: str, args: Any, kwargs: Any) -> Hashable:
-    """A value that decides the sizes of the results; None if they may depend on more."""
+    """A value that decides the sizes of the results; None if other things may decide them, too."""
     leaves, form = tree_flatten((args, kwargs))
     parts: list[Any] = [name, form, torch.is_autocast_enabled("cpu")]
     for x in leaves:

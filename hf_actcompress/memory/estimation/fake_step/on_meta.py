@@ -1,6 +1,6 @@
-"""Results for further sizes, computed on the meta device, which is below fake tensors.
+"""Results for further sizes, computed on the meta device, on which fake tensors are built.
 
-To compute what a call returns for fake tensors takes torch a millisecond; on the meta device it takes microseconds.
+torch needs a millisecond to compute what a call returns for fake tensors, and microseconds on the meta device.
 Most calls return the same in both, but not all: a CPU's layer norm has its statistics in another dtype. So the first
 call of a kind runs in both ways. If the results are the same, calls of that kind with other sizes run on the meta
 device.

@@ -52,7 +52,7 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
         if setting.config is not None:
             apply_config(fake, without_copies(_present(setting.config, fake)))
     if setting.compiled:
-        # compiled, a stock model has the same number of graphs as the patched one that it is compared with
+        # with this, a compiled stock model has as many graphs as the patched one that it is compared with
         name_default_loss(fake)
     else:
         counted_checkpoints(fake, cuda=setting.cuda)
@@ -60,7 +60,7 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
 
 
 def without_copies(config: CompressionConfig) -> CompressionConfig:
-    """The config for a batch in which no two sequences are known to begin alike: without shared prompts."""
+    """The config without `share_prompts`, because no two sequences of a fake batch are known to begin alike."""
     return replace(config, share_prompts=False) if config.share_prompts else config
 
 
@@ -77,7 +77,7 @@ def fake_copy(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Mo
     """A FakeTensorMode, and a stock copy of the model on its fake tensors."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if not setting.compiled:
-        # `OpCalls` remembers what ops return, so torch's own cache would only do it again
+        # `OpCalls` remembers what ops return, so torch's own cache would only do the same work again
         mode.cache_enabled = False
     with mode:
         fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}

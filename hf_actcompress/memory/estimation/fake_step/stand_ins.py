@@ -107,7 +107,7 @@ class _Checkpoint:
             "preserve_rng_state", True
         ):
             return self.stands_for(layer, *args, **kwargs)
-        # it is on the step's device, so that it is counted; a CUDA device's state is kept on the host
+        # a CPU's state is a fake tensor, so that it is counted; a CUDA device's state is kept on the host
         state = None if self._cuda else torch.empty(_state_bytes(), dtype=torch.uint8)
         return self.stands_for(_Held(layer, state), *args, **{**kwargs, "preserve_rng_state": False})
 

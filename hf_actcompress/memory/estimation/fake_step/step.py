@@ -138,9 +138,9 @@ def _batch(model: nn.Module, mode: FakeTensorMode, setting: Setting) -> dict[str
 
 @contextmanager
 def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> Iterator[None]:
-    """The modes that the step runs in. Garbage is not collected at moments that the interpreter would choose."""
+    """The modes that the step runs in. The interpreter's automatic garbage collection is off."""
     with ONE_AT_A_TIME, _without_collections(), ExitStack() as stack:
-        # then the young objects are those of the step, and collecting the young ones is enough to find its cycles
+        # from here on only objects of the step are young, so a collection of the young generation finds its cycles
         gc.collect(0)
         if setting.ranks > 1:
             stack.enter_context(resizes_counted(allocator))
@@ -165,8 +165,8 @@ def _without_collections() -> Iterator[None]:
 
 @contextmanager
 def _failures_named(model: nn.Module) -> Iterator[None]:
-    """Turn the errors of a model's forward into one that names the model. A config may have caused them, or pictures
-    without values.
+    """Turn the errors of a model's forward into one that names the model. The cause may be the config, or that pictures
+    have no values.
     """
     try:
         yield
@@ -189,7 +189,7 @@ def _hint(error: Exception) -> str:
 
 
 def _older_collections() -> int:
-    """How many collections in this process have made young objects older ones."""
+    """How many collections of this process may have moved young objects to an older generation."""
     return sum(generation["collections"] for generation in gc.get_stats())
 
 
@@ -225,7 +225,7 @@ def _measure(
                 f"no weight of {type(unwrapped(model)).__name__} that its loss depends on is trained; of a model whose "
                 "weights are quantised or frozen train adapters (lora=True, --lora)"
             )
-        # if another thread has collected, what is garbage here may have become old
+        # if another thread has collected, garbage of this step may have moved to an older generation
         gc.collect(0 if _older_collections() == collections else 2)
         kept, allocations, at_end = allocator.live_bytes, len(allocator.timeline), len(allocator.changes)
         # the tensor's own method would switch off the function mode, and with it the rules of the device

@@ -1,9 +1,9 @@
 """The temporary memory that kernels allocate while they run, by op: on a CPU, and on a CUDA device.
 
 The backward of flash attention adds up q's gradient in fp32, and makes the gradients of k and v for each head of q
-before it adds up those that share one. The sources of torch (`flash_attn/flash_api.cpp`) and of the flash-attn package
-say so. With heads H of q and K of k, of D features (D' of them in memory: the next multiple of 32 up to
-128, of 64 above it), and S tokens (S' of them: the next multiple of 128) in each of B sequences:
+before it adds up those of heads that share k and v. The sources of torch (`flash_attn/flash_api.cpp`) and of the
+flash-attn package say so. With heads H of q and K of k, of D features (D' of them in memory: the next multiple of 32 up
+to 128, of 64 above it), and S tokens (S' of them: the next multiple of 128) in each of B sequences:
 
 | tensor | bytes | where |
 |---|---|---|
@@ -46,7 +46,7 @@ _ROWS, _NARROW, _FEATURES = 128, 128, (32, 64)
 
 
 def _index(args: Any, kwargs: Any) -> Sequence[int]:
-    # the kernel reads int64 indices alone
+    # the kernel reads only int64 indices, so others are cast
     narrow = (i for i in args[1] if i is not None and i.dtype not in (torch.int64, torch.bool))
     return [sum(8 * i.numel() for i in narrow)]
 

@@ -16,8 +16,8 @@ and its functions `get_allocation_size` and `should_split`, and the constants of
 | a request that the device cannot serve | all segments without a tensor are given back, and it is tried again |
 
 With `expandable_segments:True` each pool has one segment, which grows at its end by pages of 2 MiB (small) or 20 MiB
-(large), and in both pools the rest is split off from 512 bytes on. Pages are never taken out of its middle here, as the
-allocator may do when the device is full. One stream is assumed.
+(large), and in both pools the rest is split off from 512 bytes on. When the device is full, the real allocator may
+give back pages in the middle of a segment; this one never does. One stream is assumed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _APART = 2**50
 
 
 class OutOfMemory(Exception):
-    """The device has not as many bytes as were asked for."""
+    """The device does not have as many bytes as were asked for."""
 
 
 class Block:
@@ -66,11 +66,11 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Allocates and frees blocks of numbers.
+    """Allocates and frees blocks, which have an address and a size, and no memory.
 
     Args:
         expandable: Whether `expandable_segments` is on.
-        limit: Bytes of the device; None: as many as are asked for.
+        limit: Bytes of the device; None: no limit.
 
     Attributes:
         allocated, reserved: Bytes of the blocks in use, and of all segments; what `torch.cuda.memory_allocated` and
@@ -88,7 +88,7 @@ class CachingAllocator:
         """A block of at least so many bytes.
 
         Raises:
-            OutOfMemory: The device has not as many.
+            OutOfMemory: The device does not have as many.
         """
         size = -(-max(nbytes, 1) // _BLOCK) * _BLOCK
         pool = self._small if size <= _SMALL else self._large

@@ -36,7 +36,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Unit:
-    """The events of one unit of layers, in the forward and in the backward: from the first, up to the second."""
+    """The events of one unit of layers in the forward and in the backward: the first, and the one after the last."""
 
     forward: tuple[int, int]
     backward: tuple[int, int]
@@ -59,7 +59,7 @@ class Repeated:
     Args:
         short: The trace with the unit once.
         unit: Where the unit is.
-        count: How often the unit's events are there afterwards.
+        count: How often the unit's events occur in the longer trace.
     """
 
     def __init__(self, short: Trace, unit: Unit, count: int) -> None:
@@ -86,7 +86,8 @@ class Repeated:
 
         Args:
             places: Events of the short trace.
-            ahead, behind: The copy of the forward's and the backward's unit that is next to them, from 0.
+            ahead, behind: The number, from 0, of the unit's copy in the forward and in the backward that these events
+                belong to or are next to.
         """
         events, live, short = self._events, self._live, self._short.events
         for place in places:
@@ -101,7 +102,7 @@ class Repeated:
             events.append(event)
 
     def _allocated(self, place: int, ahead: int, behind: int) -> int:
-        """The event that allocated what the short trace allocated at `place`; -1 if nothing alive has this size."""
+        """The new trace's event for the allocation at `place` of the short one; -1 if nothing alive has this size."""
         size, live = self._short.events[place], self._live
         for candidate in self._candidates(place, ahead, behind):
             if live.get(candidate) == size:

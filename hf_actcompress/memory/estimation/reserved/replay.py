@@ -43,7 +43,7 @@ def reserved_share(held: Held, steps: Sequence[Trace], expandable: bool) -> floa
 def replay(allocator: CachingAllocator, held: Held, steps: Sequence[Trace]) -> None:
     """Allocate and free what a training does in some steps, each of which ends with the optimizer's step.
 
-    A gradient lives from its place in the backward to the end of the step, as `zero_grad` leaves it by default.
+    A gradient lives from its place in the backward to the end of the step, where `zero_grad` frees it by default.
     """
     for size in held.weights:
         allocator.allocate(size)

@@ -17,7 +17,7 @@ class _Recorded:
 
     Args:
         trace: The trace.
-        forward, backward: The parts of its events between two places at which a peak may be; empty ones are left out.
+        forward, backward: The ranges of its events between two marks, where a peak may be; empty ones are left out.
     """
 
     trace: Trace
@@ -66,8 +66,8 @@ def _repeated(trace: Trace, units: list[tuple[Unit, int]]) -> Trace:
 def _recorded(step: FakeStep, block: int) -> _Recorded:
     """Read the trace off a step's history.
 
-    What is made and freed between two marks was not counted there, because a device does not make it. Within such a
-    part frees come first, so that a sum that the engine writes in place takes the place of its first operand.
+    A storage that is both made and freed between two marks is left out, because a device does not make it. Between two
+    marks the frees come first, so that a sum that the engine writes in place gets the block of its first operand.
     """
     history = step.history
     assert history is not None
@@ -102,8 +102,8 @@ def _middle(trace: Trace, intervals: Sequence[range], length: int) -> tuple[int,
     Args:
         trace: The trace.
         intervals: Its forward or its backward.
-        length: How many intervals one unit is expected to have. The first forward of an adapter may have more, which
-            this package makes to look at the adapter; so the distance of what is there once per unit is tried next.
+        length: How many intervals one unit is expected to have. The first forward of an adapter may have more, because
+            this package probes the adapter in it. So the distance of shapes that occur once per unit is tried, too.
     """
     if not length:
         return intervals[0].start, intervals[0].start
@@ -119,18 +119,18 @@ def _middle(trace: Trace, intervals: Sequence[range], length: int) -> tuple[int,
 
 
 def _row(shapes: Sequence[tuple[int, ...]], length: int) -> range:
-    """The longest row of places whose shape is there again at the distance `length`."""
+    """The longest row of places whose shapes occur again `length` places later."""
     longest, start = range(0), 0
     for at in range(len(shapes) - length):
         if shapes[at] != shapes[at + length]:
             start = at + 1
-        # of equal ones the last, because what comes before the first unit may still be alive in it
+        # of rows of equal length the last one, because tensors from before the first unit may still be alive in it
         longest = max(range(start, at + 1), longest, key=len)
     return longest
 
 
 def _distance(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The most frequent distance between shapes that are there three times, equally far from each other; 0: none is."""
+    """The most frequent distance of shapes that occur three times at equal distances; 0 if there is no such shape."""
     places: dict[tuple[int, ...], list[int]] = {}
     for at, shape in enumerate(shapes):
         places.setdefault(shape, []).append(at)
