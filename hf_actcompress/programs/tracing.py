@@ -203,6 +203,8 @@ def _watch_attention(name: str, module: Any, recorder: Recorder) -> None:
         function = eager_function_of(stock_type(module))  # type: ignore[assignment]
         if function is None:
             raise NotStraight("its attention is of its own making")
+    elif config._attn_implementation != "sdpa":
+        raise NotStraight(f"its attention is {config._attn_implementation}")
     codec = IDENTITY if settings is None else settings.codec
     rotates = isinstance(module, RotaryMixin) and calls_rope(module.stock_class) and not why_stock(module.stock_class)
     if settings is not None:
