@@ -38,7 +38,7 @@ def segment_of(config: CompressionConfig) -> int:
 
 @cache
 def copy_in_segments(stock_class: Any, segment: int) -> GlobalsCopy | None:
-    """A copy of the class's forward that finds our rule; None where it looks for none."""
+    """A copy of the class's forward that finds our rule; None if the forward looks for no such rule."""
     inner = inspect.unwrap(stock_class.forward)
     if not segment or not inspect.isfunction(inner) or NAME not in global_names(inner.__code__):
         return None
