@@ -108,7 +108,7 @@ def _may_run_again(module: nn.Module, x: Tensor) -> bool:
 
 
 def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
-    """Whether stock keeps at least the size of the input for backward; a mean, for one, keeps nothing."""
+    """Whether stock keeps at least the size of the input for backward; a mean, for example, keeps nothing."""
     sizes: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:

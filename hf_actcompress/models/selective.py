@@ -108,7 +108,7 @@ def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
 
 
 def _is_its_own(module: nn.Module, names: frozenset[str]) -> bool:
-    """Whether it does not call a fused kernel through the attention interface, which keeps statistics alone."""
+    """Whether the module calls no fused kernel through the attention interface; such kernels keep statistics alone."""
     implementation = getattr(module.__dict__.get("config"), "_attn_implementation", None)
     return "ALL_ATTENTION_FUNCTIONS" not in names or implementation == "eager"
 

@@ -39,7 +39,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _called(kind: type, function: Any, name: str) -> Any:
-    """A method of the class, or a function of the same file, that goes by a name; None for everything else."""
+    """The method of the class, or the function of the same file, with that name; None for everything else."""
     method = inspect.getattr_static(kind, name, None)
     own = sys.modules.get(kind.__module__)
     helper = getattr(function, "__globals__", {}).get(name)
