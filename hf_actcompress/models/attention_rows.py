@@ -96,7 +96,7 @@ def _of_rows(
 def _read(stock: _Eager, kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The keywords that the function reads; None if one of them is a tensor.
 
-    Positions and sinks are handed to all of these functions, and most read neither.
+    Layers pass positions and sinks to all of these functions, but most functions read neither.
     """
     named, reads_others = _parameters(stock)
     read = {name: x for name, x in kwargs.items() if reads_others or name in named}

@@ -19,7 +19,7 @@ from ..roles import Role
 from .sites import Site
 
 _FLAGS = ("gradient_checkpointing", CHECKPOINT_FUNCTION)
-# under this name a layer keeps its former flags
+# the attribute of a layer that keeps its former flags
 _BEFORE = "actcompress_checkpointing"
 
 

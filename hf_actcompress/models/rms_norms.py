@@ -29,7 +29,7 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
         return None
     eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
     if eps_name is None and isinstance(module, nn.RMSNorm):
-        # torch's own may leave its eps at None
+        # the eps of torch's own RMSNorm may be None
         eps_name = "eps"
     if eps_name is None:
         return Declined(Role.NORM, f"no eps found under {', '.join(EPS_NAMES)}")

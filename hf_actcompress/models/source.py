@@ -12,7 +12,7 @@ from torch import nn
 
 
 def names_in(module: nn.Module) -> frozenset[str]:
-    """What the forward of a module names, in its class's own methods and in the helpers of the same file too."""
+    """The names that a module's forward uses, also in its class's own methods and in helpers of the same file."""
     return _names_in(type(module))  # type: ignore[arg-type]
 
 

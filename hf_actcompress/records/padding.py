@@ -39,7 +39,7 @@ class PaddingGuard(Guard):
     __slots__ = ()
 
     def note_gradient(self, dy: Tensor, padding_rows: Tensor, total: int) -> None:
-        """Note that dy [..., *], whose leading dimensions are `total` rows, must be zero on `padding_rows`."""
+        """Note that dy [..., *], whose leading dimensions make `total` rows, must be zero on `padding_rows`."""
         worst = torch.linalg.vector_norm(dy.reshape(total, -1).index_select(0, padding_rows), torch.inf)
         self.note(_GRADIENT, worst.float().nan_to_num(0.0, 0.0, 0.0))
 

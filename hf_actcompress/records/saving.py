@@ -103,7 +103,7 @@ class Leaves:
 
 
 def slot_of_new(record: Stored, leaves: Leaves) -> Slot:
-    """The same as `slot_of` for a record that was made just now, whose tensors are in no other record."""
+    """As `slot_of`, for a record that was just made, so that no other record has its tensors."""
     first = len(leaves.tensors)
     leaves.tensors += record.tensors
     return _StoredSlot(record.codec, record.meta, tuple(range(first, len(leaves.tensors))))

@@ -103,7 +103,7 @@ class Call:
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What a linear layer returns for x. The result is noted, and so is x, which the layer itself keeps."""
-        # what the linear layer saves itself is not counted as saved by this call
+        # what the linear layer itself saves does not count as saved by this call
         current.call = None
         try:
             y = compute()
