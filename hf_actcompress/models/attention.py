@@ -40,7 +40,7 @@ _FEW = 512
 
 
 class RegisteredAttentionMixin(RotaryMixin):
-    """`RotaryMixin` under a name in this file: unpickling a patched layer imports this file and so our function."""
+    """`RotaryMixin`, named in this file so that unpickling a patched layer imports it, which registers our function."""
 
 
 def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:

@@ -30,7 +30,7 @@ ROUNDINGS: tuple[_Dtypes, ...] = (("", ""), ("", "value"), ("fp32", "query"))
 
 
 class EagerAttentionMixin(RotaryMixin):
-    """`RotaryMixin` under a name in this file: unpickling a patched layer imports this file and so our function."""
+    """`RotaryMixin`, named in this file so that unpickling a patched layer imports it, which registers our function."""
 
 
 def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
@@ -90,7 +90,7 @@ def _same_in(dtype: torch.dtype, probe: Any, stock: Callable[..., Any], how: _Dt
 
 
 def _same_under_autocast(probe: Any, stock: Callable[..., Any], how: _Dtypes, *heads: Tensor) -> bool:
-    """Rotary angles give q and k a wider dtype than v, which shows to which of both the probabilities are cast."""
+    """Rotary angles give q and k a wider dtype than v, which shows to which of the two the probabilities are cast."""
     q, k, v = heads
     with torch.autocast("cpu", torch.bfloat16):
         heads = q, k, v.bfloat16()

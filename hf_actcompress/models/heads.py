@@ -55,7 +55,7 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
 def deferred_logits(
     model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Callable[[Any], Any]]:
-    """A context for a forward of `model` in which its head defers the logits, for the model's own loss or another.
+    """A context for a forward of `model`: its head defers the logits, for the model's own loss or one outside of it.
 
     Yields the function that the output has to go through.
     """

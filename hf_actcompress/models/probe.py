@@ -35,7 +35,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @contextmanager
 def answers_kept(answers: Answers | None = None) -> Iterator[None]:
-    """While the block runs, a probe runs once for modules that are alike, because a model has hundreds of them.
+    """While the block runs, a probe runs once for modules that are alike, because a model has hundreds.
 
     Args:
         answers: Earlier answers, to which new ones are added. None: the answers that are in use, or an empty dict.

@@ -1,7 +1,7 @@
 """Modules without a rule that are a cheap function of one tensor: norms and activations of a model's own making.
 
-Their formula need not be known, because their own code runs again in backward. A probe shows that
-the code may run again: it draws no random numbers, writes into no input and multiplies no matrices.
+Their formula need not be known, because their own code runs again in backward. A probe shows that it may
+run again: it draws no random numbers, writes into no input and multiplies no matrices.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dr
 def copies_of_call(
     model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Copies | None:
-    """The repeated rows of one call of `model`; None if nothing is kept, or if other arguments may differ.
+    """The repeated rows of one call of `model`; None if nothing is kept, or if unknown arguments may make rows differ.
 
     Raises:
         SharedRowsError: Sequences begin with the same tokens, but their hidden states would differ.

@@ -1,4 +1,4 @@
-"""Which of the tensors that unknown code saves are activations: a lossy codec may store those and nothing else."""
+"""Which of the tensors saved by unknown code are activations: a lossy codec may store only those."""
 
 from __future__ import annotations
 
