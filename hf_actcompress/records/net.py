@@ -128,7 +128,7 @@ class Net(Netting):
         return Kept(tuple(outside[0](x) for x in parts), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
-        """How x is made again by its record in the registry, which knows the tensors of our ops; None without a record."""
+        """How x is made again by its record in the registry, which knows our ops' tensors; None without a record."""
         record = known_record(x)
         if record is None or is_dropped(record):
             # padding rows are dropped only in ops that check the gradient in those rows
