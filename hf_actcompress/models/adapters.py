@@ -27,7 +27,7 @@ def find_adapter(module: nn.Module, config: CompressionConfig) -> Site | Decline
 def rank_layers(module: nn.Module) -> Iterator[nn.Module]:
     """The linear layers of a PEFT tuner layer whose inputs are as narrow as the adapter's rank (``lora_B``).
 
-    Such an input is small beside everything else. A codec would cost time and accuracy for no bytes worth counting.
+    Such an input is small compared to all others. A codec would cost time and accuracy and save next to no bytes.
     """
     peft = sys.modules.get("peft.tuners.tuners_utils")
     width = getattr(module, "in_features", None)

@@ -1,4 +1,4 @@
-"""The arguments of a call by their names in the forward. Every step asks for them, so the names are cached."""
+"""The arguments of a call by their names in the forward. The names are cached, because every step needs them."""
 
 from __future__ import annotations
 

@@ -34,12 +34,13 @@ from .rope import RotaryMixin, calls_rope, why_stock
 from .rotations import rotation_of
 from .sites import Declined, Site
 
-# probabilities of a CPU's attention with dropout: below, the generator's state would take more than what stock keeps
+# a CPU's attention with dropout runs again if it has more probabilities than this; below, the generator's state would
+# take more bytes than what stock keeps
 _FEW = 512
 
 
 class RegisteredAttentionMixin(RotaryMixin):
-    """The mixin under a name in this file: a process that unpickles a patched layer thereby registers our function."""
+    """`RotaryMixin`, named in this file so that unpickling a patched layer imports it, which registers our function."""
 
 
 def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
@@ -75,7 +76,7 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
 def is_unscaled(module: nn.Module) -> bool:
     """Whether scores are q k^T alone, with a bias for each distance, as in T5.
 
-    Where others hand on a scaling of 1, q was scaled (Whisper, ESM) or q and k were normalised (Gemma 4) before.
+    Other modules that pass a scaling of 1 have scaled q (Whisper, ESM) or normalised q and k (Gemma 4) before.
     """
     return getattr(module, "scaling", None) == 1.0 and hasattr(module, "has_relative_attention_bias")
 
@@ -107,10 +108,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' `sdpa_attention_forward`, keeping no per-layer mask, no repeated heads and no probabilities.
 
-    Where stock keeps q, k, v, output and statistics alone it runs unchanged.
+    If stock keeps only q, k, v, output and statistics, stock runs unchanged.
     """
     settings = settings_of(module) or Settings(Role.ATTENTION)
-    # not in a graph, which cannot hold it; layers of chosen tokens are not compiled
+    # None in a compiled graph, which cannot hold this object; layers of chosen tokens are not compiled
     chosen = None if torch.compiler.is_compiling() else keys_and_values()
     if chosen is not None:
         key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
@@ -133,7 +134,7 @@ def _attended(
     scaling: float | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention by a way that keeps no more than q, k, v, the output and its statistics."""
+    """Attention, computed in a way that keeps no more than q, k, v, the output and its statistics."""
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
@@ -141,7 +142,7 @@ def _attended(
     keeps_more = recomputed or codec != IDENTITY
     drops = dropout > 0 and cpu and query.numel() // query.size(-1) * key.size(2) > _FEW
     keeps_more = keeps_more or attention_mask is not None or bias is not None or drops
-    # calls whose q, k, v and output are kept by us all the same
+    # calls in which our own op keeps q, k, v and the output even if stock would keep no more
     ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
     if torch.compiler.is_compiling():
@@ -162,7 +163,7 @@ def _attended(
 
 
 def _keeps(*tensors: Tensor | None) -> bool:
-    """Whether anything is kept of the call, for its backward or for a second run of its checkpointed layer."""
+    """Whether anything of the call is kept, for its backward or for a second run of its checkpointed layer."""
     region = ops.region_in_progress()
     # reentrant checkpointing runs the layer without gradients first
     first = region is not None and region.is_first and not torch.is_grad_enabled()
@@ -202,7 +203,7 @@ def _packed(
     settings: Settings, q: Tensor, k: Tensor, v: Tensor, mask: ops.PackedMask, dropout: float, scale: float | None,
     kwargs: dict[str, Any],
 ) -> Tensor | None:  # fmt: skip
-    """Attention that needs no mask of T x T, [B, T, H, D]; None for a call that needs stock's."""
+    """The output [B, T, H, D] of attention without a mask of T x T; None for a call that needs stock's mask."""
     sequences, window = mask.sequences, mask.window
     ordinary = not dropout and all(kwargs.get(name) is None for name in ("cache", "softcap", "position_bias"))
     rows = (sequences.rows, sequences.tokens)
@@ -242,7 +243,7 @@ def _traced(
     bias: Tensor | None,
     settings: Settings,
 ) -> Tensor:
-    """The stock attention in a graph: q, k and v stay, and not what they are the sums of (a layer's and its LoRA's)."""
+    """Stock's attention in a graph that keeps q, k and v, not their summands (a layer's output and its LoRA's)."""
     if not keeps_for_backward(*qkv, bias):
         return stock(*qkv, mask, bias)
     name = settings.codec_name

@@ -13,8 +13,8 @@ from ..reference.device_rules import on_cpu
 def is_wasteful(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether stock keeps more than q, k, v, output and statistics of a call without a mask.
 
-    It repeats k and v for the heads of q where these are wider than 256. On a CPU it keeps the probabilities where k
-    and v are of different widths.
+    Stock repeats k and v for the heads of q if the heads are wider than 256. On a CPU stock keeps the probabilities if
+    k and v have different widths.
     """
     if query.size(1) != key.size(1) and not use_gqa_in_sdpa(None, key, value):
         return True

@@ -1,9 +1,9 @@
-"""Eager attention some rows of queries at a time: the stock forward, which is made to find our function.
+"""Eager attention for some rows of queries at a time: the stock forward runs, but finds our function.
 
 The forward of an attention module looks `eager_attention_forward` up among the globals of its modeling file: Gemma 2's
-has a softcap, gpt-oss's has sinks. A patched one runs a copy of that forward (see copies.py). The function that it
-finds runs the file's own one for some queries, and all keys and values, at a time, where the model was given a mask
-that need not be made (see packed_masks.py). All other calls are stock's.
+has a softcap, gpt-oss's has sinks. A patched module runs a copy of that forward (see copies.py). That copy finds our
+function, which calls the file's own one for some queries at a time, with all keys and values, if the mask of the call
+need not be made (see packed_masks.py). All other calls are stock's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def calls_interface(stock_class: Any) -> bool:
 
 @cache
 def copy_in_rows(stock_class: Any) -> GlobalsCopy | None:
-    """A copy of the class's forward that finds our function; None where it looks for none."""
+    """A copy of the class's forward that finds our function; None if the forward looks for no such function."""
     function = eager_function_of(stock_class)
     if not calls_interface(stock_class) or not isinstance(function, FunctionType):
         return None
@@ -56,7 +56,7 @@ def copy_in_rows(stock_class: Any) -> GlobalsCopy | None:
 
 
 def goes_in_rows(module: Any) -> bool:
-    """Whether attention of a module goes some rows of queries at a time where its mask need not be made."""
+    """Whether a module's attention is computed for some rows of queries at a time if its mask need not be made."""
     settings, kind = settings_of(module), cast(Any, stock_type(module))
     found = copy_in_rows(kind)
     if settings is None or settings.role != Role.SELECTIVE or found is None or not found.is_of(kind):
@@ -96,7 +96,7 @@ def _of_rows(
 def _read(stock: _Eager, kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The keywords that the function reads; None if one of them is a tensor.
 
-    Positions and sinks are handed to all of these functions, and most read neither.
+    Layers pass positions and sinks to all of these functions, but most functions read neither.
     """
     named, reads_others = _parameters(stock)
     read = {name: x for name, x in kwargs.items() if reads_others or name in named}
@@ -105,7 +105,7 @@ def _read(stock: _Eager, kwargs: dict[str, Any]) -> dict[str, Any] | None:
 
 @cache
 def _parameters(stock: _Eager) -> tuple[frozenset[str], bool]:
-    """Their names, and whether the function reads the keywords that it has no name for."""
+    """The names of the function's parameters, and whether it reads keywords for which it has no parameter."""
     parameters = inspect.signature(stock).parameters
     others = next((p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
     return frozenset(parameters), any(step.argval == others for step in dis.get_instructions(stock))
@@ -116,7 +116,7 @@ _apart: dict[type, bool] = {}
 
 
 def _has_apart_rows(module: Any) -> bool:
-    """Whether each row of queries gets the same among some others as among all, by a small example."""
+    """Whether a row of queries gets the same output among some rows as among all; tried on a small example."""
     kind = stock_type(module)
     if kind not in _apart:
         try:

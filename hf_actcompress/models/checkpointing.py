@@ -19,15 +19,15 @@ from ..roles import Role
 from .sites import Site
 
 _FLAGS = ("gradient_checkpointing", CHECKPOINT_FUNCTION)
-# under this name a layer keeps its former flags
+# the attribute of a layer that keeps its former flags
 _BEFORE = "actcompress_checkpointing"
 
 
 def switch_on(model: nn.Module, asked: tuple[str, ...] | str) -> None:
-    """Let layers be computed again in backward: those that `layers_asked_for` finds.
+    """Let the layers that `layers_asked_for` finds be computed again in backward.
 
     Raises:
-        UnknownOptionError: As that.
+        UnknownOptionError: As `layers_asked_for`.
     """
     layers = checkpointable(model)
     for name in layers_asked_for(model, asked):
@@ -58,7 +58,7 @@ def layers_asked_for(model: nn.Module, asked: tuple[str, ...] | str) -> tuple[st
 
 
 def find_checkpoint_input(module: nn.Module, config: CompressionConfig) -> Site | None:
-    """What is kept of a layer where it is checkpointed; None if its input as it is."""
+    """The site of a layer whose checkpoint keeps something else than the input as it is; None for other modules."""
     codec, keeps = CODECS[config.checkpoint_input], "input"
     if config.checkpoint_attention == "kept":
         keeps = WITH_ATTENTION
@@ -94,8 +94,8 @@ def _switch_on(layer: Any) -> None:
 def checkpoint_without_cache(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """torch's checkpoint. It leaves caches out, because the second run would fill them once more.
 
-    GPT-2 gives its layers the cache by position. transformers removes it from the keywords, and a model that is
-    checkpointed as a whole makes none.
+    transformers removes the cache from the keywords, but GPT-2 passes it to its layers by position. A model that is
+    checkpointed as a whole makes no cache.
     """
     return checkpoint(layer, *(None if isinstance(arg, Cache) else arg for arg in args), **kwargs)
 

@@ -13,7 +13,7 @@ from typing import Any
 class GlobalsCopy:
     """A stock function, and a copy of it over a copy of its file's globals, in which some names are other objects.
 
-    The copy sees the globals of the time when it is called: it is made again when one that it reads was exchanged. The
+    The copy sees the current globals when it is called: it is made again if a global that it reads was replaced. The
     wrappers of the function's decorators are copied, too.
 
     Args:
@@ -38,7 +38,7 @@ class GlobalsCopy:
 
     @property
     def copy(self) -> Callable[..., Any]:
-        """The copy, with the globals of now."""
+        """The copy, with the current globals."""
         seen, copy = self._made
         if any(map(is_not, seen, self._seen())):
             self._made = _, copy = self._make()
@@ -59,7 +59,7 @@ def global_names(code: CodeType) -> set[str]:
 
 
 def _copied(function: Any, namespace: dict[str, Any]) -> FunctionType:
-    """A copy of the function under its decorators over other globals, and of the decorators' wrappers around it."""
+    """A copy of the undecorated function with other globals, inside of copies of its decorators' wrappers."""
     inner, cells = getattr(function, "__wrapped__", None), getattr(function, "__closure__", None) or ()
     if inner is not None:
         copied = _copied(inner, namespace)

@@ -30,11 +30,11 @@ ROUNDINGS: tuple[_Dtypes, ...] = (("", ""), ("", "value"), ("fp32", "query"))
 
 
 class EagerAttentionMixin(RotaryMixin):
-    """The mixin under a name in this file: a process that unpickles a patched layer thereby registers our function."""
+    """`RotaryMixin`, named in this file so that unpickling a patched layer imports it, which registers our function."""
 
 
 def find_eager(module: nn.Module, codec: Codec) -> Site | Declined:
-    """The site of an attention module whose eager function was shown to be one that ours equals."""
+    """The site of an attention module whose eager function equals ours, as a probe has shown."""
     stock = eager_function_of(type(module))
     if stock is None or getattr(module, "reorder_and_upcast_attn", False):
         return Declined(Role.ATTENTION, "eager attention of its own making, not transformers' eager_attention_forward")
@@ -90,7 +90,7 @@ def _same_in(dtype: torch.dtype, probe: Any, stock: Callable[..., Any], how: _Dt
 
 
 def _same_under_autocast(probe: Any, stock: Callable[..., Any], how: _Dtypes, *heads: Tensor) -> bool:
-    """Rotary angles make q and k wider than v: there it shows to which of their dtypes the probabilities are cast."""
+    """Rotary angles give q and k a wider dtype than v, which shows to which of the two the probabilities are cast."""
     q, k, v = heads
     with torch.autocast("cpu", torch.bfloat16):
         heads = q, k, v.bfloat16()

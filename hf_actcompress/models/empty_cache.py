@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 @dataclass(frozen=True)
 class EmptyCache:
-    """A cache as one layer found it: with nothing of that layer. It holds no tensor.
+    """A cache as one layer found it: without entries of that layer. It holds no tensor.
 
     Attributes:
         layer: The layer's part of the cache; None: the cache makes it.
@@ -28,7 +28,7 @@ class EmptyCache:
 
     @classmethod
     def of(cls, cache: Any, index: int) -> EmptyCache | None:
-        """The cache as the layer of that index finds it; None if there is something, or for an unknown kind."""
+        """The cache as the layer of that index finds it; None if the layer has entries or the kind is unknown."""
         if type(cache) is EncoderDecoderCache:
             own, cross = (cls.of(c, index) for c in (cache.self_attention_cache, cache.cross_attention_cache))
             filled = own is None or cross is None or cache.is_updated.get(index)
@@ -47,7 +47,7 @@ class EmptyCache:
 
 
 def empty_layer(cache: Any, index: int) -> DynamicLayer | None:
-    """The layer of that index of a cache that keeps keys and values as they are, if there is nothing in it yet."""
+    """The cache's layer of that index; None if it has entries, or does not keep keys and values as they are."""
     if type(cache) is not DynamicCache or cache.offloading:
         return None
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
@@ -57,9 +57,9 @@ def empty_layer(cache: Any, index: int) -> DynamicLayer | None:
 
 
 def empty_layers(cache: Any, indices: Sequence[int]) -> list[DynamicLayer] | None:
-    """The layers of a cache for a layer's attentions: one, or one that attends to an encoder behind one that does not.
+    """The cache's layers for the attentions of a model's layer: self attention, then cross attention if it has both.
 
-    None if there is something in them, or for an unknown kind.
+    None if one of them has entries or the kind is unknown.
     """
     caches = [cache]
     if type(cache) is EncoderDecoderCache:
@@ -78,9 +78,9 @@ def fill(cache: Any, layers: Sequence[DynamicLayer] | None, heads: Sequence[Tens
     """What `update(keys, values)` does for empty layers, without copies.
 
     Args:
-        cache: That of these layers.
-        layers: What `empty_layers` returned for them; None: a layer that stores only a part of what it gets, a window.
-        heads: Keys and values of the first one, of the second one.
+        cache: The cache of these layers.
+        layers: What `empty_layers` returned for them; None: a layer that stores only a part of its input (a window).
+        heads: Keys and values of the first layer, then those of the second.
         index: Index of the layer.
     """
     if layers is None:

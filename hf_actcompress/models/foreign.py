@@ -39,7 +39,7 @@ def find_foreign(module: nn.Module) -> Declined | None:
     # experts have one weight each; class tokens and position embeddings have one row
     if sum(p.dim() > 2 and p.size(0) > 1 for p in parameters) > 1:
         return Declined(Role.EXPERTS, f"no rule for fused weights ({type(module).__name__}): {_SAME}")
-    # the name may be a child's, which has a row of its own
+    # a name may be that of a child, for which the report has a row of its own
     functions = tuple(name for name in sorted(names_in(module) & _KEEPING) if name not in module._modules)
     if "attention" in type(module).__name__.lower() and functions:
         return Declined(Role.ATTENTION, f"computes attention itself, not through the attention interface: {_SAME}")

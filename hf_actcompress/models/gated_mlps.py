@@ -23,7 +23,7 @@ from .tiled_mlps import tiled_settings
 class GatedMLP:
     """A row: the mixin, and the names of the children in the mixin's order.
 
-    `act` is the activation, which stands behind the projection that makes the output.
+    `act` names the activation among the children, where it comes after the projection that makes the output.
     """
 
     mixin: type

@@ -55,7 +55,7 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
 def deferred_logits(
     model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[Callable[[Any], Any]]:
-    """Around a forward of `model`: its head defers the logits, for the model's own loss or for one outside of it.
+    """A context for a forward of `model`: its head defers the logits, for the model's own loss or one outside of it.
 
     Yields the function that the output has to go through.
     """
@@ -63,7 +63,7 @@ def deferred_logits(
     if torch.is_grad_enabled():
         defers = model.training and (not labelled or _stock_loss(model))
     else:
-        # an evaluation; not in inference mode, whose tensors do not count writes in place
+        # an evaluation. Not in inference mode, because its tensors have no version counter
         plain_mode = not torch.is_inference_mode_enabled() and not transforms_active()
         defers = labelled and plain_mode and _stock_loss(model)
     heads = _deferrable(model) if defers else ()
@@ -110,7 +110,7 @@ def _without_unreturned(output: Any, labelled: bool) -> Any:
 
 
 def _returned(logits: DeferredLogits, head: LinearSource, labelled: bool) -> Tensor | None:
-    """Logits as the caller of the model gets them.
+    """The logits as the model's caller gets them.
 
     After a loss of the model's own, kept logits are a plain tensor, because they are hardly ever differentiated then.
     Otherwise a loss outside may differentiate them, and they stay deferred. Tensors without data (an estimate's) cannot

@@ -155,7 +155,7 @@ def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -
 
 
 def _activation_keeps(kind: str, options: tuple[float, ...], variant: str) -> tuple[str, str]:
-    """What an activation of that kind keeps under a variant, and why if it is the input instead."""
+    """What an activation of that kind keeps under a variant; if it keeps the input instead, also why."""
     if variant == "output" and kind not in INVERTED:
         return "input", f"keeps its input: {kind} has no inverse of two branches"
     if variant == "relus2" and kind not in ("gelu", "silu"):

@@ -1,8 +1,8 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5), differentiated a segment of tokens at a time if torch's code computes them.
 
-The forward of such a module looks the rule up among the globals of its modeling file. A patched one that was told to
-compute in tiles runs a copy of that forward (see copies.py), which finds ours: the same function, with a backward for
-some tokens at a time. The kernels of the package fla keep little by themselves and are left alone.
+The forward of such a module looks up the rule among the globals of its modeling file. A patched module that was told
+to compute in tiles runs a copy of that forward (see copies.py), which finds our rule: the same function, with a
+backward for some tokens at a time. The kernels of the package fla keep little by themselves and are left alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..private_apis import transforms_active
 from .copies import GlobalsCopy, global_names
 
 NAME = "torch_chunk_gated_delta_rule"
-# tokens: the rule goes by chunks of that many, and a segment of some chunks fills a device
+# in tokens: a chunk of the rule, and a segment of several chunks, long enough to fill a device
 _CHUNK, _SEGMENT = 64, 512
 # what the rule reads beside its inputs and states
 _OPTIONS = ("chunk_size", "use_qk_l2norm_in_kernel")
@@ -38,7 +38,7 @@ def segment_of(config: CompressionConfig) -> int:
 
 @cache
 def copy_in_segments(stock_class: Any, segment: int) -> GlobalsCopy | None:
-    """A copy of the class's forward that finds our rule; None where it looks for none."""
+    """A copy of the class's forward that finds our rule; None if the forward looks for no such rule."""
     inner = inspect.unwrap(stock_class.forward)
     if not segment or not inspect.isfunction(inner) or NAME not in global_names(inner.__code__):
         return None
@@ -66,7 +66,7 @@ def _ours(stock: Callable[..., Any], segment: int) -> Callable[..., Any]:
 
 
 def _is_plain(segment: int, kwargs: dict[str, Any]) -> bool:
-    """Whether tokens see those before them from the first one on, and the rule is torch's."""
+    """Whether each token sees all tokens before it, from the first one of its row on, and the rule is torch's."""
     if torch.compiler.is_compiling() or transforms_active() or "fla" in sys.modules:
         return False
     apart = all(kwargs.get(name) is None for name in ("initial_state", "cu_seqlens", "seq_idx"))

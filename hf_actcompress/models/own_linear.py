@@ -20,7 +20,10 @@ _NARROW = 8
 
 
 def find_own_linear(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
-    """The site of such a layer of transformers that computes ``x @ weight.T (+ bias)``; why not; None for others."""
+    """The site of such a layer if transformers has it and it computes ``x @ weight.T (+ bias)``; else why not.
+
+    None for other modules.
+    """
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return None
     ours = type(module).__module__.startswith("transformers.models.") and config.selective and config.net

@@ -1,10 +1,10 @@
 """Packed batches, sliding windows and chunks: their masks [B, 1, T, T] are not made.
 
-transformers makes such a mask of rows of several sequences, whose positions start again, when a model has neither a
-2-D mask nor a cache; of any rows for layers that see a window or a chunk; and of rows with padding. The model's
-forward looks the function that makes it up among the globals of the modeling file. A patched model runs a copy of that
-forward (see copies.py) that finds ours under its name. Ours returns a `PackedMask`: patched attention reads off it
-where the sequences are, and anything else that reads it gets the mask that stock's function makes.
+transformers makes such a mask for rows of several sequences (their positions start again) if a call has neither a 2-D
+mask nor a cache; for any rows in layers that see a window or a chunk; and for rows with padding. The model's forward
+looks up the function that makes the mask among the globals of the modeling file. A patched model runs a copy of that
+forward (see copies.py) that finds our function under the same name. It returns a `PackedMask`: patched attention reads
+from it where the sequences are, and anything else that reads it gets the mask that stock's function makes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAKERS = {
 }
 # the arguments that these functions may get
 _KNOWN = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"}
-# elements: a smaller mask of rows that are one sequence each is made, because with it the bits are stock's
+# in elements: a smaller mask is made if each row is one sequence, because with it the bits are stock's
 SMALLEST_MASK = 2**20
 
 
@@ -46,8 +46,8 @@ class _Call:
 
     Args:
         model: The model.
-        positions: What it was given; None: it counts the tokens itself.
-        mask: The 2-D mask that it was given.
+        positions: The positions that the model was given; None: it counts the tokens itself.
+        mask: The 2-D mask that the model was given.
     """
 
     def __init__(self, model: Any, positions: Tensor | None, mask: Tensor | None) -> None:
@@ -55,7 +55,7 @@ class _Call:
 
     @cached_property
     def sequences(self) -> Sequences | None:
-        """None where each row is one, or stock does not look."""
+        """The sequences in the rows; None if each row is one sequence, or if stock does not search for them."""
         return sequences_of(self.positions) if self.positions is not None and self.mask is None else None
 
     @cached_property
@@ -66,14 +66,14 @@ class _Call:
 
     @cached_property
     def goes_in_rows(self) -> bool:
-        """Whether all attention of the model is eager, and goes some rows of queries at a time."""
+        """Whether all attention of the model is eager, and can compute some rows of queries at a time."""
         kinds: Any = ((module, stock_type(module)) for module in self.model.modules())
         modules = [module for module, kind in kinds if calls_interface(kind)]
         return bool(modules) and all(map(goes_in_rows, modules))
 
     @cached_property
     def is_compiled(self) -> bool:
-        """Whether parts of the model are: their graphs take stock's mask."""
+        """Whether parts of the model are compiled: their graphs take stock's mask."""
         return any(map(_is_compiled, self.model.modules()))
 
 
@@ -84,9 +84,9 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """The forward that replaces the stock forward for a call whose masks need not be made; None for other calls.
 
-    Those are calls under no_grad or with another mask than a 2-D one, models that make their masks in another way, and
-    models without windows in rows that are not packed, unless attention is eager. The host waits for positions where it
-    does in stock, and for a 2-D mask.
+    The other calls are those under no_grad or with a mask that is not 2-D, those of models that make their masks in
+    another way, and those of models without windows if the rows are not packed, unless attention is eager. The host
+    waits for positions where it does in stock, and for a 2-D mask.
     """
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if len(args) > 1 or not torch.is_grad_enabled() or transforms_active():
@@ -146,7 +146,7 @@ def _is_compiled(module: Any) -> bool:
 
 
 def _maker(stock: Callable[..., Any], field: str | None, causal: bool) -> Callable[..., Any]:
-    """The mask that stock's function makes; without memory of its own where attention does not need its values."""
+    """A function that makes stock's mask, without memory of its own where attention does not need its values."""
     signature = inspect.signature(stock)
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ def _seen(
         return (Band(rows, tokens, causal, chunked), _window(reach, causal), call.real) if fits else None
     whole = Sequences(rows, tokens, tuple(range(0, rows * tokens + 1, tokens)))
     if not reach or tokens < reach:
-        # stock makes none but for eager attention
+        # stock makes such a mask for eager attention alone
         return (whole, None, None) if eager else None
     if not causal:
         return Band(rows, tokens, causal), _window(reach, causal), None

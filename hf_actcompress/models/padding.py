@@ -24,7 +24,7 @@ def padding_of_call(
     if why_not(model) or not torch.is_grad_enabled() or transforms_active():
         return None
     mask = argument("attention_mask", stock, args, kwargs)
-    # only a plain tensor has values: a fake or distributed one has not
+    # only a plain tensor has values to read; a fake or distributed one has none
     if type(mask) is not Tensor or mask.dim() != 2 or mask.device.type == "meta":
         return None
     return padding_of(mask)

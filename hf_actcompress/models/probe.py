@@ -35,10 +35,10 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @contextmanager
 def answers_kept(answers: Answers | None = None) -> Iterator[None]:
-    """Inside, a probe runs once for modules that are alike: a model has hundreds of them, and patching asks of each.
+    """While the block runs, a probe runs once for modules that are alike, because a model has hundreds.
 
     Args:
-        answers: Earlier answers, to which new ones are added. None: those that are in use, or none.
+        answers: Earlier answers, to which new ones are added. None: the answers that are in use, or an empty dict.
     """
     if answers is None:
         answers = _answers.get()
@@ -65,7 +65,7 @@ def asked_once(module: nn.Module, probe: Callable[[nn.Module, str], _Answer], na
 
 
 def _likeness(module: nn.Module) -> Hashable | None:
-    """What a module without children shares with others of its kind; None if it holds other than plain values."""
+    """A key that modules that are alike share; None for one with children, buffers or values that are not plain."""
     others = (item for item in vars(module).items() if item[0] not in _OF_EVERY_MODULE and item[0] != "forward")
     own = tuple((name, type(value), value) for name, value in others)
     if module._modules or module._buffers or not all(issubclass(kind, _PLAIN) for _, kind, _ in own):
@@ -109,7 +109,7 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def undisturbed() -> Iterator[None]:
     """No gradient, no autocast, and no random number: a module that draws one computes no function.
 
-    Putting the generator back instead would take back what another thread has drawn meanwhile.
+    Restoring the generator afterwards instead would undo the draws of another thread.
     """
     with torch.no_grad(), NoDraws(), torch.autocast("cpu", enabled=False):  # type: ignore[no-untyped-call]
         if torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Modules without a rule that are a cheap function of one tensor: norms and activations of a model's own making.
 
-What they compute need not be known: their own code runs again in backward. A probe shows that this may be done, because
-it draws no random numbers, writes on nothing and multiplies no matrices.
+Their formula need not be known, because their own code runs again in backward. A probe shows that it may
+run again: it draws no random numbers, writes into no input and multiplies no matrices.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _CheapOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _may_run_again(module: nn.Module, x: Tensor) -> bool:
-    """Whether a second call gives the same bits, out of cheap ops that write on no input, in every dtype."""
+    """Whether a second call gives the same bits, out of cheap ops that write into no input, in every dtype."""
     probe = _probe(module)
     constants = dict(probe._buffers)
     seen: Any = _CheapOnly()
@@ -108,7 +108,7 @@ def _may_run_again(module: nn.Module, x: Tensor) -> bool:
 
 
 def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
-    """Whether stock keeps at least the size of the input for backward; a mean, for one, keeps nothing."""
+    """Whether stock keeps at least the size of the input for backward; a mean, for example, keeps nothing."""
     sizes: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def find_rms_norm(module: nn.Module, config: CompressionConfig) -> Site | Declin
         return None
     eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
     if eps_name is None and isinstance(module, nn.RMSNorm):
-        # torch's own may leave its eps at None
+        # the eps of torch's own RMSNorm may be None
         eps_name = "eps"
     if eps_name is None:
         return Declined(Role.NORM, f"no eps found under {', '.join(EPS_NAMES)}")
@@ -60,14 +60,14 @@ def _looks_like_one(module: nn.Module) -> bool:
 
 
 def _formula(module: nn.Module, eps_name: str) -> tuple[str | None, frozenset[Pair] | None]:
-    """The formula whose values equal the module's bit by bit in its own dtype and in most others, and in which.
+    """The formula whose values equal the module's bit by bit in its own dtype and most others, and those dtypes.
 
     The dtypes are None if the formula holds in all of them.
     """
     weight = module._parameters.get("weight")
     # ZeRO-3 may have left an empty tensor here, and says how many elements there are
     width = int(getattr(weight, "ds_numel", weight.numel())) if weight is not None else 64
-    if width == 0:  # on which every formula is the same
+    if width == 0:  # without elements all formulas agree
         return None, None
     stock = _stock_values(module, weight, width)
     own = weight.dtype if weight is not None else None

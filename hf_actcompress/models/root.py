@@ -127,7 +127,7 @@ class PatchedForward:
 
     @contextmanager
     def _outermost(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """What one forward does once, whichever of its models was called first."""
+        """A context for what is done once per forward, whichever of the models inside was called first."""
         if in_frame():
             yield
             return
@@ -153,7 +153,7 @@ class PatchedForward:
         self._forwards = _FIRST_REFRESH - 1
 
     def _refresh_bits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Measure the bits anew if it is time. A cache that a forward fills would be filled again and again."""
+        """Measure the bits anew if it is time. Not with a cache, because each of these forwards would fill it again."""
         if not (self.model.training and torch.is_grad_enabled()) or kwargs.get("past_key_values") is not None:
             return
         self._forwards += 1
@@ -223,7 +223,7 @@ def is_root(module: nn.Module) -> bool:
 
 
 def restore_root(module: nn.Module) -> None:
-    """Take the patched forward off; where something has been wrapped around it, make it transparent."""
+    """Remove the patched forward. If something else wraps it, it stays there and only calls the forward below it."""
     root: PatchedForward = module.__dict__.pop(_ATTRIBUTE)
     root.active = False
     if module.__dict__.get("forward") is root:

@@ -34,11 +34,11 @@ _DTYPES = (
 
 
 class RotaryMixin(AttentionMixin):
-    """An attention module whose rotary embeddings are ours where `why_stock` finds nothing against it."""
+    """An attention module whose rotary embeddings are ours if `why_stock` gives no reason against it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # a patched class, made by patching or by unpickling; no other name than forward, which could be a child's
+        # a patched class, made by patching or by unpickling; only `forward` is set, as another name could be a child's
         stock_class = cls.__dict__.get("stock_class")
         if stock_class is None:
             return

@@ -1,6 +1,6 @@
-"""Rotary embeddings of other make than Llama's: of a part of each head, rounded otherwise, one tensor at a time.
+"""Rotary embeddings unlike Llama's: they rotate a part of each head, round differently, or take one tensor at a time.
 
-Their own code runs. Where a norm has made the queries and keys, what they are rotated to is not kept: attention gets it
+Their own code runs. If a norm has made the queries and keys, the rotated ones are not kept: attention rebuilds them
 from what the norm keeps. A probe shows that a function rotates one tensor as it rotates two, and that the gradient
 depends on the angles alone.
 """
@@ -34,9 +34,9 @@ _Rotation = Callable[..., Any]
 
 
 def rotation_of(stock_class: Any) -> tuple[str, _Rotation] | None:
-    """The name under which a class's forward finds such a function behind norms, and what it is to find there instead.
+    """The name by which a class's forward calls such a function, and the function that it is to find there instead.
 
-    None where its code has no norm, or no function of that kind.
+    None if the forward's code has no norm, or no function of that kind.
     """
     forward = stock_class.forward
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
@@ -56,7 +56,7 @@ def _takes_two(function: _Rotation) -> bool:
 
 
 def _two(stock: _Rotation) -> _Rotation:
-    """The function with nothing kept of those of its two results that a norm is behind."""
+    """The function, which keeps neither of its two results if norms have made both q and k."""
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *dim: Any, **named: Any) -> Any:
         if not (_ours(q, cos, sin) and _ours(k, cos, sin)):
@@ -85,7 +85,7 @@ def _ours(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 def _first(
     stock: _Rotation, dim: tuple[Any, ...], named: dict[str, Any], x: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """x rotated as the queries are, with one head of it as the keys."""
+    """x, rotated as the queries; one head of x is passed as the keys."""
     heads = dim[0] if dim else named.get("unsqueeze_dim", 1 if x.dim() == 4 else -2)
     rotated: Tensor = stock(x, x.narrow(heads, 0, 1), cos, sin, *dim, **named)[0]
     return rotated
@@ -100,7 +100,7 @@ def _alone(
 
 @cache
 def is_rotation(function: _Rotation) -> bool:
-    """Whether a function rotates each tensor for itself, with a gradient that its values have no part in."""
+    """Whether a function rotates each tensor independently, with a gradient that does not depend on the values."""
     names = tuple(inspect.signature(function).parameters)
     if names not in (_PAIR, (*_PAIR, "unsqueeze_dim"), _ONE):
         return False
@@ -115,7 +115,7 @@ def is_rotation(function: _Rotation) -> bool:
 def _tried(
     function: _Rotation, width: int, dtype: torch.dtype, angles: torch.dtype, dims: tuple[int, ...]
 ) -> bool | None:
-    """Whether it is one for angles of that width; None if it does not take them."""
+    """Whether the function is such a rotation for angles of that width; None if it does not take them."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -132,7 +132,7 @@ def _tried(
 
 
 def _rotates(function: _Rotation, x: list[Tensor], cos: Tensor, sin: Tensor, dims: tuple[int, ...], dy: Tensor) -> bool:
-    """Compare what is made of two tensors at once with what is made of each, and the gradients of two others."""
+    """Compare two tensors rotated at once with each rotated alone, and the gradients for two different tensors."""
     q, k, other = x
     kept = q.detach().clone(), k.detach().clone()
     one = partial(_first if _takes_two(function) else _alone, function, dims, {})

@@ -82,7 +82,7 @@ def find_site(module: nn.Module, config: CompressionConfig, places: Places = _NO
         found = next((answer for rule in OTHERS_RULES if (answer := rule(module, config)) is not None), None)
         if found is None:
             found = _own(module, config, id(module) in places.heads)
-    # a checkpointed layer is asked for its checkpoint function, whether its forward is bound or not
+    # a checkpointed layer is patched by its checkpoint function, so a forward bound on the instance does not matter
     if not isinstance(found, Site) or "forward" not in module.__dict__ or found.mixin is CheckpointInputMixin:
         return found
     return Declined(

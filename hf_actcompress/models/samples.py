@@ -1,4 +1,4 @@
-"""Which samples a batch consists of, recognised by their contents, so that they need no numbers."""
+"""Which samples a batch consists of, recognised by their contents, so that the user need not number them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def samples_of_call(
 ) -> Tensor | None:
     """Numbers int64 [B], on the host, of the sequences of one call: hashes of the model's main input [B, ...].
 
-    What the mask [B, T] calls padding at the end of a sequence does not count, so that a sample keeps its number in
-    batches of other lengths. None where there are no values to look at.
+    Padding at the end of a sequence, by the mask [B, T], is not hashed, so that a sample keeps its number in batches of
+    other lengths. None if there are no values to read.
     """
     if not torch.is_grad_enabled() or transforms_active():
         return None

@@ -27,7 +27,7 @@ from .source import names_in
 
 # functions that keep much and may run again: products of activations, softmax, scans, a GELU written out
 _KEEPING = frozenset({"baddbmm", "bmm", "cumsum", "einsum", "erf", "exp", "logsumexp", "matmul", "softmax", "softplus"})
-# functions that decide something. They must not run twice, because a codec changes their input
+# functions that decide something. They must not run again, because a codec may have changed their input
 _DECIDING = frozenset({"argmax", "argmin", "argsort", "bucketize", "multinomial", "nonzero", "sort", "topk", "unique"})
 _LINEAR = frozenset({Role.CONV2D, Role.LINEAR, Role.OWN_LINEAR})
 # modules that decide themselves what to keep, or that hold whole layers
@@ -38,7 +38,7 @@ _OTHERS = frozenset(
     }
 )  # fmt: skip
 _LAYERS = (BatchNormBase, PreTrainedModel, nn.ModuleList, nn.RNNBase)
-# weights outside of linear layers may be this share of those inside: their products are computed a second time
+# the largest share of weights outside of linear layers to those inside, as their products are computed twice
 _SMALL = 0.25
 
 
@@ -108,7 +108,7 @@ def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
 
 
 def _is_its_own(module: nn.Module, names: frozenset[str]) -> bool:
-    """Whether it does not call a fused kernel through the attention interface, which keeps statistics alone."""
+    """Whether the module calls no fused kernel through the attention interface; such kernels keep statistics alone."""
     implementation = getattr(module.__dict__.get("config"), "_attn_implementation", None)
     return "ALL_ATTENTION_FUNCTIONS" not in names or implementation == "eager"
 

@@ -26,10 +26,10 @@ _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dr
 def copies_of_call(
     model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Copies | None:
-    """The repeated rows of one call of `model`; None where nothing is kept, or there may be other differences.
+    """The repeated rows of one call of `model`; None if nothing is kept, or if unknown arguments may make rows differ.
 
     Raises:
-        SharedRowsError: Sequences begin with the same tokens, and the model does not make the same of them.
+        SharedRowsError: Sequences begin with the same tokens, but their hidden states would differ.
     """
     if why_not(model) or not torch.is_grad_enabled() or transforms_active():
         return None
@@ -44,7 +44,7 @@ def copies_of_call(
         return None
     if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
         return None
-    # positions of all sequences at once are the same for all
+    # positions that are given once for all sequences do not differ between them
     of_each = [x for x in tokens if x.dim() == 0 or x.size(0) > 1]
     if any(x.shape != ids.shape for x in of_each):
         return None
@@ -59,7 +59,7 @@ def copies_of_call(
 
 
 def _why_rows_differ(model: nn.Module) -> str:
-    """Why equal beginnings of sequences have other hidden states; "" if they have the same."""
+    """Why equal beginnings of sequences have different hidden states; "" if they have the same."""
     for name, module in model.named_modules():
         if getattr(module, "is_causal", True) is False:
             return f"tokens see what follows them in {name} ({type(module).__name__})"

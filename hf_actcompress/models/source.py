@@ -12,7 +12,7 @@ from torch import nn
 
 
 def names_in(module: nn.Module) -> frozenset[str]:
-    """What the forward of a module names, in its class's own methods and in the helpers of the same file too."""
+    """The names that a module's forward uses, also in its class's own methods and in helpers of the same file."""
     return _names_in(type(module))  # type: ignore[arg-type]
 
 
@@ -39,7 +39,7 @@ def _names(code: CodeType) -> list[str]:
 
 
 def _called(kind: type, function: Any, name: str) -> Any:
-    """A method of the class, or a function of the same file, that goes by a name; None for everything else."""
+    """The method of the class, or the function of the same file, with that name; None for everything else."""
     method = inspect.getattr_static(kind, name, None)
     own = sys.modules.get(kind.__module__)
     helper = getattr(function, "__globals__", {}).get(name)

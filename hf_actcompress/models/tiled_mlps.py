@@ -52,7 +52,7 @@ def tiled_settings(settings: _Settings, module: nn.Module, config: CompressionCo
 def _width(module: nn.Module) -> int:
     """How many features the first layer with a matrix reads.
 
-    The matrix of a quantised layer is packed, so its shape does not say it. The layer itself does.
+    The matrix of a quantised layer is packed, so the number is read from the layer, not from the matrix's shape.
     """
     for part in module.modules():
         for p in part._parameters.values():
@@ -85,7 +85,7 @@ class _Row(nn.Module):
 
 
 def _last_by_rows(module: nn.Module) -> str | None:
-    """The linear layer that makes the output, "" if something else does; None if rows depend on each other.
+    """The name of the linear layer that makes the output, "" if something else does; None if rows depend on each other.
 
     The module runs on all rows and on each alone, with stand-ins for its linear layers: no weight is read.
     """

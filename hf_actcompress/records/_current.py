@@ -58,7 +58,7 @@ class Watching(Protocol):
         ...
 
     def within(self, module: str) -> AbstractContextManager[None]:
-        """A context in which this module, a part of the one that runs, computes."""
+        """A context in which `module`, a submodule of the module that runs, computes."""
         ...
 
 

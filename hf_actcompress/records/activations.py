@@ -1,4 +1,4 @@
-"""Which of the tensors that unknown code saves are activations: a lossy codec may store those and nothing else."""
+"""Which of the tensors saved by unknown code are activations: a lossy codec may store only those."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_activation(x: Tensor) -> bool:
 
 
 def is_feature_map(x: Tensor) -> bool:
-    """Whether x is ``[B, C, H, W]`` of a convolution: its last axis is a line of pixels, and an image is a row."""
+    """Whether x is ``[B, C, H, W]`` of a convolution: a codec's row is then an image, not the last axis (a line)."""
     return x.dim() == 4 and x.size(0) > 0 and type(x.grad_fn).__name__ in _CONVOLUTIONS
 
 

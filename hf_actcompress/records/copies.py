@@ -23,8 +23,8 @@ from .guard import Guard
 # the first and the last features are compared. A difference up to this share of the largest feature is accepted: it
 # covers 16-bit roundings that have gone through many layers
 _COMPARED, _APART = 8, 0.1
-# rows are shared from this share of repeated rows on; below it, it may only be the special token that begins each
-# sequence
+# the smallest share of repeated rows at which rows are shared; with fewer, only the special token that begins each
+# sequence may be repeated
 _WORTH = 1 / 8
 
 

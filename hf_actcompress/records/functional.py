@@ -1,4 +1,4 @@
-"""Finds which function of torch saves a tensor now, and what that says about the tensor."""
+"""Finds which function of torch is saving a tensor, and what that says about the tensor."""
 
 from __future__ import annotations
 

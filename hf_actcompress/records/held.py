@@ -83,7 +83,7 @@ class Recalled(Protocol):
     """A call of a module that can run again in backward."""
 
     def value(self, index: int, outside: Hooks | None) -> Tensor:
-        """The tensor that the module's code saves at that position."""
+        """The tensor that the module's code saves at position `index`."""
         ...
 
 

@@ -27,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether a value is a container that can be written on, and of which `replaced` makes no new one."""
+    """Whether a value is a container that can be written into and that `replaced` does not copy."""
     return hasattr(type(value), "__setitem__") and not isinstance(value, (Tensor, UserDict, dict, list))
 
 
@@ -41,7 +41,7 @@ _PLACE = Place()
 def replaced(value: Any, by: Iterator[Any]) -> Any:
     """The same nested value with new leaves: each tensor or place becomes the next tensor of `by`, or else a place.
 
-    The containers are new ones: what somebody writes into them later is not in the old ones.
+    The containers are new ones: later writes into them do not change the old ones.
     """
     if isinstance(value, (Tensor, Place)):
         found = next(by)

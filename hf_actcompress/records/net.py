@@ -61,8 +61,8 @@ class Net(Netting):
         self.outside = hooks_outside()
         stands_before(self, self.outside)
         self.hooks = self.pack, self.unpack
-        # copies of parts need to know who holds the whole; of outer hooks only those of a report are known to hold
-        # their input
+        # parts are copied only if it is known who holds the whole tensor; among outer hooks, only those of a report are
+        # known to hold their input
         self._parts = Parts(self.outside) if self.outside is None or current.watcher is not None else None
         # number of a node -> what it saved, in order
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
@@ -119,8 +119,8 @@ class Net(Netting):
         return held
 
     def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
-        # aliases without a graph, because the graph may hold this object. Leaves stay themselves: FSDP2 and ZeRO-3 move
-        # their data
+        # aliases without a graph, because the graph may hold this object. A leaf is kept itself, because FSDP2 and
+        # ZeRO-3 move its data
         parts = tuple(x if x.grad_fn is None else x.detach() for x in tensors)
         outside = self.outside
         if outside is None:
@@ -128,7 +128,7 @@ class Net(Netting):
         return Kept(tuple(outside[0](x) for x in parts), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
-        """How the registry, which knows the tensors that our ops made, makes x again; None if it has no record."""
+        """How x is made again by its record in the registry, which knows our ops' tensors; None without a record."""
         record = known_record(x)
         if record is None or is_dropped(record):
             # padding rows are dropped only in ops that check the gradient in those rows
@@ -155,8 +155,8 @@ class Net(Netting):
     def _computed(self, x: Tensor, own: bool = False) -> Made | None:
         """How x is computed again from what its autograd node holds; for a view, from what its base's node holds.
 
-        Our own ops keep rows of a weight as they are: without a report, they do not ask the net about them. So does
-        checkpointing: its codec must not take more than what it replaces.
+        Our own ops keep gathered rows of a weight as they are, because without a report they do not ask the net about
+        them. Checkpointing does the same, because its codec must not take more than what it replaces.
         """
         base = x._base if x._base is not None else x
         # stack frames between this one and the function that saves

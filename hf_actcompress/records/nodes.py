@@ -115,7 +115,7 @@ class InOrder(NamedTuple):
 def attention_in_order(x: Tensor) -> InOrder | None:
     """How x is made, if it is a copy [B, S, H, D] of an attention's output [B, H, S, D] or joins several; else None.
 
-    The kernels write in the order of the query's memory. Where that is [B, H, S, D], the next layer reads a copy.
+    The kernels write the output in the memory order of the query. If that is [B, H, S, D], the next layer reads a copy.
     Vision models join the outputs of several images.
     """
     node: Any = x.grad_fn
@@ -132,9 +132,9 @@ def attention_in_order(x: Tensor) -> InOrder | None:
 
 
 def gathered_from(node: Any) -> Parameter | None:
-    """The parameter of which a node has taken rows by one tensor of indices, as batched experts do; None for others.
+    """The parameter from which a node gathered rows by one index tensor, as batched experts do; None for other nodes.
 
-    An embedding takes such rows, too: of relative positions, for one, for each pair of tokens.
+    An embedding gathers rows, too, for example of relative positions for each pair of tokens.
     """
     kind = type(node).__name__
     if kind != "EmbeddingBackward0" and (kind != "IndexBackward0" or len(node._saved_indices) != 1):

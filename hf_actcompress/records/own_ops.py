@@ -21,8 +21,8 @@ _Function = type[torch.autograd.Function]
 class _Off:
     """Switches the net off while one of our ops runs, because the op decides what to keep. That saves time on the host.
 
-    It is on again before autograd saves, if a saved tensor was made by a node of stock code that keeps its inputs, or
-    is a part of a larger tensor.
+    The net is on again before autograd saves, if a saved tensor was made by a node of stock code that keeps its inputs,
+    or is a part of a larger tensor.
     """
 
     __slots__ = ("hooks", "on")

@@ -1,13 +1,14 @@
 """Padding rows are not kept: an activation x [B, S, ...] comes back from its real rows, with zeros in between.
 
 That is exact if no gradient reaches a padding row. A zero row of dy adds nothing to a weight's gradient, and gives a
-zero row of dx whatever x was there, as long as x is finite; zeros and values computed from them are. Only attention
-combines rows (ops/heads.py). Dispatch is by shape, so the guard is what makes this safe: each op hands its incoming
-gradient to `load`, and if one is not zero on a dropped row, an error is raised when backward ends. NaN and inf raise no
-error here: they reach the weights' gradients whatever x is, and loss scaling looks for them there.
+zero row of dx whatever x was there, as long as x is finite, which zeros and values computed from them are. Only
+attention combines rows (ops/heads.py). The shape alone decides whether x has padding rows, so a guard makes this safe:
+each op hands its incoming gradient to `load`, and if one is not zero on a dropped row, an error is raised when backward
+ends. NaN and inf raise no error here: they reach the weights' gradients whatever x is, and loss scaling looks for them
+there.
 
 In a region under `torch.utils.checkpoint` nothing is dropped. The region runs again in backward and has to save the
-same tensors then, but in backward there is no forward that says what was padding.
+same tensors then, but in backward no forward is in progress that says which rows are padding.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class PaddingGuard(Guard):
     __slots__ = ()
 
     def note_gradient(self, dy: Tensor, padding_rows: Tensor, total: int) -> None:
-        """Note that dy [..., *], whose leading dimensions are `total` rows, must be zero on `padding_rows`."""
+        """Note that dy [..., *], whose leading dimensions make `total` rows, must be zero on `padding_rows`."""
         worst = torch.linalg.vector_norm(dy.reshape(total, -1).index_select(0, padding_rows), torch.inf)
         self.note(_GRADIENT, worst.float().nan_to_num(0.0, 0.0, 0.0))
 

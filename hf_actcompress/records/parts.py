@@ -33,8 +33,8 @@ class Parts:
     """The kept parts, by the memory that they are in. It holds no tensor.
 
     Args:
-        outside: The hooks outside of the net. Each of their packed values holds one alias of what it was given. None if
-            there are none.
+        outside: The hooks outside of the net. Each value that they pack holds one alias of the tensor that they got.
+            None if there are no outer hooks.
     """
 
     def __init__(self, outside: Hooks | None) -> None:
@@ -42,17 +42,17 @@ class Parts:
         self._kept: dict[int, list[weakref.ref[Kept]]] = {}
 
     def note(self, held: Kept, x: Tensor) -> None:
-        """x is kept by `held`, as it is."""
+        """Note that `held` keeps x as it is."""
         if is_part(x):
             self._kept.setdefault(x.untyped_storage()._cdata, []).append(weakref.ref(held))
 
     def settle(self) -> None:
-        """Decide for those of the newest whole tensors whose memory only saved parts hold."""
+        """Decide about copies, for those of the newest whole tensors whose memory only saved parts hold."""
         if self._kept:
             self._settle([*self._kept][-_LAST:])
 
     def close(self) -> None:
-        """Decide, at the end of the forward, for every whole tensor for which that is possible."""
+        """Decide about copies, at the end of the forward, for every whole tensor whose memory only saved parts hold."""
         self._settle([*self._kept])
         self._kept.clear()
 

@@ -1,4 +1,4 @@
-"""The two kinds of record, and the recipe by which a derived one is rebuilt once per backward."""
+"""The three kinds of record, and the recipe by which a derived one is rebuilt once per backward."""
 
 from __future__ import annotations
 

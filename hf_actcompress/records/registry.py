@@ -1,8 +1,8 @@
 """Which record belongs to a live tensor.
 
 A tensor is found by its data (storage, offset, element count, dtype, version counter), so that a view of the same data
-has the same record, and a tensor that was written in place is a new one. A tensor whose sources were written since can
-no longer be rebuilt, so its consumers keep it. (Writes through `.data` change no version counter and are not seen
+has the same record, and a tensor that was written in place is a new one. A tensor whose sources were modified since
+can no longer be rebuilt, so its consumers keep it. (Writes through `.data` change no version counter and are not seen
 here.) An entry ends with its tensor object, with the forward of the patched model (`frame`), and as soon as the
 innermost saved-tensor hooks change: this happens where a checkpointed region begins or ends, and a record must not
 cross that border.
@@ -87,13 +87,13 @@ def _key(x: Tensor) -> _Key | None:
 
 
 def _entries() -> dict[_Key, _Entry]:
-    """The live entries, emptied first if the innermost hooks of others are not those of the last call."""
+    """The live entries, cleared first if the innermost hooks that are not ours have changed since the last call."""
     top = hooks_outside()
     hook = top[0] if top is not None else None
     last = _state.hooks() if _state.hooks is not None else None
     if hook is not last or (hook is None) != (_state.hooks is None):
         _state.entries.clear()
-        # compared by identity through a weak reference, because Python uses ids again
+        # compared by identity through a weak reference, because Python reuses ids
         _state.hooks = None if hook is None else _reference(hook)
     return _state.entries
 
@@ -129,7 +129,7 @@ def _find(x: Tensor) -> _Entry | None:
     entry = _entries().get(key) if key is not None else None
     if entry is None:
         return None
-    # the tensor may have got other data since (`set_`, `.data =`), and another tensor its old storage's address
+    # the tensor may have other data now (`set_`, `.data =`), and another tensor may have its old storage's address
     known = entry.tensor()
     return entry if known is x or (known is not None and _key(known) == key) else None
 
@@ -138,8 +138,8 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
     """Say that y need not be kept: `recompute(*sources)` returns it again, same shape, dtype and values.
 
     Args:
-        y: The output of an op, any shape; ignored unless it is contiguous, or [B, H, S, D] or [B, C, S] of tokens
-            [B, S, ...] that are.
+        y: The output of an op, any shape; ignored unless it is contiguous, or is [B, H, S, D] or [B, C, S]
+            and its transpose(1, 2) is contiguous.
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
         sources: Records of what y is made from; weights, statistics and RNG states as `stored_exact`.
     """
@@ -156,7 +156,7 @@ def declare_as(y: Tensor, record: Derived) -> None:
 
 
 def declare_in_order(y: Tensor, order: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
-    """As `declare`, for y whose data are contiguous as its view `order` sees them, which `recompute` returns."""
+    """As `declare`, for a y whose view `order` is contiguous; `recompute` returns that view's values."""
     entry = _insert(y, None) if order.is_contiguous() else None
     if entry is not None:
         entry.describe(order, Derived(Recipe(recompute), sources))
@@ -185,7 +185,7 @@ def whole_record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
 
 
 def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor], codec: Codec = IDENTITY) -> Derived:
-    """The record of a cheap function of x that every consumer of x derives in the same way (a cast), by name.
+    """The record of a cheap function of x (a cast) that several consumers of x derive under the same `name`.
 
     The consumers share one recipe, so the value is rebuilt once per backward.
     """
@@ -201,7 +201,7 @@ def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor
 
 
 def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Record:
-    """The record of a copy of x (a narrower cast) that is kept in x's stead, made once for all consumers, by name."""
+    """The record of a copy of x (a narrower cast), kept instead of x; made once for all consumers with that `name`."""
     entry = _find(x) or _insert(x, None)
     if entry is None:
         return keep(make(), IDENTITY)

@@ -44,11 +44,11 @@ class Replay(Netting):
             self._inside = False
 
     def pack(self, x: Tensor) -> None:
-        """Does nothing, because these hooks are the innermost."""
+        """Do nothing: the hooks of this object are the innermost, so `_collect` gets every saved tensor."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """While it is on, this is the net of the thread and the call in progress."""
+        """While the block runs, this object is the thread's net and its call in progress."""
         before = current.net, current.call
         stands_before(self, None)
         try:

@@ -103,7 +103,7 @@ class Leaves:
 
 
 def slot_of_new(record: Stored, leaves: Leaves) -> Slot:
-    """The same as `slot_of` for a record that was made just now, whose tensors are in no other record."""
+    """As `slot_of`, for a record that was just made, so that no other record has its tensors."""
     first = len(leaves.tensors)
     leaves.tensors += record.tensors
     return _StoredSlot(record.codec, record.meta, tuple(range(first, len(leaves.tensors))))
@@ -132,7 +132,7 @@ def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
 
 
 def save(ctx: Any, *records: Record | None) -> None:
-    """Keep records for backward, in order; None keeps a place.
+    """Keep records for backward, in order; for a None, `load` returns None at the same place.
 
     Saves: the tensors of every stored record and the stored sources of every derived one, each once, through
     `ctx.save_for_backward`, so that checkpointing, offloading hooks and `retain_graph` see all of them.
@@ -148,7 +148,7 @@ def save(ctx: Any, *records: Record | None) -> None:
 
 
 def _stored_tensor(record: Record) -> Tensor:
-    """Under `torch.compile`: the value, made of tensors marked as kept, so that the partitioner makes it again."""
+    """Under `torch.compile`: the value, unpacked from tensors marked as kept; the partitioner recomputes it."""
     assert isinstance(record, Stored), "nothing is derived in a graph"
     kept = (x if isinstance(x, Parameter) else compilation.keep(x) for x in record.tensors)
     return record.codec.unpack(tuple(kept), record.meta)

@@ -1,13 +1,13 @@
 """Selective recomputation (arXiv 2205.05198) for modules with code of their own between their linear layers.
 
-Eager attention keeps the probabilities, and a state-space scan keeps every step. Nothing of what such code saves is
-kept. The module's forward runs again in backward. There its linear layers return what they returned the first time,
-which is kept instead. So a product with a weight is computed twice only if its result was written in place. Stock's own
-autograd nodes compute the backward, with the same bits.
+Eager attention keeps the probabilities, and a state-space scan keeps every step. The tensors that such code saves are
+not kept. The outputs of its linear layers are kept instead. The module's forward runs again in backward, where each
+linear layer returns its kept output. A product with a weight is computed twice only if its result was modified in
+place. Stock's own autograd nodes compute the backward, with the same bits.
 
-The decision is made when the forward of the module ends. The module runs again if that keeps clearly less, if nothing
-has been written into what it would run from, and if a second run has given the same bits, which is tried once for each
-kind of call. Otherwise the net holds what was saved, as for any other code.
+The decision is made when the forward of the module ends. The module runs again if that keeps clearly less, if no
+tensor from which it would run has been modified in place, and if a second run has given the same bits, which is tried
+once for each kind of call. Otherwise the net holds what was saved, as for any other code.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Forward:
 
 
 def run_selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``first(*args, **kwargs)``. Only what its linear layers return is kept, if that is less than what its code saves.
+    """``first(*args, **kwargs)``. Keeps only the outputs of its linear layers if they are less than its code saves.
 
     This needs a net, which autograd asks what to hold. Without one the module just runs.
     """
@@ -80,13 +80,13 @@ def run_selectively(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class Call:
-    """One call of such a module. The graph holds it through what the call saved, so it holds no tensor with a graph."""
+    """One call of such a module. It holds no tensor with a graph, because the graph holds it through saved tensors."""
 
     def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> None:
         self._forward: Forward | None = forward
         self._again = forward.again
         self._inputs = [_Seen(t) for t in tensors_in((args, kwargs))]
-        # as they are now: the module may put its results into a dict that it was given
+        # new containers, because the module may put its results into a dict that it was given
         self._given: Any = replaced((args, kwargs), repeat(None))
         # None for an output that was modified in place: it is computed again
         self._linear: list[_Seen | None] = []
@@ -103,7 +103,7 @@ class Call:
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What a linear layer returns for x. The result is noted, and so is x, which the layer itself keeps."""
-        # what the linear layer saves itself is not counted as saved by this call
+        # what the linear layer itself saves does not count as saved by this call
         current.call = None
         try:
             y = compute()

@@ -38,8 +38,8 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
             allocator's statistics and resets their peak; on a CPU only the second step, because tracing the
             allocations makes a step slow.
         estimate: The result of `estimate(...)` for this model, batch, and optimizer.
-        tolerance: By which share the peak may exceed the estimate, or fall below the estimate without gradients, which
-            a Trainer frees between steps.
+        tolerance: The share by which the peak may exceed the estimate, or fall below the estimate without gradients
+            (a Trainer frees gradients between steps).
 
     Raises:
         ValueError: ``every`` is below 1, or the tolerance is not positive.
@@ -169,13 +169,13 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
 def log_memory(
     trainer: Trainer, *, every: int | None = None, estimate: Estimate | None = None, tolerance: float = 0.1
 ) -> MemoryCallback:
-    """Put a `MemoryCallback` before the trainer's other callbacks, so that what it adds to the logs reaches them.
+    """Put a `MemoryCallback` before the trainer's other callbacks, so that they get the figures that it logs.
 
-    In ``Trainer(callbacks=[...])`` it comes after those of ``report_to``: then the figures are in
+    With ``Trainer(callbacks=[...])`` it would come after the callbacks of ``report_to``: then the figures are in
     ``trainer.state.log_history`` and on the console, and no tracker has them.
 
     Args:
-        trainer: Not training yet.
+        trainer: The trainer, before it trains.
         every, estimate, tolerance: As of `MemoryCallback`.
 
     Returns:

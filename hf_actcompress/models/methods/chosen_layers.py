@@ -35,7 +35,7 @@ from .chosen_tokens import current_choice
 from .keys_and_values import KeysAndValues, is_cache, unwatched
 
 _PROVED = "actcompress_proved"
-# how far the two runs may differ, of what the layer adds to its input
+# the largest difference of the two runs, relative to what the layer adds to its input
 _TOLERANCE = 0.02
 
 
@@ -76,14 +76,14 @@ class ChosenTokensMixin(CheckpointInputMixin):
         return merged_rows(chosen[0], found[0], keys.rows), *found[1:]
 
     def _checkpointed(self, run: Callable[..., Any], x: Tensor) -> Any:
-        """``run(x)``, made again in backward if somebody asked for that."""
+        """``run(x)``, recomputed in backward if gradient checkpointing is on."""
         if self.gradient_checkpointing and self.training:  # type: ignore[attr-defined]
             return super()._gradient_checkpointing_func(run, x)
         return run(x)
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
-        """The function that checkpoints the whole layer; a plain call if only the chosen tokens' run is."""
+        """What checkpoints the whole layer; a plain call if only the chosen tokens' run is checkpointed."""
         return super()._gradient_checkpointing_func if current_choice() is None else _called
 
     @_gradient_checkpointing_func.setter
@@ -115,7 +115,7 @@ def _prove(
     layer: Any, stock: Callable[..., Any], keys: KeysAndValues, x: Tensor, kwargs: dict[str, Any],
     of_rows: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Both runs, without dropout, have to give the same for the chosen tokens. Once for each layer."""
+    """Raise an error unless both runs, without dropout, give the same for the chosen tokens. Once for each layer."""
     training = [module for module in layer.modules() if module.training]
     layer.eval()
     try:
@@ -142,7 +142,7 @@ def _first(output: Any) -> Tensor:
 
 
 def refuse_choice(model: nn.Module, config: CompressionConfig) -> None:
-    """Raise UnsupportedModelError for a model of which no tokens can be chosen, if the config wants some."""
+    """Raise UnsupportedModelError if the config asks for chosen tokens and the model does not support them."""
     if config.tokens == 1:
         return
     kinds = [type(m).__name__ for m in model.modules() if getattr(getattr(m, "config", None), "is_encoder_decoder", 0)]
@@ -158,7 +158,7 @@ def refuse_choice(model: nn.Module, config: CompressionConfig) -> None:
 
 
 def find_chosen_tokens(layer: nn.Module, config: CompressionConfig) -> Site | None:
-    """The site of a layer that computes gradients for chosen tokens; None if the config does not want that of it."""
+    """The site of a layer that computes gradients for chosen tokens; None if the config does not ask for that."""
     if config.tokens == 1 or not isinstance(layer, GradientCheckpointingLayer):
         return None
     site = find_checkpoint_input(layer, config)

@@ -30,11 +30,11 @@ class Choice:
 
     Args:
         share: The share of the tokens of each sequence, rounded up.
-        scores: (B, S, device) -> [B, S]: the tokens with the largest ones of each sequence are chosen.
-        shape: B, S of the tokens that the model was given; None if it was given none: whatever its layers get.
+        scores: (B, S, device) -> [B, S]: in each sequence, the tokens with the largest scores are chosen.
+        shape: B, S of the tokens that the model was given; None if it was given none: its layers may get any shape.
         real: bool [B, S], False for padding, which is chosen last; None if there is none.
-        ends: Whether the first and the last real token are chosen in any case: what a model that predicts one thing
-            for a sequence reads.
+        ends: Whether the first and the last real token are always chosen, because a model with one prediction for each
+            sequence reads one of them.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Choice:
         self._made: list[tuple[weakref.ref[Any], Tensor]] = []
 
     def rows(self, x: Tensor) -> Tensor | None:
-        """The numbers of the chosen tokens, int64 [B, K], ascending; None for x of which none are left out."""
+        """The numbers of the chosen tokens, int64 [B, K], ascending; None for an x of which no tokens are left out."""
         if x.dim() != 3 or (self.shape is not None and x.shape[:2] != self.shape):
             return None
         key = *x.shape[:2], x.device
@@ -150,7 +150,7 @@ def _fixed(scores: Tensor) -> _Scores:
 
 
 def _asked(choice: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The scores that a function of the user's gives for the arguments of the model's forward, by name."""
+    """The scores that the user's function returns for the arguments of the model's forward, by name."""
     with torch.no_grad():
         found = choice(dict(inspect.signature(stock).bind_partial(*args, **kwargs).arguments))
     if not isinstance(found, Tensor):
@@ -164,7 +164,7 @@ def _asked(choice: Any, stock: Callable[..., Any], args: tuple[Any, ...], kwargs
 def _losses(
     model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any
 ) -> Tensor:
-    """The loss of each token, fp32 [B, S], by a forward without gradients; -1 where it predicts nothing."""
+    """The loss of each token, fp32 [B, S], by a forward without gradients; -1 for a token that predicts nothing."""
     with torch.no_grad():
         output = stock(*args, **{k: v for k, v in kwargs.items() if k != "past_key_values"})
     logits = getattr(output, "logits", None)

@@ -23,7 +23,7 @@ class KeysAndValues:
     Args:
         choice: The tokens that this forward has chosen.
         rows: int64 [B, K], the chosen tokens.
-        tokens: S.
+        tokens: S, the number of all tokens of a sequence.
 
     Attributes:
         noting: Whether the layer runs on all tokens now.
@@ -39,7 +39,7 @@ class KeysAndValues:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """While a layer runs on all tokens."""
+        """While the block runs, the layer runs on all tokens, and `seen` notes their keys and values."""
         self._noted.clear()
         self.noting = True
         try:
@@ -50,7 +50,7 @@ class KeysAndValues:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """While it runs on the chosen ones; again if it is checkpointed."""
+        """While the block runs, the layer runs on the chosen tokens; again in backward if it is checkpointed."""
         self._turn = 0
         with _within(self):
             yield
@@ -58,7 +58,7 @@ class KeysAndValues:
     def seen(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The keys, values and mask of an attention call in place of its own."""
+        """The keys, values and mask that an attention call uses in place of its own."""
         if self.noting:
             self._noted.append((k.detach(), v.detach()))
             return k, v, mask
@@ -74,7 +74,7 @@ class KeysAndValues:
         return (torch.arange(self.tokens, device=self.rows.device) <= self.rows[:, :, None]).unsqueeze(1)
 
     def of_rows(self, value: Any) -> Any:
-        """An argument of a layer as the chosen tokens want it: positions, angles, rows of masks. No cache."""
+        """A layer's argument for the chosen tokens: their positions, angles or rows of masks; None for a cache."""
         if is_cache(value):
             return None
         if isinstance(value, ops.PackedMask):
@@ -91,7 +91,7 @@ class KeysAndValues:
         if value.dim() >= 2 and value.size(1) == tokens and value.size(0) in (1, batch):
             return self.choice.once(value, lambda: chosen_rows(value.expand(batch, *value.shape[1:]), self.rows))
         if value.dim() >= 3 and value.size(2) == tokens and value.size(1) == batch:
-            # positions of several kinds, one after the other
+            # [kinds, B, S, ...]: positions of several kinds
             return self.choice.once(value, lambda: torch.stack([chosen_rows(kind, self.rows) for kind in value]))
         return value
 
@@ -106,7 +106,7 @@ _current: ContextVar[KeysAndValues | None] = ContextVar("keys and values", defau
 
 
 def keys_and_values() -> KeysAndValues | None:
-    """Those of the layer that runs; None outside of a run on chosen tokens."""
+    """The keys and values of the layer that runs; None outside of the two runs of such a layer."""
     return _current.get()
 
 
@@ -122,7 +122,7 @@ def _within(keys: KeysAndValues) -> Iterator[None]:
 
 
 def unwatched() -> AbstractContextManager[None]:
-    """While a layer runs without gradients beside the run that keeps something."""
+    """A context that tells a report: this run of a layer has no gradients, and another run keeps the tensors."""
     return nullcontext() if current.watcher is None else current.watcher.idle()
 
 

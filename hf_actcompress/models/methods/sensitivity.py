@@ -32,11 +32,11 @@ _REENTRANT = "incompatible with .grad()"
 def refresh_bits(
     model: nn.Module, forward: Callable[[], Any], config: CompressionConfig, generators: Generators
 ) -> None:
-    """Measure each width that the model's codecs know, and set all of them so that the mean is that of the codec.
+    """Measure each width that the model's codecs know, and set all of them so that their mean is the codec's bits.
 
-    One forward and backward without rounding, and one for each layer and role with the rounding of that alone, on the
-    batch in hand. Parameters, their ``.grad``, buffers and the generators stay as they are. Nothing is done where the
-    forward returns no loss or is checkpointed in torch's reentrant way, where parameters are sharded, and while a
+    On the current batch, this runs one forward and backward without rounding, and one for each layer and role in which
+    only that one is rounded. Parameters, their ``.grad``, buffers and the generators stay as they are. Nothing is done
+    if the forward returns no loss or is checkpointed in torch's reentrant way, if parameters are sharded, or while a
     report watches what is saved.
 
     Args:
@@ -46,7 +46,7 @@ def refresh_bits(
         generators: The generators of the patched model.
 
     Saves:
-        For the time of it two copies of the gradient.
+        Two copies of the gradient while it measures.
 
     Source:
         GACT (arXiv 2206.11357), which measures each tensor three times: twice with one bit and once with 8.
@@ -71,13 +71,13 @@ def refresh_bits(
 
 
 def mean_bits(config: CompressionConfig) -> float:
-    """The roles of a config whose bits are measured."""
+    """The mean bits that a config asks for: the most bits of its codecs whose bits are measured."""
     codecs = [CODECS[getattr(config, role)] for role in CODEC_FIELDS]
     return max(codec.bits for codec in codecs if isinstance(codec, IntMeasured))
 
 
 def _can_be_measured(model: nn.Module, parameters: Sequence[Tensor]) -> bool:
-    """Whether gradients can be taken here, beside those of the training."""
+    """Whether gradients can be computed here, apart from those of the training step."""
     if not model.training or not torch.is_grad_enabled() or transforms_active() or hooks_outside() is not None:
         return False
     plain = all(type(p) in PLAIN_TENSORS and not isinstance(p, FakeTensor) and not p.is_meta for p in parameters)
@@ -85,7 +85,7 @@ def _can_be_measured(model: nn.Module, parameters: Sequence[Tensor]) -> bool:
 
 
 def _sensitivities(widths: dict[str, Width], gradients: Callable[[], list[Tensor] | None]) -> dict[str, Sensitivity]:
-    """What 4 bits do at each place where something is stored; nothing if the forward returns no loss."""
+    """The gradient's relative error from 4 bits at each place that stores something; empty if there is no loss."""
     for width in widths.values():
         width.bits, width.elements = 0, 0
     exact = gradients()
@@ -95,7 +95,7 @@ def _sensitivities(widths: dict[str, Width], gradients: Callable[[], list[Tensor
     if not norm or not math.isfinite(norm):
         # a batch without a gradient, or with an overflow, teaches nothing
         return {}
-    # the next passes count them again; of two towers only one may run
+    # copied, because the next passes count again; a place without elements did not run (one of two towers)
     elements = {place: width.elements for place, width in widths.items() if width.elements}
     for place, count in elements.items():
         widths[place].bits = _PROBE
