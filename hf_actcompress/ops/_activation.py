@@ -15,7 +15,7 @@ from ..reference.bits import pack_mask, unpack_mask
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 
-# kinds whose derivative depends on the input's sign: a codec must not round an input across zero
+# kinds whose derivative changes between its two values where x changes sign: a codec must not round x across zero
 SIGN_DECIDES = ("relu", "relu6", "leaky_relu")
 # those of them whose derivative depends on nothing but the sign
 _BY_MASK = ("relu", "leaky_relu")
@@ -91,10 +91,10 @@ def activation(
         ``stock(x)``.
 
     Saves:
-        x by its record. In stock, compositions such as ``gelu_new`` keep four tensors; this op keeps one. If x is
-        stored and not derived, and without a codec, a relu keeps its output instead, as stock does. If x is derived
-        from a tensor that a lossy codec stored (after a BatchNorm), a relu and a leaky_relu keep one more bit per
-        element, because rounding loses the sign.
+        x by its record. In stock, compositions such as ``gelu_new`` keep four tensors; this op keeps one. With the
+        identity codec, a relu whose x is not derived keeps its output instead, as stock does. If x is derived from a
+        tensor that a lossy codec stored (after a BatchNorm), a relu and a leaky_relu keep one more bit per element,
+        because rounding loses the sign.
 
     Gradient:
         Exact. Bit-equal to stock where torch has one kernel for it (gelu, silu, relu, mish, ...); for compositions the

@@ -180,7 +180,7 @@ def _check(target: Tensor, outside: Tensor, classes: int) -> None:
 
 
 def _computed(counts: Tensor, most: int | None) -> Tensor | None:
-    """The numbers [K] of the rows that are computed: at least all those that count [N], bool. None: all rows."""
+    """The numbers [K] of the rows to compute: at least all rows where `counts` [N], bool, is True. None: all rows."""
     if on_cpu(counts):
         # on a CPU the host does not have to wait for this
         kept = counts.nonzero()[:, 0]
@@ -193,7 +193,7 @@ def _computed(counts: Tensor, most: int | None) -> Tensor | None:
 
 
 def _loss_dtype(h: Tensor, pointwise: Pointwise, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch computes the loss of such logits under the current autocast, by a small call of it."""
+    """The dtype in which torch computes the loss of such logits under the current autocast, found by a small call."""
     x = torch.zeros(1, 1, dtype=dtype, device=h.device)
     with torch.no_grad():
         for function in pointwise:

@@ -22,7 +22,7 @@ def packed_attention(
     kernel: str = "pieces",
     codec: Codec = IDENTITY,
 ) -> Tensor:
-    """Attention in which each token sees the tokens before it in its own sequence, or those in a band. No T x T mask.
+    """Attention in which each token sees those before it in its sequence, or those in a band. No T x T mask is made.
 
     Args:
         q: ``[B, H, T, D]``, of the same dtype as k and v.

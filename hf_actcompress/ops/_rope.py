@@ -30,7 +30,10 @@ _Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RopeFunction(torch.autograd.Function):
-    """Variant "angles": keeps cos and sin by reference, nothing of q and k. If these are derived, so are outputs."""
+    """Variant "angles": keeps cos and sin by reference, and nothing of q and k.
+
+    If a norm made q and k, so that they are derived, the outputs are derived as well.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ class LossArguments:
 
 
 def loss_over_classes(loss: Callable[[LossArguments], Any]) -> Callable[..., Any]:
-    """Gives `loss` the signature of torch's losses. It returns NotImplemented unless class indices [N] meet [N, V].
+    """Gives `loss` torch's signature. A call returns NotImplemented unless it has class indices [N] for rows [N, V].
 
     Calls with class weights or with options that torch has deprecated (`size_average`, `reduce`) are left to torch.
     """

@@ -105,7 +105,7 @@ def _joined(parts: list[Losses], logits: Tensor, dtype: torch.dtype) -> Losses:
 def linear_cross_entropy_fwd(
     h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
 ) -> Losses:
-    """The same from h [K, D], weight [V, D] and bias [V], in chunks of the vocabulary; the logits are never whole."""
+    """As `cross_entropy_fwd`, from h [K, D], weight [V, D], bias [V], in chunks of the vocabulary: no whole logits."""
     return chunked_fwd(_softmax_statistics, h, weight, bias, target, pointwise, dtype)
 
 
