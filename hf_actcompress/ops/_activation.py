@@ -15,9 +15,9 @@ from ..reference.bits import pack_mask, unpack_mask
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 
-# kinds whose derivative has two values, which the input's sign decides: a codec must not round it across zero
+# kinds whose derivative changes between its two values where x changes sign: a codec must not round x across zero
 SIGN_DECIDES = ("relu", "relu6", "leaky_relu")
-# kinds of these whose derivative needs nothing but the sign
+# those of them whose derivative depends on nothing but the sign
 _BY_MASK = ("relu", "leaky_relu")
 
 
@@ -46,9 +46,9 @@ class ActivationFunction(torch.autograd.Function):
         record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
         rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):
-            # the output says f', too, and a stock layer behind this one keeps the output anyway
+            # f' can be computed from the output, too, and a stock layer that follows keeps the output anyway
             record, rebuild = stored_exact(y.detach()), _itself
-        # x may have a wrong sign where it is derived from a rounded tensor, such as a BatchNorm's input
+        # if x is derived from a rounded tensor, such as a BatchNorm's input, the rebuilt x may have a wrong sign
         rounded = kind in _BY_MASK and isinstance(record, Derived) and not is_lossless(record)
         save(ctx, stored_exact(pack_mask(x > 0)) if rounded else record)
         declare(y, rebuild, record)
@@ -60,7 +60,7 @@ class ActivationFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,) = load(ctx, dy)
         if ctx.by_mask:
-            # any number of the same sign as x serves
+            # any number with x's sign gives the same f'
             x = unpack_mask(x, dy.shape).to(dy.dtype).sub_(0.5)
         bwd = implementation("activation_bwd", dy, ctx.kind)
         return bwd(dy, x, ctx.kind, ctx.options), None, None, None, None
@@ -82,7 +82,7 @@ def activation(
 
     Args:
         x: Pre-activation, any shape, floating point.
-        stock: The stock forward; its values are returned unchanged, and rebuilt with it or by a kernel of that kind.
+        stock: The stock forward; its values are returned unchanged. They are rebuilt by it, or by a kernel for `kind`.
         kind: A row of ``reference.ACTIVATIONS``: the derivative.
         options: Constants of that row.
         codec: How x is stored if it has to be.
@@ -91,9 +91,10 @@ def activation(
         ``stock(x)``.
 
     Saves:
-        x by its record; compositions such as ``gelu_new`` keep four tensors in stock, this keeps one. A relu whose x
-        nobody derives keeps its output instead, as stock does. Where x is derived from what a lossy codec stored
-        (behind a BatchNorm) a relu and a leaky_relu keep one bit per element more, because rounding loses the sign.
+        x by its record. In stock, compositions such as ``gelu_new`` keep four tensors; this op keeps one. With the
+        identity codec, a relu whose x is not derived keeps its output instead, as stock does. If x is derived from a
+        tensor that a lossy codec stored (after a BatchNorm), a relu and a leaky_relu keep one more bit per element,
+        because rounding loses the sign.
 
     Gradient:
         Exact. Bit-equal to stock where torch has one kernel for it (gelu, silu, relu, mish, ...); for compositions the

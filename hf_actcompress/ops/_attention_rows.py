@@ -1,4 +1,4 @@
-"""Attention of a model's own making (a softcap, sinks), some rows of queries at a time: nothing of T x T is made."""
+"""A model's own attention (a softcap, sinks), computed for some rows of queries at a time: no T x T tensor is made."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .own_weights import OwnWeights, alias
 from .packed_mask import PackedMask
 from .region import result_in_region
 
-# stock's call for some rows of queries, all keys and values, and the rows of the mask: [B, rows, H, D]
+# stock's call: (some rows of queries, all keys, all values, these rows of the mask) -> [B, rows, H, D]
 _Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# queries of one call at most and at least, and scores of all heads between them
+# the largest and the smallest number of queries per call; between these bounds, the number of scores of all heads
 _MOST, _LEAST, _SCORES = 256, 32, 2**23
 
 
@@ -102,14 +102,14 @@ def attention_rows(
     step: int | None = None,
     codec: Codec = IDENTITY,
 ) -> Tensor:
-    """``attend(q, k, v, mask)`` where no row of queries looks at another one, some of them at a time.
+    """``attend(q, k, v, mask)``, some queries at a time. The output of a query must not depend on other queries.
 
     Args:
         attend: Stock's attention, which takes k and v with their own heads and an additive mask.
-        mask: Which tokens see which. Its values are made for the rows that are computed.
+        mask: Which tokens see which. Its values are computed only for the rows of one call at a time.
         q: ``[B, H, T, D]``.
         k, v: ``[B, Hkv, T, D]``.
-        own: The weights that `attend` reads beside them: gpt-oss's sinks.
+        own: The weights that `attend` reads besides its arguments, such as gpt-oss's sinks.
         step: How many queries at a time; None: by the size of their scores.
         codec: How q, k and v are stored.
 
@@ -117,15 +117,15 @@ def attention_rows(
         ``[B, T, H, D]``.
 
     Saves:
-        q, k and v, and of the mask where the sequences are: no scores, no probabilities, no mask.
+        q, k, v, and the bounds of the sequences in place of the mask. No scores, no probabilities.
 
     Gradient:
-        Exact: of each block by stock's own ops; the sums over blocks are in fp32. Of the first order.
+        Exact: stock's own ops compute each block, and sums over blocks are in fp32. First order only.
     """
     tensors = () if own is None else tuple(own.tensors)
     step = step or _rows_at_a_time(q, k)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v, *tensors)):
-        # also the first run of a layer that is checkpointed by reentering autograd
+        # this includes the first run of a layer under reentrant checkpointing
         return result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))[0]
     out: Tensor = applied(AttentionRowsFunction, attend, mask, step, q, k, v, codec, own, *tensors)
     return out

@@ -1,4 +1,4 @@
-"""A dtype cast that keeps nothing and whose output is derived: every adapter that casts one input shares one record."""
+"""A dtype cast that keeps nothing and whose output is derived: all adapters that cast the same input share a record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def cast_record(x: Tensor, dtype: torch.dtype, codec: Codec = IDENTITY) -> Record:
     """The record of ``x.to(dtype)``, one for all consumers of x.
 
-    Derived where x itself is derived, encoded, or no wider than the cast; otherwise the narrower cast is what is kept.
+    It is derived if x itself is derived, encoded, or no wider than the cast. Otherwise the narrower cast copy is kept.
     """
     known = known_record(x)
     as_it_is = codec == IDENTITY and (known is None or isinstance(known, Stored))

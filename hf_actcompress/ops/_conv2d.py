@@ -65,10 +65,10 @@ def _record_of_maps(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -
 
 
 def _packed_dweight(dy: Tensor, x: Packed, shape: torch.Size, geometry: ConvGeometry) -> Tensor | None:
-    """dweight [O, C, 1, 1] straight from what the codec kept; None for all but a linear layer on pixels.
+    """dweight [O, C, 1, 1] computed from the packed x; None if x has to be unpacked.
 
-    A larger kernel reads each pixel several times: one convolution of the unpacked map is cheaper than as many products
-    with shifted copies of dy.
+    This works only for a linear layer on pixels. A larger kernel reads each pixel several times: one convolution of the
+    unpacked map is cheaper than as many products with shifted copies of dy.
     """
     if tuple(shape[2:]) != (1, 1) or geometry != ((1, 1), (0, 0), (1, 1), 1):
         return None
@@ -88,24 +88,24 @@ def conv2d(
     """2d convolution that keeps its input by record.
 
     Args:
-        x: ``[B, C, H, W]``, floating point; under autocast of any dtype, otherwise of the weight's.
+        x: ``[B, C, H, W]``, floating point: any dtype under autocast, otherwise the weight's.
         weight: ``[O, C / groups, kh, kw]``.
         bias: ``[O]`` or None.
         geometry: Stride, padding and dilation as (height, width), and groups.
-        codec: How x is stored if it has to be. One of tokens is taken as `on_feature_maps` has it: its rows are images,
-            or pixels with their channels; means of tokens become means of squares of pixels.
+        codec: How x is stored if it has to be. `on_feature_maps` adapts a codec for tokens: its rows become images, or
+            pixels with their channels; means of tokens become means of squares of pixels.
         derive: False: store x through the codec even if it could be rebuilt.
 
     Returns:
         ``[B, O, H', W']``, equal to the stock module's.
 
     Saves:
-        Nothing if the weight is frozen or x is derived; else x through the codec. The weight by reference. Who made x
-        may hold it too: BatchNorm keeps its input, not its output; a ReLU in stock its output.
+        Nothing if the weight is frozen or x is derived; else x through the codec. The weight by reference. The op that
+        made x may keep x as well: stock's ReLU keeps its output, but BatchNorm keeps its input and not its output.
 
     Gradient:
-        Exact, bit-equal to stock (identity codec). With another codec dx and dbias are, which do not depend on x; the
-        weight's is that of the x that was stored.
+        Exact, bit-equal to stock (identity codec). With another codec, dx and dbias are still exact, because they do
+        not depend on x; dweight is that of the stored x.
 
     Source:
         Pooled feature maps: arXiv 2409.11902. The largest entries: DropIT, arXiv 2202.13808.

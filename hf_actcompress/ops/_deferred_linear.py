@@ -1,6 +1,6 @@
 """A linear layer whose output is computed only when its values are needed.
 
-A cross entropy on it goes to `linear_cross_entropy`, in the forward of the model that called it.
+A cross entropy of this output, in the forward of the model that called the layer, runs as `linear_cross_entropy`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LinearSource(LogitsSource):
 
 @loss_over_classes
 def _cross_entropy(asked: LossArguments) -> Any:
-    """`torch.nn.functional.cross_entropy`, which never sees the logits."""
+    """What runs instead of `torch.nn.functional.cross_entropy` of deferred logits."""
     if asked.label_smoothing != 0.0:
         return NotImplemented
     input = asked.input
@@ -64,7 +64,7 @@ def _cross_entropy(asked: LossArguments) -> Any:
         logits=input.chain.root().get().flatten(0, -2) if head.keep_logits else None,
         pointwise=input.pointwise,
         dtype=head.dtype,
-        # the share is that of training batches
+        # the share holds for training batches only
         most=math.ceil(head.targets * asked.target.numel()) if torch.is_grad_enabled() else None,
     )
 
@@ -97,17 +97,17 @@ def deferred_linear(
         x: ``[..., D]``, floating point.
         weight: ``[V, D]``.
         bias: ``[V]`` or None.
-        keep_logits: Whether the values will be asked for in the end (`plain`): then a loss is computed from them,
-            bit-equal to stock's. False: a loss makes them in chunks.
-        targets: The share of a loss's targets that count, at most: so many rows a GPU computes for it.
+        keep_logits: Whether the values will be needed in the end (`plain`): a loss is then computed from them,
+            bit-equal to stock's. False: a loss computes the logits in chunks.
+        targets: The largest share of a loss's targets that may count. A GPU computes that share of the rows.
 
     Returns:
         DeferredLogits ``[..., V]``. Row selections and scalar functions of it stay deferred; `cross_entropy` of it is
-        `linear_cross_entropy`; any other op runs on its values. `returned_logits` makes of it what may leave the
-        forward.
+        `linear_cross_entropy`; any other op runs on its values. `returned_logits` turns it into logits that may leave
+        the forward.
 
     Saves:
-        As `linear`, and only while something that was made from the values is alive.
+        As `linear`, and only while a tensor that was computed from the values is alive.
 
     Gradient:
         Exact.

@@ -1,4 +1,4 @@
-"""Dropout that keeps the generator's state instead of the mask, or a smaller mask where the state is no help."""
+"""Dropout that keeps the generator's state; or the mask, where it is smaller or the state cannot be used again."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def dropout(x: Tensor, p: float, *, codec: Codec = IDENTITY) -> Tensor:
     """Dropout with the stock mask: the same seed drops the same elements as an unpatched model.
 
     Args:
-        x: Any shape, contiguous and aligned (``reference.draws_like_any``); the caller runs the stock op where it is
-            not, because the replay of the mask is tied to the order of the elements and to how a kernel loads them.
+        x: Any shape, contiguous and aligned (``reference.draws_like_any``). For other tensors the caller runs the stock
+            op, because a replayed mask depends on the order of the elements and on how a kernel loads them.
         p: Probability of an element to be zeroed, 0 < p <= 1.
         codec: How x is stored if a consumer of the output needs it.
 
@@ -53,8 +53,8 @@ def dropout(x: Tensor, p: float, *, codec: Codec = IDENTITY) -> Tensor:
 
     Saves:
         The default generator's state (5,056 bytes on a CPU; on CUDA seed and offset, 16 bytes on the host), no mask.
-        The mask, bool, where that is less than a CPU's state. While a CUDA graph is captured, a bit per element of the
-        mask: the graph's replays draw at other offsets.
+        On a CPU, the mask (bool) if it is smaller than the state. While a CUDA graph is captured, the mask in one bit
+        per element, because the graph's replays draw at other offsets.
 
     Gradient:
         Exact, bit-equal to stock.

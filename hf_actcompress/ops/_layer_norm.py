@@ -43,7 +43,7 @@ class LayerNormFunction(torch.autograd.Function):
         wide = autocast_widens(x)
         inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
         y, mean, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
-        # a norm over tokens needs all tokens
+        # a norm whose normalised dimensions include the tokens needs all tokens
         x_record = record_of(x, codec) if x.dim() > len(shape) + 1 else whole_record_of(x, codec)
         affine = tuple(parameter(t) for t in (weight, bias) if t is not None)
         save(ctx, x_record, stored_exact(mean), stored_exact(rstd), *affine)
@@ -91,11 +91,11 @@ def layer_norm(
         weight, bias: ``shape`` or None.
         eps: Added to the variance.
         codec: How x is stored if it has to be.
-        copy_affine: Rebuild the output from copies of weight and bias. For sharded modules: a consumer in another
-            unit of FSDP asks for the output when the parameters' memory has been freed again.
+        copy_affine: Rebuild the output from copies of weight and bias. For sharded modules: when a consumer in another
+            FSDP unit rebuilds the output, the memory of these parameters has already been freed.
 
     Returns:
-        Like x; fp32 under autocast on an accelerator, as stock.
+        Like x; fp32 under autocast on an accelerator, as in stock.
 
     Saves:
         x by its record, mean and rstd (fp32, one each per row); the affine parameters by reference. Not the output:

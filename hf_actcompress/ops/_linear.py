@@ -19,7 +19,7 @@ _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]
 
 
 class LinearFunction(torch.autograd.Function):
-    """Keeps x by its record and a reference to the weight parameter, never a cast copy of either."""
+    """Keeps x by its record and a reference to the weight parameter, never a cast copy of the weight."""
 
     @staticmethod
     def forward(
@@ -53,7 +53,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 class UnreadLinearFunction(LinearFunction):
-    """The same for an output that is not read: it is not computed."""
+    """`LinearFunction` for an output whose values are not read: it returns zeros and computes no product."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class UnreadLinearFunction(LinearFunction):
 def _keep(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
 ) -> torch.dtype:
-    """Keep what backward needs; the dtype of the product."""
+    """Keep what backward needs, and return the dtype of the product."""
     dtype = autocast_dtype(x) or x.dtype
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     record = input_record(x, dtype, codec, derive) if needs_weight else None
@@ -77,16 +77,16 @@ def _keep(
 
 
 def _packed_dweight(dy: Tensor, x: Packed, transposed: bool) -> Tensor | None:
-    """dweight straight from what the codec kept; None if unpacking is cheaper."""
+    """dweight computed from the packed x; None if unpacking is cheaper."""
     dweight = x.codec.grad_weight(dy, x.tensors, x.meta)
     return dweight.t() if dweight is not None and transposed else dweight
 
 
 def no_view(y: Tensor) -> Tensor:
-    """y over the same memory, as a tensor of its own.
+    """y over the same memory, as a tensor that is not a view.
 
-    A linear layer with a bias returns a view of the product over rows. Autograd lets nobody write in place on a view
-    that a Function returned, and model code does (``Sequential(Linear, ReLU(inplace=True))``, adapters).
+    A linear layer with a bias returns a view of the product over rows. Autograd forbids in-place writes to a view that
+    a Function returned, and model code writes in place (``Sequential(Linear, ReLU(inplace=True))``, adapters).
     """
     return y if torch.compiler.is_compiling() else not_a_view(y)
 
@@ -113,20 +113,20 @@ def linear(
     """Linear layer that keeps its input by record.
 
     Args:
-        x: ``[..., I]``, floating point; under autocast of any dtype, otherwise of the weight's.
+        x: ``[..., I]``, floating point: any dtype under autocast, otherwise the weight's.
         weight: ``[O, I]`` as nn.Linear has it, or ``[I, O]`` (transformers' Conv1D) with ``transposed``.
         bias: ``[O]`` or None.
         transposed: The layout of the weight.
         codec: How x is stored if it has to be.
         derive: False: store x through the codec even if it could be rebuilt.
-        unread: Only the gradient of the output matters, its values are not read: it is zero, and costs no product.
+        unread: Whether only the output's gradient is used and not its values: the output is zero, without a product.
 
     Returns:
         ``[..., O]`` in the autocast dtype or x's, equal to the stock module's.
 
     Saves:
         Nothing if the weight is frozen or x is derived; else x through the codec, shared with its other consumers.
-        The weight by reference. Under autocast neither the cast input nor the cast weight: both are cast again.
+        The weight by reference. Under autocast, x as `cast_record` keeps it, and no cast weight: it is cast again.
 
     Gradient:
         Exact, bit-equal to stock (identity codec).

@@ -1,4 +1,4 @@
-"""Linear attention with a recurrent state: its backward makes again what a segment of tokens makes, one at a time."""
+"""Linear attention with a recurrent state: backward computes its intermediate tensors again, a segment at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .autocast import SameAutocast
 from .first_order import once_differentiable
 from .own_weights import alias
 
-# the inputs [B, n, ...] of some tokens and the state before them (None: there are none) -> output, the next state
+# (inputs [B, n, ...] of some tokens, the state before them or None for the first) -> (output, the state after them)
 _Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -56,27 +56,27 @@ class LinearAttentionFunction(torch.autograd.Function):
 
 
 def _segments(x: Tensor, step: int) -> list[slice]:
-    """Of x [B, T, ...], all of them, also of a tensor without data: each adds a state to what backward holds."""
+    """All segments of x [B, T, ...], also if x has no data, because backward holds one more state for each segment."""
     return [slice(start, start + step) for start in range(0, x.size(1), step)]
 
 
 def linear_attention(rule: _Rule, step: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """A linear attention over tokens, whose backward has `step` of them at a time.
+    """Linear attention over tokens, whose backward processes `step` tokens at a time.
 
     Args:
-        rule: Stock's code. Gets some tokens of the inputs and the state before them, and returns their output and the
-            state behind them, so that it gives the same for all tokens at once and for one part after the other.
+        rule: Stock's code. It gets some tokens of the inputs and the state before them, and returns their output and
+            the state after them. All tokens at once and one segment after the other must give the same results.
         step: Tokens of a segment.
-        inputs: ``[B, T, ...]``: queries, keys, values, decays and what else belongs to a token.
+        inputs: ``[B, T, ...]``: queries, keys, values, decays and other tensors with one entry per token.
 
     Returns:
         The output ``[B, T, ...]``, and the last state.
 
     Saves:
-        The inputs (stock: all that the rule makes of all tokens).
+        The inputs (stock: all intermediate tensors of the rule, for all tokens).
 
     Gradient:
-        Exact, of the first order: stock's own ops run again on each segment, twice: for the states, and for gradients.
+        Exact, first order only: backward runs stock's own ops on the segments twice, for the states and for gradients.
     """
     out: tuple[Tensor, Tensor] = LinearAttentionFunction.apply(rule, step, *inputs)  # type: ignore[no-untyped-call]
     return out

@@ -2,8 +2,8 @@
 
 torch has `torch.nn.functional.linear_cross_entropy` from 2.13 on, and it is not used here: with reduction "mean" it
 makes the weight's gradient in forward and keeps it, and with "none" its bf16 gradients err by more than the exactness
-law allows (tests/ops/test_torch_linear_cross_entropy.py measures both and fails once they no longer hold). Nor does it
-know autocast, for which a cast weight would be kept, or a softcap.
+law allows (tests/ops/test_torch_linear_cross_entropy.py measures both and fails once they no longer hold). It supports
+neither autocast (a cast weight would be kept) nor a softcap.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         rows_record = stored_exact(rows) if rows is not None else None
         record = exact_record(h, dtype)
         if is_dropped(record):
-            # padding rows come back as zeros, which their statistics do not fit: their softmax has to be zero as well
+            # backward reads dropped padding rows as zeros, which do not fit their statistics: make their softmax zero
             maximum = maximum.masked_fill(target == NO_TARGET, torch.inf)
         save(
             ctx,
@@ -128,24 +128,24 @@ def linear_cross_entropy(
         pointwise: What happens to the logits before the loss: differentiable elementwise functions without tensors
             of their own, each applied to every chunk, in forward and in backward.
         dtype: Dtype of the logits; by default the autocast dtype or h's.
-        most: How many targets count at most; more of them are an error on a GPU. None: all may.
+        most: The largest number of targets that may count; more are an error on a GPU. None: no limit.
 
     Returns:
-        The loss, or ``[N]`` losses, in the dtype of torch's: bit-equal to it if `logits` is given.
+        The loss, or ``[N]`` losses, in the dtype of torch's loss; bit-equal to torch's if `logits` is given.
 
     Saves:
-        h by its record (nothing if it is derived), weight and bias by reference, about 40 bytes per target whatever
-        V. Stock: the log-probabilities, 2 or 4 bytes times V per target.
+        h by its record (nothing if it is derived), weight and bias by reference, about 40 bytes per target for any V.
+        Stock: the log-probabilities, 2 or 4 bytes times V per target.
 
     Gradient:
-        Exact: each row of the weight's gradient is one dot product over all targets, rounded once; h's adds up in
-        fp32. Softmax and its gradient in fp32 (fp64 for fp64) whatever the dtype of the logits.
+        Exact: each row of the weight's gradient is one dot product over all targets, rounded once; the gradient of h is
+        summed in fp32. Softmax and its gradient are in fp32 (fp64 for fp64) for any dtype of the logits.
 
     Raises:
-        IndexError: A target outside the vocabulary, as stock does. On a GPU the kernel stops, as stock's does.
+        IndexError: A target is outside the vocabulary, as in stock. On a GPU the kernel stops, as stock's does.
 
     On a CPU the rows without a target are left out. On a GPU the host would have to wait for the device to know how
-    many they are, so all rows are computed, or `most`.
+    many such rows there are, so all rows are computed, or `most` rows.
     """
     loss_dtype = _loss_dtype(h, pointwise, dtype or autocast_dtype(h) or h.dtype)
     counts = target != ignore_index
@@ -180,9 +180,9 @@ def _check(target: Tensor, outside: Tensor, classes: int) -> None:
 
 
 def _computed(counts: Tensor, most: int | None) -> Tensor | None:
-    """The numbers [K] of the rows that are computed: at least all those that count [N], bool. None: all rows."""
+    """The numbers [K] of the rows to compute: at least all rows where `counts` [N], bool, is True. None: all rows."""
     if on_cpu(counts):
-        # on a CPU this costs no waiting
+        # on a CPU the host does not have to wait for this
         kept = counts.nonzero()[:, 0]
     elif most is None or most >= counts.numel():
         return None
@@ -193,7 +193,7 @@ def _computed(counts: Tensor, most: int | None) -> Tensor | None:
 
 
 def _loss_dtype(h: Tensor, pointwise: Pointwise, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch computes the loss of such logits now, under this autocast: torch itself is asked."""
+    """The dtype in which torch computes the loss of such logits under the current autocast, found by a small call."""
     x = torch.zeros(1, 1, dtype=dtype, device=h.device)
     with torch.no_grad():
         for function in pointwise:

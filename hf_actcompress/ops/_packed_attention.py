@@ -1,4 +1,4 @@
-"""Attention inside of each sequence of packed rows, in windows, and past padding."""
+"""Attention within each sequence of packed rows, within windows, and in rows with padding."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def packed_attention(
     kernel: str = "pieces",
     codec: Codec = IDENTITY,
 ) -> Tensor:
-    """Attention in which each token sees those before it in its own sequence, or in a band. No mask of T x T is made.
+    """Attention in which each token sees those before it in its sequence, or those in a band. No T x T mask is made.
 
     Args:
-        q: ``[B, H, T, D]``, of one dtype with k and v.
+        q: ``[B, H, T, D]``, of the same dtype as k and v.
         k, v: ``[B, Hkv, T, D]``, H a multiple of Hkv.
-        bounds: ``sequences.starts`` on the device, ``[N + 1]`` int32; of a band, which tokens are no padding,
+        bounds: ``sequences.starts`` on the device, ``[N + 1]`` int32; for a band, which tokens are not padding,
             ``[B, T]`` bool, or None.
-        sequences: Where the sequences of the B rows begin and end; or a band, for "pieces" alone.
+        sequences: Where the sequences of the B rows begin and end; or a band, which only "pieces" supports.
         scale: Factor on q k^T, or None for ``D ** -0.5``.
         window: How many keys a query sees to one side, itself included; None: all.
         kernel: "pieces", the CPU's; "flash" or "efficient", CUDA's.

@@ -19,7 +19,7 @@ _Stock = Callable[[Tensor], Tensor]
 
 
 class RecomputedFunction(torch.autograd.Function):
-    """Variant "input": keeps x, and nothing of what the function keeps itself."""
+    """Variant "input": keeps x, and none of the tensors that the ops inside the function would save."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, own: OwnWeights | None, *weights: Tensor) -> Tensor:
@@ -51,19 +51,19 @@ def recomputed(x: Tensor, stock: _Stock, own: OwnWeights | None = None, *, codec
 
     Args:
         x: Any shape, floating point.
-        stock: Stock's code. Its result is no view of x.
-        own: The weights that the function reads beside x.
+        stock: Stock's code. Its result is not a view of x.
+        own: The weights that the function reads besides x.
         codec: How x is stored.
 
     Returns:
         What stock returns.
 
     Saves:
-        x, and the weights by reference (stock: what each op inside of the function keeps, and its result in the next
-        layer).
+        x, and the weights by reference (stock: what each op inside the function keeps, and the function's result, which
+        the next layer keeps).
 
     Gradient:
-        Exact, bit-equal to stock with ``codec="identity"``: stock's own ops run again. Of the first order.
+        Exact, bit-equal to stock with ``codec="identity"``: stock's own ops run again. First order only.
     """
     y: Tensor = applied(RecomputedFunction, x, stock, codec, own, *(own.tensors if own is not None else ()))
     return y

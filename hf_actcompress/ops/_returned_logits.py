@@ -74,22 +74,22 @@ def _rows_from(first: int, logits: Callable[[], Tensor]) -> Read:
 
 
 def _whole_record(h: Tensor, dtype: torch.dtype) -> Record:
-    """The record of the head's input with its padding rows, whose logits may be asked for."""
+    """The record of the head's input with its padding rows, because their logits may be asked for."""
     record = exact_record(h, dtype)
     return stored_exact(h.detach().to(dtype)) if is_dropped(record) else record
 
 
 def returned_logits(x: Tensor) -> Tensor | None:
-    """Deferred logits as they may leave the forward in which their head ran; any other tensor as it is.
+    """Deferred logits in a form that may leave the forward in which their head ran; any other tensor unchanged.
 
     Args:
         x: What `deferred_linear` returned, ``[..., V]``, or a function of each element of it.
 
     Returns:
-        DeferredLogits ``[..., V]``, or None for a selection of rows. Under ``no_grad`` they hold no values and can be
-        had until the weight is written on. With `keep_logits` they hold the values, computed
-        now: whatever happens to the model's weights, those of the forward. Without, the values are computed when they
-        are asked for, and cannot be had after backward or after a step of the optimizer.
+        DeferredLogits ``[..., V]``, or None for a selection of rows. Under ``no_grad`` they hold no values; the values
+        can be computed until the head's input or weight is modified in place. With `keep_logits` they hold the values
+        of this forward, computed now, so later changes of the model's weights do not matter. Without `keep_logits`, the
+        values are computed when they are asked for, which is impossible after backward or after an optimizer step.
 
     Saves:
         The head's input by its record, the weight by reference; nothing of vocabulary size.
@@ -98,7 +98,7 @@ def returned_logits(x: Tensor) -> Tensor | None:
         Exact.
 
     Raises:
-        RuntimeError: When values that were not kept are asked for too late.
+        RuntimeError: Values that were not kept are asked for too late.
     """
     if not isinstance(x, DeferredLogits):
         return x

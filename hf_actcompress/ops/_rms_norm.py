@@ -64,15 +64,15 @@ def rms_norm(
         eps: Added to the mean square; None for torch's default, the machine epsilon of fp32.
         formula: A row of ``reference.RMS_NORM_FORMULAS``: in which dtype the gain is applied.
         codec: How x is stored if it has to be.
-        copy_affine: Rebuild the output from a copy of the weight. For sharded modules: a consumer in another unit of
-            FSDP asks for the output when the parameters' memory has been freed again.
+        copy_affine: Rebuild the output from a copy of the weight. For sharded modules: when a consumer in another FSDP
+            unit rebuilds the output, the memory of this parameter has already been freed.
 
     Returns:
         ``[..., C]``, equal to the stock module's.
 
     Saves:
         x by its record, rstd (fp32, one per row), the weight by reference. Stock keeps x in fp32 and the normalised
-        x, and every consumer the output.
+        x, and every consumer keeps the output.
 
     Gradient:
         Exact (identity codec): bit-equal to the stock modules' by the reference, within their own error by a kernel.

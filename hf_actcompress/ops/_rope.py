@@ -30,7 +30,10 @@ _Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RopeFunction(torch.autograd.Function):
-    """Variant "angles": keeps cos and sin by reference, of q and k nothing. Behind a norm its outputs are derived."""
+    """Variant "angles": keeps cos and sin by reference, and nothing of q and k.
+
+    If a norm made q and k, so that they are derived, the outputs are derived as well.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +60,7 @@ class RopeFunction(torch.autograd.Function):
 
 
 class RotatedFunction(torch.autograd.Function):
-    """Variant "angles" of rotations of other make: their own code, forward and backward."""
+    """Variant "angles" for other rotations: the model's own code runs in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
@@ -73,7 +76,7 @@ class RotatedFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = load(ctx)
         shape, stride, dtype = ctx.like
-        # what is rotated does not matter: the gradient depends on the angles alone
+        # the values of x do not matter: the rotation is linear, so its gradient depends on the angles alone
         x = torch.empty_strided(shape, stride, dtype=dtype, device=dy.device).requires_grad_()
         with torch.enable_grad():
             y = ctx.rotate(x, cos, sin)
@@ -81,13 +84,13 @@ class RotatedFunction(torch.autograd.Function):
 
 
 def _derived(x: Tensor) -> Derived | None:
-    """The record of x, if it can be rebuilt from what is kept anyway (behind a norm of queries and keys)."""
+    """The record of x if x can be rebuilt from tensors that are kept anyway (after a norm of queries and keys)."""
     record = known_record(x)
     return record if isinstance(record, Derived) and is_lossless(record) and not is_dropped(record) else None
 
 
 def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotate: _Rotate | None = None) -> None:
-    """Declare y as x rotated, if x can be rebuilt from what is kept anyway."""
+    """Declare y as x rotated, if x can be rebuilt from tensors that are kept anyway."""
     record = _derived(x)
     if record is not None and _large_sources(record, y.numel()) <= y.nbytes:
         order = y if y.is_contiguous() else y.transpose(1, 2)
@@ -105,8 +108,8 @@ class _Rotated:
     """Recompute function of rotated queries or keys, in their order in memory; it holds no tensor.
 
     Args:
-        swapped: Whether that order is another one than that of their dimensions.
-        rotate: What rotates; None: the op of Llama's rotation.
+        swapped: Whether dimensions 1 and 2 are swapped in memory.
+        rotate: The model's own rotation; None: Llama's, by `rope_fwd`.
     """
 
     __slots__ = ("rotate", "swapped")
@@ -125,17 +128,17 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     Args:
         q, k: ``[B, heads, S, D]``, each with its own count of heads, or ``[B, S, heads, D]``; floating point.
         cos, sin: ``[B or 1, S, D]``, of the same dtype or another one.
-        unsqueeze_dim: Where the heads are, 1 or 2.
+        unsqueeze_dim: The dimension of the heads, 1 or 2.
 
     Returns:
         q and k rotated, in their shapes, bit-equal to stock; in the wider dtype of x and the angles.
 
     Saves:
-        cos and sin by reference, which every layer has from one module.
+        cos and sin by reference; one module computes them for all layers.
 
     Gradient:
-        Exact: bit-equal to stock by the reference and by the kernel. Where the angles want one too, or broadcast q or k
-        to another shape, torch's own graph is made.
+        Exact: bit-equal to stock by the reference and by the kernel. If the angles require a gradient, too, or
+        broadcast q or k to another shape, stock's ops run and autograd keeps its own graph.
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if cos.requires_grad or sin.requires_grad or not all(_keep_shape(x, cos, sin) for x in (q, k)):
@@ -145,11 +148,11 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
 
 
 def rotated(x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rotate(x, cos, sin)``, rotary embeddings of any make of queries or keys that a norm has made.
+    """``rotate(x, cos, sin)``: any rotary embedding of queries or keys that are the output of a norm.
 
     Args:
-        x: Queries or keys, floating point, that `rotates_normed` lets through.
-        rotate: Stock's code, linear in x, whose result is no view. It holds no tensor.
+        x: Queries or keys, floating point, for which `rotates_normed` is True.
+        rotate: Stock's code, linear in x. It holds no tensor, and its result is not a view.
         cos, sin: The angles, as `rotate` takes them; no gradient.
 
     Returns:
@@ -159,14 +162,14 @@ def rotated(x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
         cos and sin by reference. The result is derived from what the norm keeps (stock: kept by attention).
 
     Gradient:
-        Exact, bit-equal to stock: its own ops make it. Of the first order.
+        Exact, bit-equal to stock: stock's own ops compute it. First order only.
     """
     y: Tensor = applied(RotatedFunction, x, rotate, cos, sin)
     return y
 
 
 def rotates_normed(x: Tensor) -> bool:
-    """Whether x can be made again from what is kept anyway, so that what it is rotated to need not be kept."""
+    """Whether x can be rebuilt from tensors that are kept anyway, so that the rotated x need not be kept."""
     return _derived(x) is not None
 
 

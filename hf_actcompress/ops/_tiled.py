@@ -1,7 +1,7 @@
 """A function of rows, computed and differentiated a tile of rows at a time: its working memory is that of one tile.
 
 The same idea as Arctic's TiledMLP (arXiv 2506.13996) and StreamBP (arXiv 2506.03077), with the forward computed twice
-in all: a checkpointed layer that is computed again ends before the function, because its output is not needed there.
+in total: the second run of a checkpointed layer stops before this function, because its output is not needed there.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _CHANGED = (
 
 
 class KeptFunction(torch.autograd.Function):
-    """x as it is, and its record kept.
+    """Returns x unchanged and keeps its record.
 
-    A node of its own, before the one that computes: a checkpointed layer that is computed again stops at the last
-    tensor that it saves, and that is this one.
+    This is a separate node before the one that computes: the second run of a checkpointed layer stops at the last
+    tensor that the layer saves, which is this x, and so it does not compute the function.
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ class TiledFunction(torch.autograd.Function):
 
 
 class _Sums:
-    """Gradients of weights, summed over tiles in fp32 where the weights have fewer digits.
+    """Gradients of weights, summed over tiles; in fp32 if the weights are in 16 bits.
 
     The tiles read aliases of the weights. Each gradient is added to its sum and freed as soon as it is computed.
     """
@@ -122,7 +122,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _add_to(total: Tensor, x: Tensor) -> None:
-    """total += x. A CPU copies an x of fewer digits before it adds: it gets some rows of it at a time."""
+    """total += x. A CPU copies an x of another dtype before it adds, so it gets only some rows of x at a time."""
     if x.dim() < 2 or x.dtype == total.dtype or not on_cpu(x):
         total.add_(x)
         return
@@ -131,7 +131,7 @@ def _add_to(total: Tensor, x: Tensor) -> None:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """[..., H] as [N, H], or [1, N, H] where x has more than two dimensions, for code that counts them."""
+    """[..., H] as [1, N, H], for code that expects more than two dimensions; an x [N, H] as it is."""
     return x if x.dim() == 2 else x.reshape(1, -1, x.shape[-1])
 
 
@@ -148,7 +148,7 @@ def _forward(stock: _Rows, x: Tensor, tile: int) -> Tensor:
 
 
 def _backward(ctx: Any, x: Tensor, dy: Tensor, sums: _Sums, is_ours: bool) -> Tensor | None:
-    """dx, written over x if x is ours: a tile of it is not read again."""
+    """dx, written over x if `is_ours` allows it: a tile of x is not read again after its dx is known."""
     rows, grads = _in_rows(x), _in_rows(dy)
     dx = None
     if ctx.needs_input_grad[0]:
@@ -171,12 +171,12 @@ def tiled(
 
     Args:
         x: ``[..., H]``, floating point, of two dimensions or more.
-        stock: Stock's code. Gets ``[n, H]`` or ``[1, n, H]`` with n <= tile and returns as many rows. What it draws is
-            drawn again in backward.
+        stock: Stock's code. It gets ``[n, H]`` or ``[1, n, H]`` with n <= tile and returns as many rows. Random numbers
+            that it draws are drawn again in backward.
         tile: Rows of a tile, 1 or more.
         own: The weights that the function reads.
-        unread: A patched linear layer in the function with nothing but linear functions behind: its product is left out
-            when the function runs for its gradients.
+        unread: A patched linear layer in the function that is followed by linear functions only: its product is left
+            out when the function runs for its gradients.
         codec: How x is stored if it has to be.
 
     Returns:
@@ -187,8 +187,8 @@ def tiled(
         inside of it, for all rows). Nothing under ``no_grad``.
 
     Gradient:
-        Exact, of the first order: stock's own ops run again on each tile. Weight gradients in 16 bits are summed over
-        tiles in fp32, a sum in another order than stock's. With a mask of its own for each tile where it draws.
+        Exact, first order only: stock's own ops run again on each tile. Weight gradients in 16 bits are summed over
+        tiles in fp32, in another order than stock's. If the function draws (dropout), each tile draws its own mask.
 
     Raises:
         RuntimeError: A weight was written in place before the backward.

@@ -23,8 +23,8 @@ _Attend = Callable[..., Tensor]
 class FusedAttentionFunction(torch.autograd.Function):
     """Variants "fused" and "packed": a kernel's forward and backward; keeps what they need, the mask by reference.
 
-    `name` is the name of the kernel's functions, `options` are their arguments behind the mask. For packed sequences
-    the mask is their bounds.
+    `name` is the name of the kernel's functions, `options` are their arguments after the mask. For packed sequences the
+    mask is their bounds.
     """
 
     @staticmethod
@@ -113,8 +113,9 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         masks = [stored_exact(x) if x is not None else None for x in (mask, bias)]
         save(ctx, *kept, *masks, state)
         ctx.attend = SameAutocast(attend, q)
-        # torch picks its kernel by whether a gradient is wanted (also of the bias): ask as stock asks, drop the graph.
-        # A bias may want one while gradients are off: in the first run of a layer under reentrant checkpointing
+        # torch chooses its kernel also by whether inputs (the bias, too) require a gradient: make the call as stock
+        # makes it, and drop the graph. In the first run of a layer under reentrant checkpointing, a bias may require a
+        # gradient while gradients are off
         leaves = _leaves((q, k, v, mask, bias), ctx.needs_input_grad[1:6])
 
         def compute() -> tuple[Tensor]:
@@ -159,7 +160,7 @@ def recomputed_attention(
     codec: Codec = IDENTITY,
     draws: bool = False,
 ) -> Tensor:
-    """Any attention call, run again in backward instead of keeping what it keeps.
+    """Any attention call. Backward runs it again, so that the tensors which the call saves need not be kept.
 
     Args:
         attend: The stock call, ``attend(q, k, v, mask, bias) -> out [B, S, H, D]``.
@@ -167,8 +168,8 @@ def recomputed_attention(
         mask: Bool or additive mask, or None.
         bias: A position bias that may need a gradient, or None.
         is_causal: Whether the call masks the upper triangle itself: then padding on the right needs no mask.
-        codec: How q, k and v are stored. The statistics are made again from what was stored, so that they fit it. The
-            next linear keeps the output through it, too, of which only its weight's gradient is made.
+        codec: How q, k and v are stored. The statistics are computed again from the stored tensors, so they fit these.
+            The next linear layer keeps the output through this codec, too, and uses it for its weight's gradient only.
         draws: Whether the call draws random numbers, as with dropout.
 
     Returns:

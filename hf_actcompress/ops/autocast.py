@@ -29,7 +29,7 @@ def _has_autocast(device: str) -> bool:
 
 
 def without_autocast(grads: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
-    """While a backward runs whose code has the casts of its forward in it: somebody may call it inside of autocast."""
+    """Autocast off, for a backward whose code makes its forward's casts itself: it may be called under autocast."""
     return autocast_off(next(g.device.type for g in grads if g is not None))
 
 
@@ -44,7 +44,7 @@ def autocast_widens(x: Tensor) -> bool:
 
 
 def in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The tensors on which LayerNorm computes under such an autocast: its kernels take one dtype."""
+    """The tensors on which LayerNorm computes under such an autocast: its kernels need one dtype for all of them."""
     return x.float(), weight.float() if weight is not None else None, bias.float() if bias is not None else None
 
 

@@ -1,7 +1,7 @@
 """`DeferredLogits`: a tensor whose values are computed when something asks for them.
 
 Row selections, casts and scales of it stay deferred. Every other op runs on the values, unless the source of the logits
-has a function for it. Autograd sees an ordinary tensor throughout, so gradients are right whichever way a model goes.
+has a function for it. Autograd sees an ordinary tensor throughout, so gradients are right whichever ops a model uses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .first_order import once_differentiable
 
 aten = torch.ops.aten
 
-# ops that select rows or change their shape; the last dimension is checked to stay, by its size
+# ops that select rows or change their shape; `_child` checks by its size that the last dimension stays
 ROW_OPS = {
     aten.view.default,
     aten._unsafe_view.default,
@@ -77,7 +77,7 @@ class DeferredLogits(Tensor):
     # a codec must not ask for the values just to store what a node saves
     deferred = True
     chain: Values
-    # rows [..., 1]: for each of our rows the row of the source; None: all rows, in order
+    # [..., 1]: for each row of this tensor, the number of its row in the source; None: all rows, in order
     rows: Tensor | None
     # the function that is applied to each row of the source
     pointwise: tuple[Callable[[Tensor], Tensor], ...]
@@ -148,7 +148,7 @@ def _on_memory(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _deferred(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an op below autograd makes of x, without its values; None where it needs them."""
+    """The result of an op below autograd on x, still deferred; None if the op needs the values of x."""
     if func in _IN_PLACE_OPS:
         return _scaled_in_place(x, Step(_IN_PLACE_OPS[func], args, kwargs))
     if func in _SPLITTING_OPS:
@@ -176,7 +176,7 @@ def mapped(
     like: Tensor,
     of_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> DeferredLogits:
-    """A function of each row of x, which looks like `like`; `of_rows` is the step for some rows, if it is another."""
+    """The deferred `step` of each row of x, shaped like `like`. `of_rows` is the step for some rows, if it differs."""
     child = _derived(x, step, like)
     child.rows, child.pointwise = x.rows, (*x.pointwise, of_rows or step)
     return child
@@ -234,7 +234,7 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _keeps_device(step: Step, x: Tensor) -> bool:
-    """Drops a device that is x's own, so that the step works on any tensor; False for another device."""
+    """Drop the step's device, so that the step works on any tensor. False if that device is not x's own."""
     device = step.kwargs.get("device")
     step.kwargs = {name: value for name, value in step.kwargs.items() if name not in ("device", "pin_memory")}
     return device is None or torch.device(device) == x.device

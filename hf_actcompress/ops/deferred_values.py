@@ -1,4 +1,4 @@
-"""How the values of deferred logits are computed: `LogitsSource` computes the first, a chain of `Values` the others."""
+"""How deferred logits get values: `LogitsSource` computes the head's own, a chain of `Values` those made from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 class Step:
-    """One op on logits, with its arguments but for the logits."""
+    """One op on logits, with all its arguments except the logits."""
 
     __slots__ = ("args", "func", "kwargs")
 
@@ -44,7 +44,7 @@ class LogitsSource:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # where the row numbers of `DeferredLogits.rows` are
+        # the device of `DeferredLogits.rows`
         self.rows_device = device
         # whether a view of the values exists, and whether they can be written without autograd's notice
         self.lent = self.exposed = False
@@ -55,7 +55,7 @@ class LogitsSource:
         raise NotImplementedError
 
     def function(self, func: Any) -> Callable[..., Any] | None:
-        """What runs instead of a function of torch, or None; it returns NotImplemented for arguments it cannot do."""
+        """What runs instead of a torch function, or None; it returns NotImplemented for arguments it does not take."""
         return None
 
     def lend(self) -> None:
@@ -69,7 +69,7 @@ class LogitsSource:
 class Values:
     """The values of deferred logits: from the source, or by a step from earlier values. They are computed once.
 
-    It holds none of the tensors that autograd sees: their graph may hold this, and the cycle would never end.
+    It holds none of the tensors that autograd sees: their graph may hold this object, and a cycle would never be freed.
     """
 
     __slots__ = ("__weakref__", "_made", "_version", "owner", "parent", "seen", "source", "step")

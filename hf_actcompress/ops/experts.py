@@ -1,8 +1,8 @@
 """The last projection of a mixture of experts and its routing weights: neither its input nor its output is kept.
 
 Row i of the S pairs of token and expert gives w[i] * (h[i] @ W[e] + b[e]). Stock keeps that product for the gradient of
-w. It is not needed: with t = dy @ W[e]^T, which is the gradient of h but for the factor w, the gradient of w is
-t . h + dy . b[e]. In fp32, where the order of the sums shows, the product is computed again.
+w. It is not needed: with t = dy @ W[e]^T, which is the gradient of h without the factor w, the gradient of w is
+t . h + dy . b[e]. In fp32, where this other order of the sums would be visible, the product is computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .first_order import once_differentiable
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """The products of stock, which differ with the device and the version.
+    """Stock's matrix products, which depend on the device and on the versions of torch and transformers.
 
     Args:
         forward: (h, weight, offsets, bias) -> y [S, out], with the bias of each row [S, out] or None.
@@ -35,7 +35,7 @@ class GroupedProducts:
 
 
 class ExpertsDownFunction(torch.autograd.Function):
-    """Variant "input": keeps h (which is derived as a rule), the routing weights and the order of the rows."""
+    """Variant "input": keeps h (which is usually derived), the routing weights and the order of the rows."""
 
     @staticmethod
     def forward(
@@ -126,15 +126,16 @@ def experts_down(
         codec: How h is stored where it is not derived.
 
     Returns:
-        [S, out], in the dtype of the product promoted with that of `routing`. Stock's bits.
+        [S, out], in the dtype of the product promoted with that of `routing`; bit-equal to stock.
 
     Saves:
-        `routing`, `experts` and `offsets`, the weight by reference, or what an adapter makes it from; h as `record_of`
-        has it (stock: h, and the product [S, out] for the gradient of `routing`).
+        `routing`, `experts` and `offsets`; the weight by reference, or the tensors from which an adapter makes it; h by
+        its record (stock: h, and the product [S, out] for the gradient of `routing`).
 
     Gradient:
-        Exact. In fp32 bit-equal to stock, at the cost of one more product. In 16 bits those of `weight` and `bias` are;
-        those of h and `routing` take the same factors in another order, with an error like stock's. Of the first order.
+        Exact. In fp32 bit-equal to stock, at the cost of one more product. In 16 bits the gradients of `weight` and
+        `bias` are bit-equal; those of h and `routing` use the same factors in another order, with an error like
+        stock's. First order only.
     """
     y: Tensor = applied(ExpertsDownFunction, h, weight, bias, routing, experts, offsets, products, codec)
     return y

@@ -20,8 +20,8 @@ _MESSAGE = (
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward that runs without autograd, and whose gradients raise when they are differentiated again.
 
-    torch's decorator of that name does so only if an incoming gradient requires grad. That of the loss does not, and
-    then ``create_graph=True`` gives second derivatives from which the terms of this op are missing, without a word.
+    torch's decorator of that name does so only if an incoming gradient requires grad. The gradient of the loss does
+    not, and then ``create_graph=True`` silently gives second derivatives without the terms of this op.
     """
 
     @wraps(backward)

@@ -1,7 +1,7 @@
 """The parts of which the gradient of logits is the sum, and how some of their rows are computed.
 
-All rows are counted as those of the source, the head's own logits: a function of the logits that left the model works
-row by row, so its gradient at a row belongs to the row that it came from, whichever slices are in between.
+Rows are always numbered as in the source, the head's own logits. A function of logits that left the model works row by
+row, so its gradient at a row belongs to the source row that this row came from, whichever slices are in between.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from .row_set import RowSet, Where, add_at, shifted, taken
 
-# a function of rows: a chain of such functions
+# a function of rows, as a chain of functions
 Steps = tuple[Callable[[Tensor], Tensor], ...]
 # the logits [K, V] of some rows of the source
 Read = Callable[[Where], Tensor]
 
 
 class Times:
-    """The step that multiplies with another function of the same rows."""
+    """The step that multiplies by another function of the same rows."""
 
     __slots__ = ("other",)
 
@@ -63,12 +63,12 @@ class Part:
     dtype: torch.dtype
 
     def add_to(self, out: Tensor, first: int, chunk: Chunk) -> bool:
-        """Add it to out [K, V], which are the rows of the source from `first` on; whether there was any."""
+        """Add the gradient to out [K, V], the source's rows from `first` on; returns whether it has any of them."""
         raise NotImplementedError
 
 
 class Leaf(Part):
-    """The gradient of one function, from a chunk, rows of the source and the numbers of these rows in the set."""
+    """The gradient of one function. `gradient` gets a chunk, rows of the source, and their positions in `rows`."""
 
     def __init__(self, rows: RowSet, dtype: torch.dtype, gradient: Callable[[Chunk, Where, Where], Tensor]) -> None:
         self.rows, self.dtype, self.gradient = rows, dtype, gradient
@@ -84,7 +84,7 @@ class Leaf(Part):
 
 
 def rows_of(dy: Tensor) -> Callable[[Chunk, Where, Where], Tensor]:
-    """The gradient function of a `Leaf` with the values [..., V]."""
+    """The gradient function of a `Leaf` whose gradient has the values dy [..., V]."""
     flat = dy.reshape(-1, dy.size(-1))
     return lambda chunk, rows, own: taken(flat, own)
 

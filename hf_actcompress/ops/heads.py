@@ -1,4 +1,4 @@
-"""What an attention call keeps in heads, [B, H, S, ...]. If padding is dropped, it is kept as rows of real tokens.
+"""How an attention call keeps its tensors [B, H, S, ...]. If padding is dropped, only rows of real tokens are kept.
 
 The rows that are left out are zero in backward. This is exact for a padding query, because its dout is zero, and for a
 padding key and value, because no real query attends to them. `load` checks the first condition, this file the second.
@@ -39,7 +39,7 @@ def heads_padding(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) ->
 def keep_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, codec: Codec
 ) -> tuple[list[Record], bool]:
-    """The records of q, k and v, shaped like them, and whether rows are left out: padding, or what repeats others."""
+    """The records of q, k and v, shaped like them, and whether rows are left out (padding, or copies of others)."""
     padding = heads_padding(q, k, mask, is_causal)
     shared = padding is None and all(shares_rows(x.transpose(1, 2)) for x in (q, k))
     if padding is None and not shared:
@@ -77,7 +77,7 @@ def keep_row_heads(x: Tensor, dropped: bool) -> Record:
 def tokens_first(out: Tensor, codec: Codec) -> Tensor:
     """An attention's output [B, H, S, D], which it keeps through `codec`, as [B, S, H, D] for the next layer.
 
-    The kernels write in the order of the query's memory. Where that is [B, H, S, D] this is a copy, and derived.
+    The kernels write in the order of the query's memory. If that is [B, H, S, D], the result is a copy, and derived.
     """
     order = out.transpose(1, 2)
     y = order.contiguous()
@@ -117,7 +117,7 @@ class _Keys:
 
 
 def seen_by_real(padding: Padding, mask: Tensor | None) -> Tensor:
-    """[], bool: whether a real query may attend to a padding key. Once per forward for every mask."""
+    """[], bool: whether a real query may attend to a padding key. It is computed once per forward for every mask."""
     real = padding.mask  # [B, S]
     if mask is None:
         # in causal attention real tokens never attend to padding on the right

@@ -1,7 +1,7 @@
-"""The gradient of logits: a sum over functions of them, computed a few rows at a time and never whole.
+"""The gradient of logits: a sum over functions of the logits, computed a few rows at a time and never whole.
 
-Autograd sees an ordinary tensor. What its nodes do with a gradient between a function of the logits and their head
-(slices, casts, scales, sums of several) is noted down; every other op gets the whole values.
+Autograd sees an ordinary tensor. The ops of autograd nodes between a function of the logits and their head (slices,
+casts, scales, sums of several gradients) are only recorded; every other op gets the gradient's values as a whole.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ aten = torch.ops.aten
 
 
 class LogitsGradient(Tensor):
-    """A gradient like logits ``[..., V]`` whose values are in `part`.
+    """A gradient with the shape of logits ``[..., V]``, whose values `part` computes.
 
-    Its row ``at[k]`` is row ``source_rows[k]`` of what `part` sees, and its other rows are zero; `at` None: all its
-    rows, in order.
+    `part` numbers rows as in the source. Row ``at[k]`` of this tensor is row ``source_rows[k]`` of `part`, and the
+    other rows are zero. If `at` is None, each row k of this tensor is row ``source_rows[k]`` of `part`.
     """
 
     part: Part
@@ -117,7 +117,7 @@ def _meta(x: Tensor) -> Tensor:
 
 
 def _of_one(x: LogitsGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsGradient | None:
-    """What autograd nodes with the one input x make of it."""
+    """The result of an autograd node's op on the one gradient x; None if the op needs the values."""
     if func in _BACKWARD_OPS:
         return _spread(x, func, *args)
     if func in ROW_OPS:
@@ -131,7 +131,7 @@ def _of_one(x: LogitsGradient, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _spread(x: LogitsGradient, func: Any, sizes: Any, dim: int, *place: Any) -> LogitsGradient | None:
-    """The gradient of a tensor of which a part was taken along `dim`."""
+    """The gradient of a tensor, from the gradient x of a part that was taken from it along `dim`."""
     like = torch.empty(sizes, dtype=x.dtype, device="meta")
     if like.dim() == 0 or dim in (-1, like.dim() - 1):
         return None
@@ -166,7 +166,7 @@ def _sum(x: Any, y: Any) -> LogitsGradient | None:
 
 
 def _joined(func: Any, tensors: Any, dim: int = 0) -> LogitsGradient | None:
-    """The gradients of the parts of a tensor, as that of the tensor."""
+    """The gradient of a tensor, from the gradients of its parts. None if their values are needed."""
     if not all(isinstance(x, LogitsGradient) and x.origin is tensors[0].origin for x in tensors):
         return None
     like = func([_meta(x) for x in tensors], dim)
@@ -182,7 +182,7 @@ def _joined(func: Any, tensors: Any, dim: int = 0) -> LogitsGradient | None:
 
 
 def _gathered(placed: Sequence[tuple[LogitsGradient, Tensor | None]], like: Tensor) -> LogitsGradient:
-    """The sum of gradients, each with the rows of `like` where it is."""
+    """The sum of gradients; each comes with the rows of `like` that it covers (None: all)."""
     part = Total([x.part for x, _ in placed])
     for x, at in placed:
         if at is None:

@@ -73,7 +73,7 @@ class HeldOrigin(HeadOrigin):
 
 
 def operands(kept: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The head's input [N, h], weight and bias as it multiplied them, from what its node keeps."""
+    """The head's input [N, h], weight and bias in the dtype of its product, from what its node keeps."""
     h, weight, bias = kept
     return h.reshape(-1, h.size(-1)), weight.to(dtype), bias.to(dtype) if bias is not None else None
 
@@ -95,7 +95,7 @@ class ReturnedSource(LogitsSource):
         return self.values
 
     def read(self) -> Read:
-        """How to have rows of the logits, outside autograd."""
+        """The function that returns rows of the logits, outside autograd."""
         if self.values is None:
             return self.origin.read()
         values = self.values.flatten(0, -2)

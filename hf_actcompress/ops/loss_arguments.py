@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from .deferred_logits import DeferredLogits
 
-# marks a row that does not count, in `reduced`. The caller's own mark may be 0, which is a class
+# marks a row that does not count, in `reduced`. The caller's `ignore_index` may be 0, which is a class there
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class LossArguments:
-    """What `torch.nn.functional.cross_entropy` or `nll_loss` was asked for."""
+    """The arguments of a call of `torch.nn.functional.cross_entropy` or `nll_loss`."""
 
     input: DeferredLogits  # [N, V]
     target: Tensor  # [N], int64
@@ -28,9 +28,9 @@ class LossArguments:
 
 
 def loss_over_classes(loss: Callable[[LossArguments], Any]) -> Callable[..., Any]:
-    """Gives `loss` the signature of torch's; NotImplemented where the call is not one of class indices [N] on [N, V].
+    """Gives `loss` torch's signature. A call returns NotImplemented unless it has class indices [N] for rows [N, V].
 
-    Class weights and the options that torch has deprecated (`size_average`, `reduce`) are torch's own.
+    Calls with class weights or with options that torch has deprecated (`size_average`, `reduce`) are left to torch.
     """
 
     def of(
@@ -58,10 +58,10 @@ def _class_indices(input: Any, target: Any) -> bool:
 
 
 def reduced(losses: Tensor, counts: Tensor, outside: Tensor | None, reduction: str) -> Tensor:
-    """The losses [N] of the rows that count [N], bool, as torch reduces them: in the order of the whole [N, V].
+    """The losses [N] of the rows where `counts` [N], bool, reduced by torch in its order for whole logits [N, V].
 
-    A target `outside` [N], bool, of the vocabulary is handed on as one of these losses, for which torch raises: on a
-    GPU in its kernel, without the host waiting for that.
+    `outside` [N], bool, marks targets outside the vocabulary. They get a class index that is out of range here, too, so
+    torch raises: on a GPU in its kernel, without the host waiting for it.
     """
     place = torch.where(counts, 0 if outside is None else outside.long(), _IGNORED)
     return F.nll_loss(-losses[:, None], place, ignore_index=_IGNORED, reduction=reduction)

@@ -1,7 +1,7 @@
 """The weights that a module's own code reads, where that code runs again in backward.
 
-The second run reads aliases of them. Gradients are asked for the aliases, so that hooks on the weights see one
-gradient, the one that the op returns, and not those of each run.
+The second run reads aliases of the weights, and its gradients are those of the aliases. So hooks on the weights see
+only one gradient, which the op returns, and not the gradients of each run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 class OwnWeights:
-    """The parameters of a module and of all inside of it, each once, by the places from which code reads them.
+    """The parameters of a module and of its submodules, each once, with the places from which code reads them.
 
     Args:
         module: The module whose code runs again.
-        buffers: Whether its constants count, too.
-        children: Whether it reads those of the modules inside of it.
+        buffers: Whether buffers count, too.
+        children: Whether the weights of its submodules count, too.
     """
 
     __slots__ = ("_places", "_versions", "tensors")

@@ -17,15 +17,15 @@ from ..reference.sequences import Band, Sequences
 class PackedMask(Tensor):
     """A mask [B, 1, T, T], bool or additive, without memory: it says which tokens see which.
 
-    Our attention needs no values of it. All other code gets stock's mask: the first op that reads it makes it, once.
+    Our attention does not need its values. All other code gets stock's mask, made once, by the first op that reads it.
 
     Args:
-        sequences: Where the sequences of packed rows are; a band of rows of one sequence with padding.
+        sequences: The sequences of packed rows; or a band, for rows of one sequence with padding.
         window: How many keys a query sees to one side, itself included; None: all in its sequence.
         make: Makes stock's mask.
         device: Device of the mask.
-        real: Which tokens of a band are no padding, [B, T] bool; None: all.
-        dtype: bool (True: attend), or that of what eager attention adds to its scores.
+        real: Which tokens of a band are not padding, [B, T] bool; None: all.
+        dtype: bool (True: attend), or the dtype of the additive mask of eager attention.
     """
 
     sequences: Sequences | Band
@@ -56,7 +56,7 @@ class PackedMask(Tensor):
         return MaskRows(self.sequences, self.window, self.dtype, self.bounds(), self.device)
 
     def bounds(self) -> Tensor | None:
-        """Where each sequence starts in the tokens of all rows, and their end, [N + 1] int32; of a band `real`."""
+        """Where each sequence starts in the tokens of all rows, and their end, [N + 1] int32; for a band, `real`."""
         if self.starts is None and isinstance(self.sequences, Sequences):
             self.starts = torch.tensor(self.sequences.starts, dtype=torch.int32, device=self.device)
         return self.starts

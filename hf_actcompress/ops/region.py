@@ -62,7 +62,7 @@ class Region:
             self.is_first, self._again = False, []
 
     def keep(self) -> None:
-        """Called where the layer has run for the first time, and outside of what checkpoints it."""
+        """Keep the results. To be called after the layer's first run, outside of the function that checkpoints it."""
         made, self._made = self._made, []
         if made and all([x._version for x in results] == versions for results, versions in made):
             self._sizes = [len(results) for results, _ in made]
@@ -78,7 +78,7 @@ class Region:
                 found = compute()
             self._made.append((tuple(x.detach() for x in found), [x._version for x in found]))
             return found
-        # the Function returns these tensors
+        # the calling Function returns these tensors, so they must not be views
         if self._again:
             return tuple(no_view(x.detach()) for x in self._again.pop(0))
         with saved_tensors_hooks(Tensor.detach, _same):
@@ -90,7 +90,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def result_in_region(compute: Callable[[], _Results]) -> _Results:
-    """What `compute` returns; in a second run of a checkpointed layer that keeps it, without running it."""
+    """What `compute` returns. In the second run of a checkpointed layer that kept it, `compute` does not run again."""
     region = region_in_progress()
     return compute() if region is None else region.result(compute)
 

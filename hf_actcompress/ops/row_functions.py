@@ -30,7 +30,7 @@ def _logsumexp_bwd(dy: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return dy * (x.to(y.dtype) - y).exp_()
 
 
-# dx from dy and y, all [K, V]; as autograd has them, which does not run below a tensor subclass
+# dx from dy and y, all [K, V], by autograd's formulas; autograd itself does not run below a tensor subclass
 MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "log_softmax": lambda dy, y: aten._log_softmax_backward_data(dy, y, -1, y.dtype),
     "softmax": lambda dy, y: aten._softmax_backward_data(dy, y, -1, y.dtype),
@@ -47,7 +47,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"logsumexp"
 
 
 class RowStep:
-    """A function of rows by its name in one of the tables, under the autocast that was on."""
+    """A function of rows, with its name in one of the tables. It runs under the autocast state of its creation."""
 
     __slots__ = ("function", "name")
 
@@ -60,7 +60,7 @@ class RowStep:
 
 
 class _Place:
-    """The logits that a function read: all that its backward has to know about them. It holds no tensor."""
+    """What the backward of a function has to know about the logits that the function read. It holds no tensor."""
 
     __slots__ = ("count", "dtype", "origin", "shape", "steps")
 
@@ -78,7 +78,7 @@ class _Place:
     def mapped(
         self, dy: Tensor, index: Tensor | None, back: Callable[[Tensor, Chunk, Where], Tensor]
     ) -> LogitsGradient:
-        """What `back` makes of each row of dy, like those logits."""
+        """The gradient of those logits, which `back` computes from each row of dy."""
 
         def part(rows: RowSet) -> Part:
             of = dy.part if isinstance(dy, LogitsGradient) else Leaf(rows, dy.dtype, rows_of(dy))
@@ -145,7 +145,7 @@ class ProductFunction(torch.autograd.Function):
 
 
 class ReduceFunction(torch.autograd.Function):
-    """A function of each row to one number, or to those at `index` [..., n]."""
+    """A function of each row that gives one number, or the numbers at `index` [..., n]."""
 
     @staticmethod
     def forward(ctx: Any, x: DeferredLogits, step: RowStep, index: Tensor | None) -> Tensor:
@@ -185,7 +185,7 @@ class ReduceFunction(torch.autograd.Function):
 def map_rows(x: DeferredLogits, name: str, function: Callable[[Tensor], Tensor]) -> Tensor:
     """``function(x)`` of x [..., V], deferred; `name` is its row of `MAPS`."""
     step = RowStep(name, function, x)
-    # under autocast the dtype may be another one, so torch is asked
+    # under autocast the dtype may be another one; a small call of the function tells
     dtype = step(torch.zeros((1, 2), dtype=x.dtype, device=x.device)).dtype
     like = torch.empty(x.shape, dtype=dtype, device="meta")
     y: Tensor = applied(MapFunction, x, step, like)
@@ -199,6 +199,6 @@ def multiply_rows(a: DeferredLogits, b: DeferredLogits) -> Tensor:
 
 
 def reduce_rows(x: DeferredLogits, name: str, function: Callable[..., Tensor], index: Tensor | None = None) -> Tensor:
-    """``function(x)`` [...] of x [..., V], or ``function(x, index)`` [..., n]; `name` says which."""
+    """``function(x)`` [...] of x [..., V], or ``function(x, index)`` [..., n]; `name` is its row of a table, if any."""
     y: Tensor = applied(ReduceFunction, x, RowStep(name, function, x), index)
     return y

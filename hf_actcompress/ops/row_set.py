@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# rows of a tensor: a slice if they follow each other
+# rows of a tensor: a slice if they are consecutive
 Where = slice | Tensor
 
 
@@ -30,7 +30,7 @@ class RowSet:
             self.index = index.contiguous()
 
     def within(self, first: int, last: int) -> tuple[Where, Where] | None:
-        """Those of the rows in ``[first, last)``: their numbers in the set and in the matrix; None if there is none."""
+        """The set's rows in ``[first, last)``: their positions in the set, their numbers; None if there are none."""
         first, last = max(first, self.start), min(last, self.stop)
         if first >= last:
             return None
@@ -46,14 +46,14 @@ class RowSet:
         return (own, as_slice(rows)) if rows.numel() else None
 
     def part(self, numbers: slice) -> Where:
-        """The rows of some numbers of the set."""
+        """The rows of the matrix that are at some positions of the set."""
         if self.index is None:
             return slice(self.start + numbers.start, self.start + numbers.stop)
         return as_slice(self.index[numbers])
 
 
 def as_slice(rows: Tensor) -> Where:
-    """Rows [K] of numbers that follow each other as a slice, others as they are."""
+    """Row numbers [K] as a slice if they are consecutive, else unchanged."""
     first = int(rows[0])
     follow = torch.equal(rows, torch.arange(first, first + rows.numel()))
     return slice(first, first + rows.numel()) if follow else rows
@@ -72,7 +72,7 @@ def taken(x: Tensor, where: Where) -> Tensor:
 
 
 def add_at(out: Tensor, where: Where, x: Tensor) -> None:
-    """out[where] += x along the first dimension; the rows are different ones."""
+    """out[where] += x along the first dimension; no row occurs twice in `where`."""
     if isinstance(where, slice):
         out[where].add_(x)
     else:

@@ -1,6 +1,7 @@
 """Which functions of torch have another implementation for logits that left their model (`row_functions`).
 
-Each function here has the arguments of the one that it stands for, and returns NotImplemented where it cannot.
+Each function here takes the arguments of the torch function that it replaces, and returns NotImplemented for calls that
+it does not support.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .row_functions import map_rows, multiply_rows, reduce_rows
 
 
 def _fits(x: Any, dim: Any = -1) -> bool:
-    """Whether x are logits whose rows are as the head made them, and `dim` is that of the vocabulary."""
+    """Whether x are deferred logits that were not modified in place, and `dim` is the dimension of the vocabulary."""
     if not isinstance(x, DeferredLogits) or transforms_active():
         return False
     return x.dim() > 1 and x.size(-1) > 1 and x.numel() > 0 and dim in (-1, x.dim() - 1) and not x.chain.written()
@@ -104,7 +105,7 @@ def _cross_entropy(asked: LossArguments) -> Any:
     input, target, ignore_index, reduction = asked.input, asked.target, asked.ignore_index, asked.reduction
     if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
-    # autocast runs all of it in fp32, where it leaves a log_softmax alone
+    # autocast may run a whole cross entropy in fp32 although it leaves a log_softmax alone
     wide = _loss_dtype(input)
     log_probabilities = torch.log_softmax(input, 1, dtype=wide if wide != input.dtype else None)
     loss: Tensor = F.nll_loss(log_probabilities, target, ignore_index=ignore_index, reduction=reduction)
@@ -126,7 +127,7 @@ def _loss_dtype(logits: Tensor) -> torch.dtype:
 
 
 def _detached(input: DeferredLogits) -> Tensor:
-    """The values, in the same memory as in stock. Autograd's own `detach` is below this."""
+    """`detach`, whose result shares the memory of the values, as in stock. Autograd's own `detach` runs below this."""
     input.chain.source.lend()
     return plain(input).detach()
 
@@ -181,5 +182,5 @@ def row_function(func: Any) -> Callable[..., Any] | None:
 
 
 def held_row_function(func: Any) -> Callable[..., Any] | None:
-    """The same for logits of a forward without gradients: `detach` has no graph to leave, and their values can wait."""
+    """The same for logits of a forward without gradients. Torch's own `detach` runs there, and they stay deferred."""
     return None if func is Tensor.detach else row_function(func)

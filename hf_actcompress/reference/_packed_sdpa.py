@@ -40,7 +40,7 @@ def packed_sdpa(
 
 
 def pieces(sequences: Sequences | Band, window: int | None, q: Tensor, real: Tensor | None) -> Iterator[Piece]:
-    """The parts that one call each computes: some queries of each sequence of a group, and the keys that they see."""
+    """The parts, each for one call of attention: some queries of each sequence of a group, and the keys they see."""
     if isinstance(sequences, Band):
         yield from _blocks(sequences, window, q, real)
         return

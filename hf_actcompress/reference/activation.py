@@ -19,7 +19,7 @@ _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
-    """y again, from x, by stock's code and so in its `dtype`. A kernel uses formula `kind` with `options` instead."""
+    """y again, from x, by stock's code and so in y's `dtype`. A kernel uses formula `kind` with `options` instead."""
     return stock(x)
 
 

@@ -1,7 +1,7 @@
 """The fused kernels of `scaled_dot_product_attention`, called directly, forward and backward.
 
-A Function that calls them keeps what they need and holds no graph of torch. `fused_kernel` says which of them torch
-would choose for a call; it is computed once per kind of call.
+A Function that calls them keeps only the tensors that they need, and no autograd graph. `fused_kernel` says which of
+them torch would choose for a call; it is computed once per kind of call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _on_cpu, _on_cpu_backward = (
 _CUDA_KERNELS = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.EFFICIENT_ATTENTION.value: "efficient"}
 # torch pads heads for "flash" to a multiple of the first, and rows of masks for "efficient" to one of the second
 _HEAD_MULTIPLE, _MASK_MULTIPLE = 8, 16
-# a mask -> its version and the dtype of what was made of it, and that
+# a mask -> (its version and the dtype of q), and the tensor that `_aligned` made from it for these
 _biases: MutableMapping[Tensor, tuple[tuple[int, torch.dtype], Tensor]] = WeakTensorKeyDictionary()
 
 
@@ -89,7 +89,7 @@ def dense_attention_bwd(
 
 
 def shared_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask in the form of "efficient": one tensor for all who have that mask, as the layers of a model have.
+    """The mask in the form that "efficient" needs; callers with the same mask (the layers of a model) share a tensor.
 
     It is remembered as long as the mask itself lives.
 
@@ -117,7 +117,7 @@ def _aligned(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask in the form of "efficient", for all heads."""
+    """The mask in the form that "efficient" needs, for all heads."""
     if mask is None:
         return None
     return _aligned(mask, q.dtype).expand(q.size(0), q.size(1), q.size(2), k.size(2))

@@ -1,10 +1,10 @@
 """Dropout whose mask is drawn again in backward, from the generator's state before the draw.
 
-A state is a tensor on the host, of a kind that its dtype tells: the whole state (uint8), or, on a CUDA device, seed and
-offset (uint64 [2]), from which its kernels make all their numbers: integers that the host has, so that nothing is
-copied from the device. In two cases the mask is kept instead: on a CPU where it has fewer elements than the generator's
-state has bytes (bool); and while a CUDA graph is captured, as bits (int8, on the device), because the offset is then
-known to the device alone, and each replay of the graph has another one.
+A state is a tensor on the host, and its dtype says what it holds: the whole state (uint8), or, for a CUDA device, seed
+and offset (uint64 [2]), from which the device's kernels make all their numbers. The host knows both integers, so
+nothing is copied from the device. In two cases the mask is kept instead: on a CPU, if it has fewer elements than the
+generator's state has bytes (bool); and while a CUDA graph is captured, as bits (int8, on the device), because then only
+the device knows the offset, and each replay of the graph has another one.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def is_one_chunk(rows: int, features: int, device: torch.device) -> bool:
     count = rows * features
     if torch.compiler.is_compiling() or not count:
         return False
-    # a CPU's chunks are the smallest; which device it is need not be asked for them
+    # a CPU's chunks are the smallest: a tensor that fits one is one chunk on any device
     return rows == 1 or count <= _CHUNK["cpu"] or count <= _chunk(device)
 
 

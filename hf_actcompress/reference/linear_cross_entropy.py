@@ -16,9 +16,9 @@ from .device_rules import device_rules, on_cpu
 Pointwise = Sequence[Callable[[Tensor], Tensor]]
 Losses = tuple[Tensor, Tensor, Tensor]
 
-# elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32). A
-# sum over chunks is read and written once for each, so a GPU's, where that takes as long as the products of a small
-# chunk, may be larger (512 MiB in 16 bits). By shapes and not by what memory is free: the same step gives the same bits
+# elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32). A sum
+# over chunks is read and written once per chunk. On a GPU that takes as long as the products of a small chunk, so its
+# chunks may be larger (512 MiB in 16 bits). Sizes depend on shapes and not on free memory: a step gives the same bits
 MIN_CHUNK, MAX_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 28
 # chunks are whole tiles of a matrix product
 ALIGNMENT = 16
@@ -105,7 +105,7 @@ def _joined(parts: list[Losses], logits: Tensor, dtype: torch.dtype) -> Losses:
 def linear_cross_entropy_fwd(
     h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
 ) -> Losses:
-    """The same from h [K, D], weight [V, D] and bias [V], in chunks of the vocabulary; the logits are never whole."""
+    """As `cross_entropy_fwd`, from h [K, D], weight [V, D], bias [V], in chunks of the vocabulary: no whole logits."""
     return chunked_fwd(_softmax_statistics, h, weight, bias, target, pointwise, dtype)
 
 
@@ -257,7 +257,7 @@ def _accumulate(total: Tensor, dx: Tensor, weight: Tensor) -> None:
 def chunk_sizes(
     h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool] | None = None
 ) -> list[int]:
-    """Bytes of the tensors that a kernel of these passes holds beside its results: a chunk of logits and its derivates.
+    """Bytes of the tensors that these passes hold besides their results: a chunk of logits and tensors made from it.
 
     Args:
         h: ``[K, D]``.

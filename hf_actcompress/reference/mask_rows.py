@@ -10,7 +10,7 @@ from .sequences import Band, Sequences
 
 
 class MaskRows:
-    """What transformers' eager attention adds to causal scores, without a mask of all tokens by all tokens in memory.
+    """The additive mask of transformers' causal eager attention, without a mask of all tokens by all tokens in memory.
 
     Args:
         sequences: Which tokens see which; a band must be causal.

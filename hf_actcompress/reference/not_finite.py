@@ -12,7 +12,7 @@ def spoiled(values: Tensor) -> Tensor:
 
 
 def nothing(values: Tensor, *shape: int) -> Tensor:
-    """The elements that were not kept, with that shape: zeros, or NaN if `spoiled` made `values` NaN."""
+    """A tensor of that shape for the elements that were not kept: zeros, or NaN if `spoiled` made `values` NaN."""
     if values.numel() == 0:
         return values.new_zeros(shape)
     nan = torch.full_like(values[:1].flatten()[:1], torch.nan)

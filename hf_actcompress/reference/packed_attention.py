@@ -1,4 +1,4 @@
-"""Attention within each sequence of packed rows, in windows, and past padding. Nothing of size T x T is made.
+"""Attention within each sequence of packed rows, within windows, and in rows with padding. No T x T tensor is made.
 
 There are three kernels. "pieces" runs the CPU's fused kernel for each group of neighbouring sequences of one length, or
 for each block of queries of a band. "flash" and "efficient" are CUDA's (see packed_kernels.py) and take the bounds of

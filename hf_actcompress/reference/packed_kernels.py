@@ -27,7 +27,7 @@ KERNELS = ("flash", "efficient")
 _CAUSAL_FROM_TOP_LEFT = 1
 # the statistics of "efficient" are [N, H, longest], which would be large for one long sequence among many short ones
 _MOST_STATISTICS = 4
-# heads must have this multiple, for whole vectors, and at most this width, which every device takes
+# a head's width must be a multiple of the first, for whole vectors, and at most the second, which every device supports
 _HEAD_MULTIPLE, _WIDEST_HEAD = 8, 256
 # tolerance relative to a result's largest element; a wrong kernel is off by more
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}

@@ -14,7 +14,7 @@ from ..private_apis import FakeTensor
 TILE = 2**18
 
 
-# tiles of a tensor without data: all take the same memory, and from the second on sums over tiles exist
+# tiles that are run for a tensor without data: all take the same memory, and sums over tiles exist from the second on
 _FAKE_TILES = 2
 
 

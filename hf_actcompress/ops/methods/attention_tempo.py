@@ -76,8 +76,8 @@ def attention_tempo(
         scale: Factor on q k^T.
         dropout: Probability of a probability to be zeroed; 0 in evaluation.
         softmax_dtype: fp32 for the modules that say so (Llama), None for those that do not (BERT, GPT-2).
-        probs_dtype: To what the module casts the probabilities before the dropout: the query's dtype (Llama), the
-            value's (GPT-2), None if it does not (BERT).
+        probs_dtype: The dtype to which the module casts the probabilities before the dropout: the query's (Llama), the
+            value's (GPT-2), None if it does not cast them (BERT).
         codec: How q, k and v are stored.
 
     Returns:
@@ -100,10 +100,10 @@ def attention_tempo(
         # the dtype of a product, and of its sum with the mask
         scores_dtype = dtype or q.dtype
         scores_dtype = torch.promote_types(scores_dtype, mask.dtype) if mask is not None else scores_dtype
-        # asked of torch: autocast runs softmax in fp32 on CUDA and leaves it alone on a CPU
+        # a small call of torch tells: autocast runs softmax in fp32 on CUDA and leaves it alone on a CPU
         softmax_dtype = torch.softmax(torch.zeros(1, dtype=scores_dtype, device=q.device), -1).dtype
     if dtype is not None:
-        # autograd's own cast: the cast tensors are what is kept
+        # autograd casts here: the cast tensors are kept, and the wider ones are freed
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     out: Tensor
     probs: Tensor

@@ -77,7 +77,7 @@ def merged_rows(y: Tensor, others: Tensor, rows: Tensor, dim: int = 1) -> Tensor
 
     Args:
         y: ``[B, K, *]``; with ``dim=2`` heads ``[B, H, K, D]``.
-        others: The same with S in place of K. Its rows of those numbers are not read.
+        others: The same with S in place of K. Its rows with the numbers in `rows` are not read.
         rows: int64 ``[B, K]``.
         dim: The dimension of y that has K.
 

@@ -59,7 +59,7 @@ def activation_fewbit(
         kind, options: The derivative, a row of ``reference.ACTIVATIONS``, and its constants.
         bits: 1 to 4 for "steps"; 2, 3, 4 or 8 for "values"; 2 for "relus".
         method: "steps" replaces f' by the nearest step function of x (few-bit backward); "values" rounds f'(x) itself,
-            which at the same bits is nearer from 3 bits up; "relus" is ReGELU2 and ReSiLU2, for gelu and silu.
+            which is more accurate for 3 bits or more; "relus" is ReGELU2 and ReSiLU2, for gelu and silu.
 
     Returns:
         ``stock(x)``.
@@ -72,8 +72,8 @@ def activation_fewbit(
         Approximate, deterministic. Relative L2 error of f' for x ~ N(0, 1), gelu and silu:
         steps 0.32 0.42 (1 bit), 0.14 0.15 (2), 0.086 0.10 (3), 0.042 0.049 (4);
         values 0.14 0.15 (2), 0.068 0.085 (3), 0.032 0.039 (4), 0.0021 0.0022 (8); relus 0.36 0.47.
-        Where stock's f' of an element is NaN (of NaN; of inf for gelu, silu and their like), all of dx is NaN, because
-        no code is left to say which element it was; of relu_squared the row.
+        If stock's f' of any element is NaN (x is NaN; x is inf for gelu, silu and similar kinds), all of dx is NaN,
+        because no code is left to mark that element. For relu_squared, only the element's row of dx is NaN.
 
     Raises:
         UnknownOptionError: No table for that combination, such as an elu whose alpha is not 1.

@@ -36,10 +36,10 @@ class ActivationOutputFunction(torch.autograd.Function):
 
 
 def activation_output(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str) -> Tensor:
-    """An activation with one minimum (GELU, SiLU, Mish) that keeps its output and on which side of it each input was.
+    """An activation with one minimum (GELU, SiLU, Mish) that keeps its output, and on which side of the minimum x was.
 
-    Worth it where the next layer keeps the output too (a linear layer with a trainable weight); elsewhere it keeps the
-    bit more than stock.
+    This saves memory where the next layer keeps the output, too (a linear layer with a trainable weight). Elsewhere it
+    keeps one bit per element more than stock.
 
     Args:
         x: Pre-activation, any shape, floating point.
@@ -55,8 +55,8 @@ def activation_output(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str) -
     Gradient:
         f' from y by polynomials: off by at most 2e-5 in exact arithmetic. What remains is what rounding y loses near
         the minimum. Root mean square error of f' for x ~ N(0, 1), and maximum: fp32 4e-6 (1.6e-4), fp16 4.6e-4 (7e-3),
-        bf16 1.9e-3 (1.5e-2), which is that of the exact inverse; 2.4e-3 (2.2e-2) for bf16 quick_gelu, whose stock
-        forward rounds twice. Rounding x to bf16 costs as much. Less than 2e-4 for |x| > 6.
+        bf16 1.9e-3 (1.5e-2), as with the exact inverse; 2.4e-3 (2.2e-2) for bf16 quick_gelu, whose stock forward rounds
+        twice. Rounding x to bf16 costs as much. For |x| > 6 the error is less than 2e-4.
 
     Raises:
         UnknownOptionError: No table for that kind.

@@ -14,10 +14,10 @@ def _same(y: Tensor) -> Tensor:
 
 
 def keep_output(y: Tensor, *, rows: bool = True) -> Record:
-    """The record of y, to be saved by the op that returns y; `rows`: its backward needs no row but for its own.
+    """The record of y, to be saved by the op that returns y; `rows`: whether its backward treats each row by itself.
 
-    y is declared as what is kept, so that consumers keep these bytes and no other: through no codec of theirs, and a
-    cast of y is derived instead of kept beside it.
+    y is declared to be this record, so that consumers keep the same bytes and no others: they do not store y through
+    their own codec, and a cast of y is derived instead of kept in addition.
     """
     if torch.compiler.is_compiling():
         return stored_exact(y)

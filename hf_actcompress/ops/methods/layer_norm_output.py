@@ -60,9 +60,9 @@ def layer_norm_output(
         The output (shared with its consumers), rstd (one per row); the affine parameters by reference.
 
     Gradient:
-        Exact but for the rounding of y, which x^ inherits (bias / weight) times enlarged. Relative error with weights
-        in 1 +- 0.1 and biases of 0.1: dx as stock (1.7e-3 in bf16), dweight 1.6e-3; with |bias / weight| up to 10, dx
-        2e-3 and the worst channel's weight gradient 5%. A weight of exactly 0 gets no gradient.
+        Exact but for the rounding of y: x^ inherits its error, enlarged by |bias / weight|. Relative error with weights
+        in 1 +- 0.1 and biases of 0.1: dx like stock's (1.7e-3 in bf16), dweight 1.6e-3; with |bias / weight| up to 10,
+        dx 2e-3 and the worst channel's weight gradient 5%. A weight of exactly 0 gets no gradient.
 
     Source:
         Tempo (arXiv 2210.10246).

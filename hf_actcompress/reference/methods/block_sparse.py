@@ -65,7 +65,7 @@ def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features
 
 
 def _by_column(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tensor:
-    """Every column has as many tiles: one product of [O, k br] and [k br, bc] per column, and no sums to add up."""
+    """All columns have equally many tiles: one product of [O, k br] and [k br, bc] per column, no sums to add up."""
     out = blocks.new_empty(blocks.size(2), across, values.size(2))
     tiles = torch.unflatten(values, 0, (across, -1))  # [nc, k, br, bc]
     rows = (index // across).view(across, -1)
@@ -76,7 +76,7 @@ def _by_column(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Te
 
 
 def _by_row(blocks: Tensor, values: Tensor, index: Tensor, across: int) -> Tensor:
-    """Every row has as many tiles: one product of [k bc, br] and [br, O] per row, added to its k columns."""
+    """All rows have equally many tiles: one product of [k bc, br] and [br, O] per row, added to its k columns."""
     down, _, outputs = blocks.shape
     out = nothing(values, across, values.size(2), outputs).to(work_dtype(blocks.dtype))
     tiles = torch.unflatten(values.transpose(1, 2), 0, (down, -1))  # [nr, k, bc, br]

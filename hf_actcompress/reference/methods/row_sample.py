@@ -34,7 +34,7 @@ def row_sample_pack(
     rest = mass.scatter(0, largest.indices, torch.where(is_certain, 0, largest.values))
     drawn = _draw(rest.cumsum(0), slot - certain, k - certain, total.dtype, stratified)
     index = torch.where(is_certain, largest.indices, drawn)
-    # if all other rows are zero, there is nothing to draw, and the place stays empty
+    # if all other rows are zero, there is nothing to draw, and the slot stays empty
     weight = torch.where(rest[drawn] > 0, rest.sum() / ((k - certain) * rest[drawn]).clamp_min(1), 0)
     # a NaN or inf of x makes the sum of norms NaN or inf, and with it every kept row
     weight = torch.where(is_certain, 1, weight) + total * 0
