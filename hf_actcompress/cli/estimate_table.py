@@ -121,7 +121,7 @@ def explanation(table: EstimateTable) -> Iterator[str]:
 
 
 def _advice(rows: list[Row], room: int, steps: Sequence[int]) -> Iterator[str]:
-    """What "tight" means for each row that is, and whether the allocator's setting would help."""
+    """For each tight row, what "tight" means and whether the allocator's setting would help."""
     from ..quick.headroom import ADVICE
     from ..quick.sizes import readable_size
 

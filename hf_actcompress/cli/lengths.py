@@ -50,7 +50,7 @@ def _listed(path: Path, text: str) -> list[Any]:
 
 
 def _number(text: str) -> int | str:
-    """A number as it is; what is none is shown to the user."""
+    """The number that the text is; any other text as it is, for the error message."""
     return int(text) if text.isdecimal() and len(text) < 20 else text
 
 

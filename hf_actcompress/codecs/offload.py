@@ -42,7 +42,7 @@ class Offload(Codec):
     Bias: the inner codec's.
 
     Args:
-        inner: How the bytes are encoded before they are moved; its `linear_only` counts.
+        inner: The codec that encodes the bytes before they are moved; it decides for which roles this one serves.
     """
 
     inner: Codec = field(default_factory=Identity)
