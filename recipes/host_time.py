@@ -11,7 +11,7 @@ time on one thread, interleaved, the minimum of many steps; of --repeats such ru
 are among them. Bytes are those that all others move, counted at a width of 512 (common/moved.py): per token, over the
 hidden size. Writes host_time.json and host_time.md.
 
-With --tokens and files that it wrote: computes, by model and GPU, from how many tokens per step on exact costs a GPU no
+With --tokens and such files: computes, by model and GPU, from how many tokens per step on exact costs a GPU no
 time. This is not measured (common/free_from.py). Writes free_from.md.
 """
 

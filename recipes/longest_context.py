@@ -4,8 +4,8 @@
 
 QLoRA of a model with the shape of Llama-3.1-8B, batch size 1. For each way to train, estimates the bytes that a card
 must have at a few lengths, and interpolates linearly between them (the file says how much an estimate in between
-differs from that). Writes longest_context.json, .md and, with matplotlib, .png. Another model: ``--config
-FOLDER_OR_HUB_NAME``; full fine-tuning: ``--full``.
+differs from that). Writes longest_context.json, .md and, with matplotlib, .png. Another model:
+``--config FOLDER_OR_HUB_NAME``; full fine-tuning: ``--full``.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def traced_for_any_size() -> bool:
 
 
 def exporting() -> bool:
-    """Whether torch.export traces. The public function is also true where torch 2.11 traces its call in torch.compile."""
+    """Whether torch.export traces. The public test is also true in torch.compile where torch 2.11 traces its call."""
     return torch.compiler._is_exporting_flag
 
 
