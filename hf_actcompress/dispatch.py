@@ -2,10 +2,10 @@
 
 `implementation(name, x)` chooses by x's device and by what is installed; `use("reference")` and `use("triton")` are
 explicit choices for a block of code. An explicit choice never falls back: under "triton" a kernel that cannot run
-raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device, or on
-an XPU (pointwise kernels), once it has agreed there with the reference in this process, and the reference everywhere
-else. It is not known for which shapes the kernels of the table `TIMED` are faster: `auto` times both when it meets a
-shape for the first time, unless the environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for
+raises (a function without a kernel runs torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device,
+or on an XPU (pointwise kernels), once the kernel has agreed there with the reference in this process, and the reference
+everywhere else. It is not known for which shapes the kernels of the table `TIMED` are faster: `auto` times both when it
+meets a shape for the first time, unless the environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for
 deterministic results. If a launch fails later, the reference runs in its place from then on, with a warning.
 """
 

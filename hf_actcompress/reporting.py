@@ -1,4 +1,4 @@
-"""What `patch_model` did to a model and what it left alone, for the model's present state."""
+"""Reports what `patch_model` changed in a model and what it left alone, for the model's present state."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def columns_of(room: int | None, max_context: bool) -> tuple[str, ...]:
 
 @dataclass
 class EstimateTable:
-    """The rows, and what they are about.
+    """The rows, and the question that they answer.
 
     Args:
         model: The model's name.

@@ -20,7 +20,7 @@ def lengths_in(path: Path | None) -> list[int]:
     """The lengths that a file holds: one whole number in a line, or a JSON list of them; none without a file.
 
     Raises:
-        typer.BadParameter: The file cannot be read, holds none, or holds something else.
+        typer.BadParameter: The file cannot be read, holds no length, or holds something else.
     """
     if path is None:
         return []

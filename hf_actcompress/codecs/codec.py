@@ -1,4 +1,4 @@
-"""The protocol of a codec, and what every codec keeps of a tensor besides bytes."""
+"""The protocol of a codec, and the static data that every codec keeps beside the packed tensors."""
 
 from __future__ import annotations
 

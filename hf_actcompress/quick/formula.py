@@ -18,7 +18,7 @@ Terms = Sequence[float]
 # which its rows or columns are a multiple
 LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 18, 1 << 25, 16
 
-# after so many numbers that do not halve the interval, `largest` halves it
+# after this many numbers that do not halve the interval, `largest` halves it
 _SLOW = 4
 
 

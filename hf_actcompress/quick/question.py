@@ -21,7 +21,7 @@ _FOLDER = Path(__file__).parent / "data"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
 _LORA_RANK = 8
-# rows of a tile are at least so many
+# the fewest rows of a tile
 _LEAST_TILE = 256
 
 
