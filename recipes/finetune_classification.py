@@ -75,7 +75,7 @@ def train_step(
     step_loss = torch.zeros((), device=accelerator.device)
     for batch in batches:
         with accelerator.accumulate(model):
-            # All micro-batches have as many texts, so the mean of means that accelerate and DDP compute is the mean.
+            # All micro-batches have equally many texts, so the mean of means that accelerate and DDP take is the mean.
             loss = model(**batch).loss
             accelerator.backward(loss)
             step_loss += loss.detach().float()

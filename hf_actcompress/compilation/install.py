@@ -58,7 +58,7 @@ class Partitioner(CustomPartitionerFn):
 
 
 def codecs_key() -> str | None:
-    """The parameters of all codecs, and the source files of those that are not ours; None if one has no file."""
+    """All codecs' parameters, and the text of the files of those that are not ours; None if one has no file."""
     rows = sorted((name, repr(codec)) for name, codec in CODECS.items())
     # the classes of each codec and of the codecs that it holds, with their bases
     parts = (part for codec in CODECS.values() for part in (codec, *getattr(codec, "__dict__", {}).values()))

@@ -69,7 +69,7 @@ class Question:
         """The estimate.
 
         Raises:
-            ModelConfigError: The model has learned positions and not so many, or windows that are shorter.
+            ModelConfigError: The sequence is longer than the learned positions, or than a window without cases for it.
             UnknownOptionError: Unknown strategy or optimizer.
         """
         self.check_length(seq_len)
