@@ -1,4 +1,4 @@
-"""Compares what papers on activation memory claim with what this package measures in the same place.
+"""Compares what papers on activation memory claim with what this package measures in their place.
 
     python recipes/reproduce.py --list
     python recipes/reproduce.py --paper actnn
