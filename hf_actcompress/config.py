@@ -24,8 +24,8 @@ class CompressionConfig(ConfigFile):
         attention: Codec of q, k, v and the output; with another codec than "identity" every attention call goes through
             our op. Codecs along tokens, such as "int5_channels", need ``attention_variant="recomputed"``. Where scores
             are not scaled (T5), "int10" stands in for "int8".
-        other: Codec of large activations that code without a rule keeps (`net`). It never stores what is computed from
-            weights alone, nor masks, statistics, indices or losses.
+        other: Codec of the large activations that are saved by code for which there is no rule (see `net`). It never
+            stores tensors computed from weights alone, nor masks, statistics, indices or losses.
         derive_linear: Rebuild a linear's input in backward where that is possible, at no cost in bytes. False: each
             linear input is stored through the codec `linear`, as in the papers on sparse activations.
         activation_variant: What a pointwise activation keeps: its "input" (exact), its "output" and a bit (Tempo,
@@ -33,82 +33,84 @@ class CompressionConfig(ConfigFile):
             function of 1 to 4 bits ("steps3": few-bit backward), or the derivative's value in 2 to 8 bits ("values8").
             Gated MLPs keep gate and up exactly under every variant.
         norm_variant: What a norm keeps: its "input" (exact) or its "output" (Tempo).
-        attention_variant: "statistics": the logsumexp of the exact q and k. "recomputed": attention runs again on what
-            was stored, as q and k in 4 bits need it. "tempo": as "statistics", and eager attention keeps its
-            probabilities once.
+        attention_variant: "statistics": keep the logsumexp of the exact q and k. "recomputed": run attention again in
+            backward on the stored tensors, which q and k in 4 bits require. "tempo": as "statistics", and eager
+            attention keeps its probabilities once.
         loss_head: Patch the language-modelling head so that nothing of vocabulary size is kept for backward.
         overrides: Codecs of single layers, as (dotted part of a module's name, role, codec): ``("layers.3", "mlp",
             "int4")`` holds for every module below a "layers.3". A later one replaces an earlier one.
             `checkpoint_attention` may be set in the same way. `calibrate` and `plan` write them.
-        logits: Return ``outputs.logits`` as stock does. False: where a forward in training, or under ``no_grad`` with
-            labels, computes a loss, the head never makes them whole; ``outputs.logits`` computes its values when they
-            are asked for (``argmax`` over the vocabulary a few rows at a time), until the weights change.
-        targets: The share of a batch's positions whose label counts (is not -100), at most: 0.25 suits a masked
-            language model that masks 15%. The head computes no gradient for the others. On a GPU it cannot tell how
-            many they are without waiting for the device, so that it computes all positions, or this share. A batch of
-            which more count stops there with torch's error for a label outside the vocabulary. Leave it at 1 where the
+        logits: Return ``outputs.logits`` as stock does. False: in a forward that computes a loss, in training or under
+            ``no_grad`` with labels, the head never holds the whole logits; ``outputs.logits`` then computes its values
+            on request (``argmax`` over the vocabulary a few rows at a time), until the weights change.
+        targets: The largest share of a batch's positions whose label counts (is not -100): 0.25 suits a masked language
+            model that masks 15%. The head computes no gradient for the others. On a GPU it cannot count these labels
+            without waiting for the device, so it computes all positions, or this share. If more positions of a batch
+            count, training stops there with torch's error for a label outside the vocabulary. Leave it at 1 where the
             model itself selects the positions (ModernBERT's `sparse_prediction`).
         drop_padding: Keep nothing of the rows where the model's ``attention_mask`` [B, S] is 0, wherever they are: of
-            hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (pools are of real tokens).
-            Exact where no gradient reaches padding: labels of -100 there, a CLS token, pooling with the mask; where one
-            does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations, what gradient
-            checkpointing keeps of layers that are no programs, unpatched modules, and encoder-decoder models.
-        share_prompts: Keep one copy of the rows of tokens with which several sequences of a batch begin, such as the
-            prompt of a group of completions (GRPO) or of two answers (DPO): hidden states, MLP tensors, q, k, v and
-            what attention keeps, through any codec that takes rows. For causal models without dropout (adapters'
-            included): with dropout or attention in both directions the forward raises SharedRowsError, and so does
-            backward where a comparison of some features finds other differences. Exact: equal rows differ by rounding
-            at most. All rows are computed. Finding equal rows waits for the device. Nothing is shared where a forward
-            gets more than `input_ids`, masks [B, S], positions and labels, or a filled cache.
-            Kept whole: statistics of norms, what gradient checkpointing and unpatched modules keep, and all in compiled
-            graphs. Estimates do not take it into account. Not with `drop_padding`, `tokens`, encoder-decoders, or
-            context parallelism.
+            hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (a codec that pools averages
+            real tokens only). Exact if no gradient reaches padding (labels of -100 there, a CLS token, pooling with the
+            mask); if one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations,
+            what gradient checkpointing keeps of layers that do not run as programs, and all tensors of unpatched
+            modules and encoder-decoder models.
+        share_prompts: Where several sequences of a batch begin with the same tokens, such as the prompt of a group of
+            completions (GRPO) or of two answers (DPO), keep the rows of these tokens once: of hidden states, MLP
+            tensors, q, k, v and what attention keeps, through any codec that takes rows. For causal models without
+            dropout (adapters' included): with dropout or attention in both directions the forward raises
+            SharedRowsError. Backward raises it, too, if it compares some features and finds that shared rows differ for
+            another reason. Exact: equal rows differ by rounding at most. All rows are computed. Finding equal rows
+            waits for the device. Nothing is shared where a forward gets more than `input_ids`, masks [B, S], positions
+            and labels, or a filled cache. Kept whole: statistics of norms, what gradient checkpointing and unpatched
+            modules keep, and all in compiled graphs. Estimates do not take it into account. Not with `drop_padding`,
+            `tokens`, encoder-decoders, or context parallelism.
         checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
             parts of their names: ``("layers.3",)``. "every:2" is every second layer, from the first on, as transformers
             counts them ("every:1": all); "but_last:1" all but the last one, which backward needs first: computing it
             again saves no memory while the rest is kept. Layers that are checkpointed anyway stay so. `plan` writes
             names.
         checkpoint_attention: What a checkpointed layer keeps of attention, however checkpointing was switched on.
-            "recomputed": nothing. "kept": its output and statistics, so that its kernel does not run again in backward.
-            It does run again with dropout, in code of a model's own making, in compiled graphs, and on a GPU where the
-            call is not causal and has no mask. Exact; `checkpoint_input` must be lossless, because statistics of the
-            exact q and k do not fit those of a rounded input.
+            "recomputed": nothing. "kept": attention's output and statistics, so that its kernel does not run again in
+            backward. The kernel still runs again with dropout, in a model's own attention code, in compiled graphs, and
+            on a GPU where the call is not causal and has no mask. Exact; `checkpoint_input` must be lossless, because
+            statistics of the exact q and k do not fit those of a rounded input.
         checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, however checkpointing was
             switched on (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer is
             computed again from what was stored.
-        gradient_norms: For a codec of `linear` that samples tokens: how many samples to remember; 0 is off. A token
-            then counts by the norm of x times that of its gradient when the same sample came last (WTA-CRS), which
-            helps from the second epoch on. A sample is recognised by a hash of its `input_ids` (or what the model's
-            main input is), so nothing has to be numbered; where each epoch cuts, masks or augments anew, no sample is
-            met again. Takes 4 bytes per sample, token and linear layer on the host, and a copy of the ids to the host
-            per forward. Not in compiled graphs, which sample by x alone.
-        refresh_bits: For codecs whose bits are measured (GACT): before the tenth training forward and then before each
-            whose number is a multiple of this one, measure how much the gradient suffers from each layer's rounding,
-            and set the bits anew. It takes a forward and backward per layer and role, and two copies of the gradient.
-            Nothing is measured where the forward returns no loss, under reentrant checkpointing, where parameters are
-            sharded, or in compiled graphs. Call backward for one forward before the next one if layers are
-            checkpointed: what was packed before the bits change is not what their recomputation packs. 0 is off: the
-            bits stay equal.
-        net: Also treat what code without a rule saves: keep nothing of it that can be computed again bit by bit, and
-            the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and where
-            `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
+        gradient_norms: For a codec of `linear` that samples tokens: how many samples to remember; 0 is off. A token is
+            then weighted by the norm of x times the norm that its gradient had when the same sample came last
+            (WTA-CRS), which helps from the second epoch on. A sample is recognised by a hash of its `input_ids` (or
+            what the model's main input is), so nothing has to be numbered; where each epoch cuts, masks or augments
+            anew, no sample is recognised. Takes 4 bytes per sample, token and linear layer on the host, and a copy of
+            the ids to the host per forward. Not in compiled graphs, which sample by x alone.
+        refresh_bits: For codecs whose bits are measured (GACT): before the tenth training forward, and then before each
+            forward whose number is a multiple of this value, measure how much each layer's rounding changes the
+            gradient, and set the bits anew. It takes a forward and backward per layer and role, and two copies of the
+            gradient. Nothing is measured where the forward returns no loss, under reentrant checkpointing, where
+            parameters are sharded, or in compiled graphs. If layers are checkpointed, call backward for one forward
+            before the next one: after the bits change, a recomputation packs other tensors than its forward did. 0 is
+            off: the bits stay equal.
+        net: Also handle the tensors that code without a rule saves: do not keep those that can be computed again bit by
+            bit, and keep the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and
+            where `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
         selective: Run code of a model's own making again in backward (eager attention with its probabilities, a
-            state-space scan) and keep what its linear layers return, which do not run again. Needs `net`.
+            state-space scan). The results of its linear layers are kept, so these layers do not run again. Needs `net`.
         tiled_mlp: Rows (tokens) of a tile in which MLPs are computed, forward and backward, so that the working memory
             of an MLP is that of a tile; "auto" is half of the hidden size, 256 at least; 0 is off. An MLP then keeps
             its input alone, which costs nothing where it is a norm's output, and is computed twice, also in a
             checkpointed layer (with ``use_reentrant=True`` three times there). Exact, with the weights' gradients
             summed over tiles in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants
             have no effect inside. Evaluation under ``no_grad`` goes in tiles, too. Not computed in tiles: MLPs with
-            hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts. Gated delta nets (Qwen3-Next,
-            Qwen3.5) have backwards of about as many tokens (512 for "auto") where torch's code computes them.
+            hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts. Where torch's code computes
+            gated delta nets (Qwen3-Next, Qwen3.5), their backward takes about as many tokens at a time (512 for
+            "auto").
         programs: Run layers as programs: one autograd Function per layer where torch runs its attention by a fused
-            kernel, else two and the attention, in code that is written down from what the layer's own code does, with
-            the same bits and kept bytes for less of the host's time. A layer that is checkpointed as torch does it by
-            default is one Function, too, which keeps its input. A layer runs so if a small one of its kind proves it;
-            LoRA, autocast, dropout, frozen weights, empty caches, and codecs that round to nearest are part of that.
-            Other layers (the report says why), and calls that are not ordinary ones (hooks inside, a filled cache,
-            adapters switched off), run leaf by leaf, as all do with False.
+            kernel, else two and the attention. Their code is generated from what the layer's own code does; it gives
+            the same bits and keeps the same bytes in less of the host's time. A layer that is checkpointed as torch
+            does it by default is one Function, too, which keeps its input. A layer runs as a program only if this was
+            proved right on a small layer of its kind. LoRA, autocast, dropout, frozen weights, empty caches, and codecs
+            that round to nearest are supported. Other layers (the report says why), and calls that are not ordinary
+            ones (hooks inside, a filled cache, adapters switched off), run leaf by leaf, as all do with False.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
             2501.18824). The loss is that of all tokens. In every layer the hidden states of the other tokens are
             constants: nothing is kept of them but their keys and values, and backward computes nothing for them; a
@@ -117,7 +119,7 @@ class CompressionConfig(ConfigFile):
             for encoder-decoders, or in compiled graphs.
         token_choice: "random" (drawn anew in each forward), "last", "loss" (those that predict worst, found by a
             forward without gradients; TokenSeek's idea), or a function: it gets the arguments of the model's forward as
-            a dictionary and returns scores [B, S], of which the largest are chosen. Padding comes last; models that
+            a dictionary and returns scores [B, S], of which the largest are chosen. Padding is chosen last; models that
             predict one thing for a sequence choose its first and last token in any case.
 
     Raises:
@@ -198,8 +200,8 @@ class CompressionConfig(ConfigFile):
 # Storage: every role goes through a codec. q, k and v have 8 bits at least, because they have to fit the exact
 # statistics. A few channels of the residual stream are far larger than the others: stored apart, they cost under 1% of
 # the bytes, and most of the error disappears. Few linear inputs are stored at all (those of heads and poolers), and an
-# error in these matters. From the input of a checkpointed layer the whole layer is computed again, q and k included: it
-# has 8 bits in every preset, because it is small.
+# error in these matters. The input of a checkpointed layer has 8 bits in every preset: it is small, and the whole
+# layer, q and k included, is computed again from it.
 _INT8 = CompressionConfig(
     linear="int8",
     norm="int8_outliers",
@@ -226,7 +228,7 @@ PRESETS: dict[str, CompressionConfig] = {
     "offload": CompressionConfig(
         linear="offload", norm="offload", mlp="offload", attention="offload", checkpoint_input="offload"
     ),
-    # presets whose ops keep other tensors
+    # presets whose ops keep other tensors than "exact" keeps
     "tempo": CompressionConfig(activation_variant="output", norm_variant="output", attention_variant="tempo"),
     "inverted": CompressionConfig(activation_variant="output"),
     "fewbit": CompressionConfig(activation_variant="steps3"),
@@ -259,14 +261,14 @@ PRESETS: dict[str, CompressionConfig] = {
 
 
 class Configured(Protocol):
-    """What carries a config, such as a plan or a calibration."""
+    """An object that carries a config, such as a plan or a calibration."""
 
     @property
     def config(self) -> CompressionConfig: ...
 
 
 def resolve(config: CompressionConfig | Configured | str) -> CompressionConfig:
-    """A config from a config, from what carries one, or from a preset's name."""
+    """The config itself, the one that an object carries, or the preset of that name."""
     carried = getattr(config, "config", config)
     if isinstance(carried, CompressionConfig):
         return carried

@@ -1,4 +1,4 @@
-"""What the fields of a config may be."""
+"""Checks the values of a config's fields."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 def check(config: Any) -> None:
-    """Raise UnknownOptionError for a field of a CompressionConfig that is not what it may be."""
+    """Raise UnknownOptionError if a field of a CompressionConfig has a value that is not allowed."""
     for role in (*CODEC_FIELDS, "other"):
         _check_codec(role, getattr(config, role))
     for _, field, value in config.overrides:
@@ -62,7 +62,7 @@ def check(config: Any) -> None:
 
 
 def _check_attention(config: Any) -> None:
-    """A codec along tokens would take heads for tokens: attention keeps its output with heads before features."""
+    """Reject codecs along tokens for a kept attention output, where heads are at the place of tokens."""
     codecs = [config.attention, *(value for _, field, value in config.overrides if field == "attention")]
     along = [name for name in codecs if CODECS[name].along_tokens]
     if along and config.attention_variant != "recomputed":
@@ -70,7 +70,7 @@ def _check_attention(config: Any) -> None:
 
 
 def _check_checkpoints(config: Any) -> None:
-    """Kept statistics of the exact q and k do not fit a q and k that are computed from a rounded input."""
+    """Kept statistics of the exact q and k need a lossless input: they do not fit q and k of a rounded one."""
     if config.checkpoint_attention == "kept" and not CODECS[config.checkpoint_input].lossless:
         lossless = [name for name, codec in CODECS.items() if codec.lossless]
         raise UnknownOptionError('checkpoint_input with checkpoint_attention="kept"', config.checkpoint_input, lossless)

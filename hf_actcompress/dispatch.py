@@ -2,10 +2,10 @@
 
 `implementation(name, x)` chooses by x's device and by what is installed; `use("reference")` and `use("triton")` are
 explicit choices for a block of code. An explicit choice never falls back: under "triton" a kernel that cannot run
-raises (a function that has none is torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device, or on
-an XPU (pointwise kernels), once it has agreed there with the reference in this process, and the reference everywhere
-else. It is not known for which shapes the kernels of the table `TIMED` are faster: `auto` times both when it meets a
-shape for the first time, unless the environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for
+raises (a function without a kernel runs torch's own op, whatever the choice). `auto` takes a kernel on a CUDA device,
+or on an XPU (pointwise kernels), once the kernel has agreed there with the reference in this process, and the reference
+everywhere else. It is not known for which shapes the kernels of the table `TIMED` are faster: `auto` times both when it
+meets a shape for the first time, unless the environment variable HF_ACTCOMPRESS_TIMING is "0" or torch is asked for
 deterministic results. If a launch fails later, the reference runs in its place from then on, with a warning.
 """
 
@@ -33,7 +33,7 @@ from .kernels.timing import Decisions, shape_class
 from .reference.device_rules import device_rules
 
 CHOICES = ("auto", "reference", "triton")
-# NVIDIA's compute capability: of any kernel, and of those that are not pointwise
+# the oldest NVIDIA compute capability for pointwise kernels, and for all kernels
 OLDEST, OLDEST_OF_ALL = (7, 5), (8, 0)
 
 _log = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ def chosen() -> str:
 def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any]:
     """The function `name` of `reference/`, or the kernel of the same name and signature where one is usable for x.
 
-    `row` is the argument by which a kernel has rows: the kind of an activation, the formula of a norm. Each is
-    tried on its own before `auto` trusts it; where torch has one kernel for it, `auto` keeps to the reference.
+    `row` selects one case of a kernel: the kind of an activation, or the formula of a norm. `auto` tries each case on
+    its own before it trusts it; for a case that torch computes by one kernel of its own, it keeps to the reference.
     """
     if runs_kernel(name, x, row):
         if _choice == "triton":
@@ -87,10 +87,10 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
 
 
 def runs_kernel(name: str, x: Tensor, row: str | None = None) -> bool:
-    """Whether `implementation` gives a kernel, perhaps only where it is faster.
+    """Whether `implementation` returns a kernel; one of `TIMED` then runs only where it is faster.
 
-    For callers that know something better than the reference. For a kernel of `TIMED` they also ask `kernel_wins` with
-    the arguments.
+    For callers that have a better alternative than the reference. For a kernel of `TIMED` they also ask `kernel_wins`
+    with the arguments.
     """
     if _choice == "triton" and name in KERNELS:
         _require(name, x)
@@ -109,8 +109,8 @@ def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[st
 
     Args:
         device: Such as "cuda:0".
-        probe: Compile each kernel and compare it with the reference, as its first use does: for all of them that
-            takes a minute the first time on a machine. Without, only the device and the installation count.
+        probe: Compile each kernel and compare it with the reference, as its first use does: for all kernels this takes
+            a minute the first time on a machine. False: only the device and the installation count.
     """
     device = _indexed(torch.device(device))
     found = {
@@ -123,9 +123,9 @@ def kernel_status(device: torch.device | str, *, probe: bool = False) -> dict[st
 
 
 def kernel_wins(name: str, other: Callable[..., Any], *args: Any) -> bool:
-    """Whether a kernel of `TIMED` is what runs for these arguments, the first of which is dy, and not `other`.
+    """Whether a kernel of `TIMED` runs for these arguments, the first of which is dy, instead of `other`.
 
-    If `auto` does not know yet, both run on the arguments. So neither may write on them or draw random numbers.
+    If `auto` has not decided yet, both run on the arguments. So neither may write to them or draw random numbers.
     """
     if _choice == "triton":
         return True
@@ -138,13 +138,13 @@ def kernel_wins(name: str, other: Callable[..., Any], *args: Any) -> bool:
 
 
 def _faster(name: str, *args: Any) -> Any:
-    """The kernel or the reference's function."""
+    """The result of the kernel, or of the reference's function where that one is faster."""
     stock = getattr(reference, name)
     return (_launcher(name, None, args[0].device) if kernel_wins(name, stock, *args) else stock)(*args)
 
 
 def _made_by_other(args: tuple[Any, ...]) -> int:
-    """The most bytes that a way without the kernel allocates: x or dy once more, and dW."""
+    """The most bytes that are allocated without the kernel: for a copy of x or dy, and for dW."""
     dy, *stored = args
     outputs, widths = dy.size(-1), [x.size(-1) for x in stored if isinstance(x, Tensor)]
     features = max([*widths, *(arg for arg in stored if type(arg) is int)])
@@ -243,7 +243,7 @@ def _older_than(oldest: tuple[int, int], device: torch.device) -> str | None:
 
 
 def _probed(name: str, row: str | None, device: torch.device) -> str | None:
-    """Why `auto` does not trust the kernel on that device; for None in any of its rows."""
+    """Why `auto` does not trust the kernel on that device; with `row` None, in any of its cases."""
     with _probing:
         return _probe(name, row, device)
 
@@ -261,7 +261,7 @@ def _probe(name: str, row: str | None, device: torch.device) -> str | None:
 
 @cache
 def _launcher(name: str, row: str | None, device: torch.device) -> Callable[..., Any]:
-    """The kernel for `auto`. Once it fails, the reference runs in its place, also where this function is held."""
+    """The kernel for `auto`. Once it fails, the returned function calls the reference, also for those who hold it."""
 
     def failed(reason: str) -> None:
         _trusted[name, row, device] = False

@@ -69,7 +69,7 @@ class ModelConfigError(ActCompressError, ValueError):
 
 
 class DoesNotFitError(ActCompressError, ValueError):
-    """No plan fits the budget. `missing_bytes` is what the smallest one lacks; `batch_size` and `seq_len` are the
+    """No plan fits the budget. `missing_bytes`: by how much the smallest plan exceeds it. `batch_size`, `seq_len`: the
     largest that would fit with the other one as asked, 0 if none would."""
 
     def __init__(self, message: str, missing_bytes: int, batch_size: int, seq_len: int) -> None:

@@ -4,8 +4,7 @@
         patch_model(model, "mine")
 
 Each function registers at once and returns a `Registration`, whose `remove()` (or whose end as a context) undoes it.
-The other names are what a rule returns and what an op of one's own is made of; `tests/test_extension_op.py` is a whole
-example.
+The other names are for the results of rules and for ops of your own; `tests/test_extension_op.py` is a whole example.
 """
 
 from __future__ import annotations

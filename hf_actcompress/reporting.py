@@ -1,4 +1,4 @@
-"""What `patch_model` did to a model and what it left alone, for the model's present state."""
+"""Reports what `patch_model` changed in a model and what it left alone, for the model's present state."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:
 
 
 def _note_of_calls(programs: LayerPrograms) -> str:
-    """Whether calls went leaf by leaf, which gives the same numbers and takes the host longer."""
+    """How many calls ran leaf by leaf, which gives the same numbers and takes the host longer; "" if none did."""
     if not programs.leaf_calls:
         return ""
     calls = programs.calls + programs.leaf_calls

@@ -50,7 +50,7 @@ class Role(StrEnum):
     CUDA_GRAPH = "cuda_graph"
     PADDING = "padding"
     SHARED_PROMPTS = "shared_prompts"
-    # rows of memory reports about what no patched module keeps
+    # rows of memory reports about tensors that no patched module keeps
     CHECKPOINT = "checkpoint"
     EMBEDDING = "embedding"
     LOSS = "loss"

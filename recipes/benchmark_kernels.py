@@ -1,8 +1,8 @@
-"""Every Triton kernel: right first, then how close to the memory's speed, beside torch's reference and Liger's kernel.
+"""Checks every Triton kernel, then measures its speed against the memory's, torch's reference and Liger's kernel.
 
     python recipes/benchmark_kernels.py --device cuda --out results/
-    python recipes/benchmark_kernels.py --device cuda --timed            # those alone that `auto` times itself
-    python recipes/benchmark_kernels.py --roofline                       # where these must win: no GPU, no figures
+    python recipes/benchmark_kernels.py --device cuda --timed            # only those that `auto` times itself
+    python recipes/benchmark_kernels.py --roofline                       # where these must win, without a GPU
     python recipes/benchmark_kernels.py --quick                          # a CPU: Triton's interpreter, no speeds
 
 Sizes are those of Llama-3.2-1B in training: 16384 tokens, hidden 2048, MLP 8192. "of copy" is the achieved bandwidth

@@ -1,12 +1,12 @@
-"""Patched models against stock at the widths that people train: the loss in bits, gradients in bits or by the law.
+"""Patched models against stock at the widths that people train: equal losses, and gradients within their bound.
 
     python recipes/compare_families.py --device cuda --out results/
     python recipes/compare_families.py --quick                      # a CPU: two widths, few families
 
-A model type with few layers at each width, in fp32, bf16, fp16 and under bf16 autocast. What patching promises is that
+Runs each model type with few layers at each width, in fp32, bf16, fp16 and under bf16 autocast. Patching promises that
 forward values are stock's bits, and that gradients are stock's bits or as close to the true ones as stock's are: over
 all parameters, ||ours - true|| <= 1.1 ||stock - true||, with the true ones from fp64. Writes families.jsonl after each
-row, families.md after each model type, and ends with status 1 if one row is not what is promised.
+row, families.md after each model type, and ends with status 1 if one row breaks the promise.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def relative_error(found: Gradients, truth: Gradients) -> float:
 
 
 def compare(family: Family, width: int, mode: str, args: argparse.Namespace) -> Row:
-    """One row: stock, patched, and the truth where they differ."""
+    """One row: stock and patched, and both against fp64 where they differ."""
     torch.manual_seed(0)
     with torch.device(args.device):
         model = family.build(width).to(DTYPES[mode]).train()

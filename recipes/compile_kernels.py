@@ -38,11 +38,11 @@ from hf_actcompress.kernels import KERNELS
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 DTYPES = ("bfloat16", "float32")
-# of a hidden state; divisible as hidden sizes are
+# rows and width of a hidden state; the width is divisible as hidden sizes are
 ROWS, WIDTH = 64, 4096
-# of the kernels whose tiles depend on the width: those that models have
+# the widths that models have, for kernels whose tiles depend on the width
 WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
-# norms' rows, rows with a scale of few-bit codes, the heads of a token, one group per row, the vocabulary
+# their width: a norm's row, a row with one scale of few-bit codes, a token's heads, one group per row, the vocabulary
 _SIZED = {
     "layer_norm", "methods.norm_output", "methods.fewbit", "rms_norm", "rope", "float8", "int_group",
     "linear_cross_entropy",
@@ -50,12 +50,12 @@ _SIZED = {
 BY_WIDTH = frozenset(name for name, module in KERNELS.items() if module in _SIZED)
 OUT = Path(__file__).parent / "results" / "aot"
 
-# what a wide access moves
+# the fewest bytes that a wide access moves
 WIDE_BYTES = 16
 _ACCESS = re.compile(r"\b(ld|st)\.global(?:\.(?!v\d|[bfsu]\d)[\w:]+)*(?:\.v(\d))?\.[bfsu](\d+)")
-# from global to shared memory, past the registers
+# copies from global to shared memory, past the registers
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
-# of the machine code, without what fills up its end
+# an instruction of the machine code, without the NOPs that fill up its end
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP\b)\S", re.MULTILINE)
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -68,17 +68,16 @@ class Row:
         name: The function of the package that launches it.
         kernel: The kernel's own name.
         options: Its compile-time options; of several variants those of the one with the narrowest accesses.
-        dtype: Of the tensors it was launched for.
-        capability: Of the target, 10 * major + minor.
-        warps: Per block.
-        registers: Per thread.
-        shared_bytes: Per block.
-        spilled_bytes: Per thread, local memory and stack.
+        dtype: Dtype of the tensors that it was launched for.
+        capability: Compute capability of the target, 10 * major + minor.
+        warps, shared_bytes: Figures per block.
+        registers: Figure per thread.
+        spilled_bytes: Bytes per thread in local memory and on the stack.
         loads, stores: Instructions on global memory by the bytes that each moves per thread.
-        variants: How many.
-        widths: Of the rows that it was compiled for, where its tiles depend on them.
-        widest: The share of wide accesses in the one that has most of them.
-        instructions: Of the machine code, per thread; without loops, each is run once.
+        variants: The number of variants.
+        widths: Widths of the rows that it was compiled for, where its tiles depend on them.
+        widest: The share of wide accesses in the variant that has most of them.
+        instructions: Instructions of the machine code; without loops, a thread runs each of them once.
     """
 
     name: str
@@ -99,14 +98,14 @@ class Row:
 
     @property
     def wide_share(self) -> float:
-        """Of the bytes that its instructions move, the share that moves 16 or more at a time."""
+        """The share of the bytes that is moved by instructions of 16 bytes or more."""
         moved = Counter(self.loads) + Counter(self.stores)
         total = sum(size * count for size, count in moved.items())
         return sum(size * count for size, count in moved.items() if size >= WIDE_BYTES) / max(total, 1)
 
 
 class _Target:
-    """A GPU that is compiled for and never launched on."""
+    """A GPU for which kernels are compiled, and on which none is launched."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -117,7 +116,7 @@ class _Target:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        # one for each, or a kernel compiled for one in this process would be taken for the other's
+        # a key per target, or this process would take a kernel compiled for one target as another's
         return self.capability
 
     def get_current_stream(self, device: int) -> int:
@@ -180,10 +179,10 @@ def compile_kernel(
     module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
     widths = tuple(widths) if name in BY_WIDTH else ()
     with _compiling(capability) as compiled:
-        # what was tried for another one
+        # trials for another target do not hold
         if hasattr(module, "forget"):
             module.forget()
-        # products of fp32 are made in tf32 where torch's may be
+        # kernels compute fp32 products in tf32 where torch may do so
         precisions = ("highest", "high") if dtype == "float32" else ("highest",)
         for precision, width in product(precisions, widths or (WIDTH,)):
             torch.set_float32_matmul_precision(precision)
@@ -208,7 +207,7 @@ def compile_kernel(
 
 
 def worst(variants: list[Row]) -> Row:
-    """What holds for all of them."""
+    """The worst figure of each kind, and the options of the variant with the narrowest accesses."""
     names = ("warps", "registers", "shared_bytes", "spilled_bytes", "widest", "instructions")
     largest = {name: max(getattr(row, name) for row in variants) for name in names}
     largest["variants"] = sum(row.variants for row in variants)
@@ -249,7 +248,7 @@ def table(rows: list[Row]) -> str:
 
 
 def kept(path: Path, made: set[tuple[str, str, int]]) -> list[Row]:
-    """Rows of an earlier run with the same compiler that this one, of some kernels only, did not make again."""
+    """Rows of an earlier run with the same compiler, without those that this run has made again."""
     if not path.exists():
         return []
     earlier = json.loads(path.read_text())
@@ -264,7 +263,7 @@ def kept(path: Path, made: set[tuple[str, str, int]]) -> list[Row]:
 
 
 def entry(row: Row) -> dict[str, Any]:
-    """What the table keeps of a row."""
+    """A row as kernels.json has it."""
     found = {**asdict(row), "wide": round(row.wide_share, 3)}
     return {key: value for key, value in found.items() if value or key not in ("widths", "instructions")}
 

@@ -4,17 +4,17 @@
     python recipes/evaluate_presets.py --jobs llama --presets exact int8 --seeds 1 --steps 50
 
 The models are a pretrained MiniLM (classification) and a GPT-2- and a Llama-like one trained here first (language
-modelling). Kept bytes are those of the layers in bf16; gradient errors in fp32 with dropout off, also in units of what
-bf16 autocast does to the gradient of the same batch; step times are medians of interleaved steps on this machine.
+modelling). Kept bytes are those of the layers in bf16. Gradient errors are in fp32 with dropout off, and also in units
+of the error that bf16 autocast makes on the same batch. Step times are medians of interleaved steps on this machine.
 
 Losses are held-out ones at the end of a training in which a bad gradient shows: MiniLM is fine-tuned, the language
 models learn from random weights at six times the rate of a fine-tune. Fine-tuned at a low rate they end within a
-thousandth of stock under most presets. Each sequence comes three times (`--passes`), because WTA-CRS draws by what it
-saw of a sequence before. Each seed is one order of the batches (and one dropout), the same for stock and preset: the
-mean of the paired differences has a 95% confidence interval (Student's t), and a preset is "worse" or "better" where
-that excludes zero. Of twenty presets that are as good as stock, one is told apart by chance. What is lossless trains
-with the first seed alone. Writes evaluation-JOB.json as it goes, and goes on from there (jobs may run side by side);
-then evaluation.md and .png of all.
+thousandth of stock under most presets. Each sequence comes three times (`--passes`), because WTA-CRS samples by what it
+saw when the same sequence came last. Each seed is one order of the batches (and one dropout), the same for stock and
+preset: the mean of the paired differences has a 95% confidence interval (Student's t), and a preset is "worse" or
+"better" where that excludes zero. Of twenty presets that are as good as stock, one is told apart by chance. Lossless
+presets train with the first seed alone. Writes evaluation-JOB.json as it goes, and goes on from there (jobs may run
+side by side); then evaluation.md and .png of all.
 """
 
 import argparse

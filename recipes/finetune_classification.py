@@ -75,7 +75,7 @@ def train_step(
     step_loss = torch.zeros((), device=accelerator.device)
     for batch in batches:
         with accelerator.accumulate(model):
-            # Every micro-batch has as many texts, so the mean of means that accelerate and DDP take is the mean.
+            # All micro-batches have equally many texts, so the mean of means that accelerate and DDP take is the mean.
             loss = model(**batch).loss
             accelerator.backward(loss)
             step_loss += loss.detach().float()

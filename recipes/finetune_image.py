@@ -7,8 +7,8 @@
 By default the images are scikit-learn's handwritten digits, made larger. A local --dataset is a folder with a folder of
 images for each class. With --compare each preset is trained from the same seeds as stock. Kept bytes and the peak (of
 forward and backward above weights and gradients) are the allocator's, of one batch. A step's time is the least of
---rounds, in which stock and all presets take turns. Writes image.json and image.md; what an earlier run with the same
-options found of other models stays in them. Behind an accuracy is the standard deviation over seeds, behind the mean
+--rounds, in which stock and all presets take turns. Writes image.json and image.md; results of an earlier run with the
+same options for other models stay in them. After an accuracy stands its standard deviation over seeds, after the mean
 difference from stock of the same seed its 95% interval.
 The only line that a training script of your own needs is the one with `patch_model`.
 """
@@ -139,7 +139,7 @@ def train_one(name: str, images: Images, args: argparse.Namespace) -> None:
 
 
 def earlier_rows(path: Path, about: dict[str, Any]) -> list[Row]:
-    """What a run with the same options, but for the models, has written there."""
+    """The rows that a run with the same options, except for the models, has written there."""
     found = json.loads(path.read_text()) if path.is_file() else {"options": {}}
     options = [{**one["options"], "models": None} for one in (found, about)]
     return [Row(**row) for row in found["rows"]] if options[0] == options[1] else []

@@ -30,7 +30,7 @@ from hf_actcompress import CompressionConfig, patch_model
 
 
 class MaskedBlocks(Dataset[Example]):
-    """Rows of tokens with some hidden, BERT's way: of those, 80% become the mask, 10% a random token, 10% stay.
+    """Rows of tokens, some of them hidden as BERT does it: of these 80% become the mask, 10% a random token, 10% stay.
 
     The mask of a row follows from the seed and the row's number, so that it is the same in every run, and again
     after a resume. A second pass over the data sees the same masks; runs here are shorter than one pass.

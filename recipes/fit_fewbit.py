@@ -3,7 +3,7 @@
 STEPS   the step function of 2**k levels that is nearest to f' in the integral of the squared difference over
         [-100, 100] (few-bit backward, arXiv 2202.00441): dynamic programming over a grid, then over finer grids around
         the borders found. The level of a cell [a, b] is (f(b) - f(a)) / (b - a). Where f' is even about a centre the
-        step function is one of |x - centre|, which is worth a bit.
+        step function is one of |x - centre|, which saves a bit.
 CENTRES those centres.
 LEVELS  2**k levels for the *value* of f', with the smallest integral of the squared difference when each f' goes to the
         nearest level. These codes need not be intervals of x: both sides of a bump share their levels. The weight is

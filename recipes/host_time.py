@@ -11,8 +11,8 @@ time on one thread, interleaved, the minimum of many steps; of --repeats such ru
 are among them. Bytes are those that all others move, counted at a width of 512 (common/moved.py): per token, over the
 hidden size. Writes host_time.json and host_time.md.
 
-With --tokens and such files: from how many tokens per step exact costs a GPU no time, computed and not measured, by
-model and GPU (common/free_from.py). Writes free_from.md.
+With --tokens and such files: computes, by model and GPU, from how many tokens per step on exact costs a GPU no
+time. This is not measured (common/free_from.py). Writes free_from.md.
 """
 
 from __future__ import annotations

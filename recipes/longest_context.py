@@ -2,9 +2,9 @@
 
     python recipes/longest_context.py --out recipes/results/longest_context
 
-QLoRA of a model with the shape of Llama-3.1-8B, batch size 1: for each way to train the bytes that a card has to have
-are estimated at a few lengths; between them they grow in proportion to the length (the file says by how much a length
-in between differs from that). Writes longest_context.json, .md and, with matplotlib, .png. Another model:
+QLoRA of a model with the shape of Llama-3.1-8B, batch size 1. For each way to train, estimates the bytes that a card
+must have at a few lengths, and interpolates linearly between them (the file says how much an estimate in between
+differs from that). Writes longest_context.json, .md and, with matplotlib, .png. Another model:
 ``--config FOLDER_OR_HUB_NAME``; full fine-tuning: ``--full``.
 """
 
@@ -28,19 +28,19 @@ from hf_actcompress import CompressionConfig, Estimate, estimate
 GIB = 2**30
 # share of a card that is left free for fragmentation, as `plan` has it by default
 HEADROOM = 0.08
-# what is estimated; the last is the longest that a card may be said to hold
+# the lengths that are estimated; no answer is longer than the last one
 LENGTHS = (2_048, 16_384, 65_536, 262_144)
 CARDS = (12, 16, 24, 40, 48, 80)
 # answers are multiples of this
 STEP = 64
-# of Llama-3.1-8B, for as many positions as are asked about
+# the sizes of Llama-3.1-8B, with as many positions as are asked for
 SHAPE = {
     "vocab_size": 128_256, "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": LENGTHS[-1], "use_cache": False,
 }  # fmt: skip
 
 _LONG = CompressionConfig.from_preset("long")
-# all with gradient checkpointing: what the model is patched with, and whether its gradients are exact
+# way -> config that patches the model, whether gradients are exact; all with gradient checkpointing
 WAYS: dict[str, tuple[CompressionConfig | None, bool]] = {
     "stock": (None, True),
     "exact": (CompressionConfig(), True),
@@ -56,11 +56,11 @@ class Way:
     """One way to train.
 
     Args:
-        name: As in WAYS.
+        name: The key in WAYS.
         exact: Whether its gradients are stock's.
-        device_bytes: By length: what a card has to have.
-        kept_bytes: By length: what is kept between forward and backward, on the card.
-        between: Between the last two lengths: the estimate over what those two say.
+        device_bytes: Length -> bytes that a card must have.
+        kept_bytes: Length -> bytes kept on the card between forward and backward.
+        between: The estimate halfway between the last two lengths, divided by the interpolated value.
     """
 
     name: str

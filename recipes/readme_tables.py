@@ -1,4 +1,4 @@
-"""Put what was measured into the README files: what stands between two markers comes from a results file.
+"""Put measured results into the README files: the text between two markers comes from a results file.
 
     python recipes/readme_tables.py           # after recipes/benchmark.py, evaluate_presets.py or block_picture.py
     python recipes/readme_tables.py --check   # fails where a README and the results differ

@@ -1,4 +1,4 @@
-"""What papers on activation memory say of themselves, and what this package measures in their place.
+"""Compares what papers on activation memory claim with what this package measures in their place.
 
     python recipes/reproduce.py --list
     python recipes/reproduce.py --paper actnn
@@ -9,7 +9,7 @@ Each claim has its source, our setting, our number and a verdict: "reproduced" w
 claimed saving; "not reproduced"; or "not comparable here", with the reason. Claims are in our words, and about memory:
 what the methods do to accuracy is in the table of recipes/finetune_image.py. Every number of ours is measured by the
 run. Where dropout is on, a CPU keeps masks in fp32; they are counted as one byte per element, as CUDA keeps them.
-Writes reproduce.json, .md and .png; what an earlier run at the same scale found of other papers stays in them.
+Writes reproduce.json, .md and .png; results of an earlier run at the same scale for other papers stay in them.
 """
 
 import argparse

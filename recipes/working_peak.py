@@ -3,7 +3,7 @@
     python recipes/working_peak.py --out recipes/results/working_peak      # some minutes on one core
     python recipes/working_peak.py --hidden 256 --tokens 2048 --tiles 64 --products
 
-Layers have the proportions of Llama-3.1-8B. Products of matrices and attention's kernels return memory without
+Layers have the proportions of Llama-3.1-8B. Matrix products and attention's kernels return memory without
 values, because they take most of the time and no byte depends on values; with --products they run. The peaks are
 those of a backward, by the CPU allocator's events, in bytes per token and channel, above all that was there before:
 inputs of layers, weights, and the gradients to which a training adds. "frozen" has weights without gradients, "LoRA"
@@ -80,9 +80,9 @@ def llama(args: argparse.Namespace, weights: str, tile: int) -> Any:
 
 
 def peak(forward: Callable[[torch.Tensor], torch.Tensor], args: argparse.Namespace) -> float:
-    """Of the backward of one row of hidden states, per token and channel."""
+    """Peak bytes of the backward of one row of hidden states, per token and channel."""
     x = torch.randn(1, args.tokens, args.hidden, dtype=torch.bfloat16, requires_grad=True)
-    # what is proved of a layer before its first call needs values
+    # the proof that a layer runs before its first call needs values
     forward(x[:, :8].detach().requires_grad_()).sum().backward()
     with nullcontext() if args.products else WithoutProducts():
         y = forward(x)

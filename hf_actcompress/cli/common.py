@@ -37,7 +37,7 @@ EXIT_CODES = (
     "(set ACTCOMPRESS_TRACEBACK to see where)."
 )
 
-# beyond any training; bytes are numbers of 64 bits
+# more than any training has, and few enough for bytes to fit into 64 bits
 MOST = 2**24
 
 Model = Annotated[

@@ -29,7 +29,7 @@ def columns_of(room: int | None, max_context: bool) -> tuple[str, ...]:
 
 @dataclass
 class EstimateTable:
-    """The rows, and what they are about.
+    """The rows, and the question that they answer.
 
     Args:
         model: The model's name.
@@ -121,7 +121,7 @@ def explanation(table: EstimateTable) -> Iterator[str]:
 
 
 def _advice(rows: list[Row], room: int, steps: Sequence[int]) -> Iterator[str]:
-    """What "tight" means for each row that is, and whether the allocator's setting would help."""
+    """For each tight row, what "tight" means and whether the allocator's setting would help."""
     from ..quick.headroom import ADVICE
     from ..quick.sizes import readable_size
 

@@ -20,7 +20,7 @@ def lengths_in(path: Path | None) -> list[int]:
     """The lengths that a file holds: one whole number in a line, or a JSON list of them; none without a file.
 
     Raises:
-        typer.BadParameter: The file cannot be read, holds none, or holds something else.
+        typer.BadParameter: The file cannot be read, holds no length, or holds something else.
     """
     if path is None:
         return []
@@ -50,7 +50,7 @@ def _listed(path: Path, text: str) -> list[Any]:
 
 
 def _number(text: str) -> int | str:
-    """A number as it is; what is none is shown to the user."""
+    """The number that the text is; any other text as it is, for the error message."""
     return int(text) if text.isdecimal() and len(text) < 20 else text
 
 

@@ -19,7 +19,7 @@ _ON_HOST = "frozen weights on the host by FSDP, DeepSpeed or accelerate"
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the training, and what it then needs.
+    """A change of the training, and the memory that the training then needs.
 
     Args:
         name: What is changed, and the option of this command for it.

@@ -118,7 +118,7 @@ class Row:
         estimate: Its estimate; None if the strategy cannot be used with this model.
         peaks: Batch size -> bytes that the card must have, for all sizes that were estimated.
         largest: The largest batch size for the card, 0 if none fits; None if it was not searched for.
-        longest: The longest sequences for the card at that batch size; 0 and None likewise.
+        longest: The longest sequences for the card at that batch size; 0 and None as for `largest`.
         why_not: Why the strategy cannot be used.
     """
 

@@ -100,5 +100,5 @@ CODECS: dict[str, Codec] = {
     "sampled30": RowSample(0.3, draws="stratified"),
 }
 
-# what stands in for a codec in attention whose scores are not scaled: errors of queries and keys count more there
+# attention whose scores are not scaled uses these codecs instead: errors of queries and keys count more there
 FOR_UNSCALED_SCORES = {"int8": "int10"}

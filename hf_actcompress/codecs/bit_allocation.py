@@ -16,10 +16,10 @@ class Sensitivity:
     """The tensors of one role in one layer.
 
     Args:
-        layer: Name of the layer; of the module itself outside of the layers.
+        layer: Name of the layer, or of the module itself if it is in no layer.
         role: "norm", "mlp" or "linear".
         elements: How many are stored.
-        error: Relative error of the whole gradient when these alone are stored in 4 bits.
+        error: Relative error of the whole gradient when these tensors alone are stored in 4 bits.
     """
 
     layer: str
@@ -37,7 +37,7 @@ def allocate(groups: Sequence[Sensitivity], average_bits: float) -> list[int]:
     """Bits of each group, at most `average_bits` per element on average.
 
     Greedy by error removed per bit, from the fewest bits up: optimal up to one group's step, because the error is
-    convex in the bits (GACT, arXiv 2206.11357, solves the same problem so).
+    convex in the bits (GACT, arXiv 2206.11357, solves the same problem in this way).
 
     Raises:
         ValueError: `average_bits` outside of 2 .. 8.

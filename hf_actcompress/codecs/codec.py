@@ -1,4 +1,4 @@
-"""The protocol of a codec, and what every codec keeps of a tensor besides bytes."""
+"""The protocol of a codec, and the static data that every codec keeps beside the packed tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Codec(Protocol):
 
     @property
     def bits(self) -> int | None:
-        """Bits of an element, if the codec rounds all elements to as many."""
+        """Bits per element; None if the codec does not round all elements to the same number of bits."""
         return None
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
@@ -77,14 +77,14 @@ class Codec(Protocol):
         return self
 
     def used_in(self, module: str, role: str) -> Codec:
-        """An equal codec for the module of that name, if it learns something there in training; else itself.
+        """An equal codec for the module of that name, if the codec learns something there in training; else itself.
 
         Called after `drawing_from`: what is learnt belongs to the model, as its generators do.
         """
         return self
 
     def keeping_sign(self) -> Codec:
-        """The same format with decoded values above zero where x is. A codec that cannot do so returns itself.
+        """The same format, in which decoded values are above zero where x is. A codec that cannot do so returns itself.
 
         This is for the input of a ReLU, whose sign decides whether a gradient passes.
         """

@@ -1,4 +1,4 @@
-"""Codecs of tokens on the inputs of convolutions."""
+"""Applies codecs for tokens to the inputs of convolutions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FeatureMaps(Codec):
     Bytes: the inner codec's, for that layout.
     Bias: the inner codec's. The weight gradient of a convolution is linear in x, so it is unbiased if the codec is.
     Source: DropIT (arXiv 2202.13808) selects among all entries of a convolution's input; ActNN (arXiv 2104.14129) forms
-        its groups in the flattened images. Pixels as tokens are this implementation's.
+        its groups in the flattened images. Treating pixels as tokens is this implementation's own idea.
 
     Args:
         inner: What stores the rows; no codec of feature maps itself.

@@ -18,8 +18,8 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 class Float8(Codec):
     """fp8 with one scale per row, or per group of 16 or 128 neighbouring features.
 
-    The relative error is at most 2^-4 (e4m3) or 2^-3 (e5m2) down to 2^-14 and 2^-29 of the group's largest magnitude:
-    where int8 shares one step among all, small values keep their digits, and large ones have fewer.
+    The relative error is at most 2^-4 (e4m3) or 2^-3 (e5m2) for values down to 2^-14 or 2^-29 of the group's largest
+    magnitude. Int8 has one step for all values of a group; here small values keep more digits, and large ones fewer.
 
     Bytes: ``1 + 2 / group_size`` per element (the scale in bf16, rounded up); per row ``1 + 2 / D``.
     Bias: rounds to nearest, at most half a step.
@@ -77,5 +77,5 @@ class Float8(Codec):
 
 
 def _unpacked_product(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    """The way that is taken if `grad_weight` returns None."""
+    """dW as it is computed if `grad_weight` returns None."""
     return dy.t().mm(implementation("float8_unpack", codes)(codes, scale, dy.dtype, group_size))

@@ -18,16 +18,16 @@ class IntChannels(Codec):
     For queries and keys: their channels differ more than their tokens. What all keys have in common, such as the bias
     of their projection, is in the zero points and costs no code.
 
-    Bytes: ``bits / 8 + 4 / group_size`` per element; of fewer tokens than a group has, 4 bytes per channel for them.
-    Error: as `IntGroup` of the same bits, in other groups.
+    Bytes: ``bits / 8 + 4 / group_size`` per element; a group of fewer tokens takes its 4 bytes per channel, too.
+    Error: that of `IntGroup` with the same bits, in other groups.
     Bias: up to half a step.
-    Source: HyC-LoRA (MLSys 2025) has keys by channels, with one range for all tokens, which is calibrated in the first
-        steps and then stays. Here ranges are those of the tensor, of as many tokens as a group has: on MiniLM at 256
-        tokens, 4-bit queries, keys and values in groups of 64 give a gradient error of 9.4%, with one group of 256
-        tokens 13.6%. There keys are taken before the rotation, here after it; see recipes/README.md for the reason.
+    Source: HyC-LoRA (MLSys 2025) quantises keys by channel, with one range for all tokens, which is calibrated in the
+        first steps and then fixed. Here each group of tokens has the range of the tensor's own values: on MiniLM at 256
+        tokens, 4-bit queries, keys and values in groups of 64 give a gradient error of 9.4%, in one group of 256 tokens
+        13.6%. HyC-LoRA takes keys before the rotation, this codec after it; see recipes/README.md for the reason.
 
     Args:
-        bits: As `IntGroup` has them.
+        bits: As for `IntGroup`.
         group_size: Tokens that share a scale and a zero point; the last group may be shorter.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Integers of 10 bits: those of `IntGroup` with 8, and in which quarter of its step a number lies."""
+"""Integers of 10 bits: the 8 bits of `IntGroup`, and 2 for the quarter of the step in which a number lies."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _WITHIN = 2
 class IntFine(Codec):
     """Group quantisation, rounded to nearest, in 8 bits and 2 more.
 
-    For queries and keys whose scores are not scaled (T5): 8 bits are too few there. Smaller groups are no way out: on
-    T5 after 20 steps, groups of 16, which take nearly as many bytes, lower attention's error by 13%, two bits by 74%.
+    For queries and keys whose scores are not scaled (T5): 8 bits are too few there. Smaller groups help less: on T5
+    after 20 steps, groups of 16, which take nearly as many bytes, lower attention's error by 13%, two more bits by 74%.
 
     Bytes: ``1.25 + 4 / group_size`` per element.
     Error: up to an eighth of a step of 8 bits, and a few roundings of fp32.
-    Bias: up to that.
+    Bias: at most that error.
 
     Args:
         group_size: Features that share a scale and a zero point, as `IntGroup` has them.
@@ -56,7 +56,7 @@ class IntFine(Codec):
         within = codes.new_empty(codes.size(0), row_bytes(meta.features, _WITHIN))
         for part, chunk in row_chunks(x):
             middle, step = self._decoded([kept[part] for kept in coarse], meta)
-            # of a group whose numbers are equal or not finite, this is no number, and no code of it matters
+            # for a group of equal or non-finite numbers this is not finite, and its codes do not matter
             quarters = ((chunk - middle) / step * 4 + 2).nan_to_num().clamp_(0, 3).byte()
             within[part] = pack_rows(pad(quarters, (0, -meta.features % 4)), _WITHIN)
         return (*coarse, within), meta
@@ -73,11 +73,11 @@ class IntFine(Codec):
         return out.view(known.shape)
 
     def _decoded(self, coarse: Sequence[Tensor], meta: TensorMeta) -> tuple[Tensor, Tensor]:
-        """What 8 bits say of some rows [r, D], not rounded to x's dtype, and the step [r, D] of each number."""
+        """Some rows [r, D] decoded from 8 bits, not rounded to x's dtype, and the step [r, D] of each number."""
         codes, scale, _ = coarse
         work = work_dtype(meta.dtype)
         middle = self._coarse().unpack(tuple(coarse), TensorMeta(torch.Size((codes.size(0), meta.features)), work))
-        # the scale of a group whose numbers are equal: they are decoded as they are
+        # a group of equal numbers has tiny as its scale: with a step of 0 they stay as 8 bits decode them
         step = scale.to(work) - torch.finfo(torch.bfloat16).tiny
         return middle, step.repeat_interleave(self.group_size, 1)[:, : meta.features]
 

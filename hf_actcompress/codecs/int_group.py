@@ -121,6 +121,6 @@ class IntGroup(Codec):
 def _unpacked_product(
     dy: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, features: int, bits: int, group_size: int, *_: Tensor
 ) -> Tensor:
-    """The way that is taken if `grad_weight` returns None, without the outliers."""
+    """dW as it is computed if `grad_weight` returns None, without the outliers."""
     unpack = implementation("int_group_unpack", codes)
     return dy.t().mm(unpack(codes, scale, zero, features, dy.dtype, bits, group_size))

@@ -38,11 +38,11 @@ class Offload(Codec):
     With the identity inside, x must not be written in place before its copy is complete, which nothing checks. Other
     codecs copy tensors that they have made themselves.
 
-    Bytes: none on the device, but for up to eight activations in backward; in host memory those of the inner codec.
+    Bytes: none on the device, except up to eight activations in backward; in host memory those of the inner codec.
     Bias: the inner codec's.
 
     Args:
-        inner: How the bytes are encoded before they are moved; its `linear_only` counts.
+        inner: The codec that encodes the bytes before they are moved; it decides for which roles this one serves.
     """
 
     inner: Codec = field(default_factory=Identity)

@@ -54,8 +54,8 @@ class Ticket:
         return away is not None and all(a is b for a, b in zip(away, tensors, strict=True))
 
 
-# q, k, v and the output of one attention: an op asks for its own in the order in which they left. And between the first
-# asking (a linear that rebuilds the norm's output) and the last (the norm) there are as many
+# q, k, v and the output of one attention: an op asks for its tensors in the order in which they left. As many are asked
+# for between the first reader of a norm's input (a linear that rebuilds the norm's output) and the last one (the norm)
 WINDOW = 4
 
 
@@ -63,8 +63,8 @@ class Lane:
     """The activations of one device that are in host memory, in the order in which they were moved.
 
     When backward asks for one, copies of those that left before it are begun, so that they travel while gradients are
-    computed: at most `WINDOW` are ahead. As many of those that were asked for last stay a while, for their other
-    consumers. What is left at the end of a backward is dropped.
+    computed: at most `WINDOW` are ahead. The last `WINDOW` that were asked for stay on the device for their other
+    consumers. At the end of a backward all of these are dropped.
     """
 
     def __init__(self, link: Link) -> None:
@@ -73,7 +73,7 @@ class Lane:
         self._tickets: list[weakref.ref[Ticket]] = []
         self._ahead: list[Ticket] = []
         self._latest: deque[tuple[Ticket, Any]] = deque(maxlen=WINDOW)
-        # of the backward in progress, and where it looks for the next one to begin
+        # the backward in progress, and the place before which it looks for the next copy to begin
         self._task, self._place = -1, -1
         # forward and backward run in different threads
         self._lock = threading.RLock()
@@ -88,7 +88,7 @@ class Lane:
             return ticket
 
     def back(self, ticket: Ticket, tensors: Tensors) -> Tensors:
-        """The activation on the device: copied already, or now; and the next ones are begun."""
+        """The activation on the device, from a copy begun before or now. Begins the copies of the next ones."""
         task = current_backward()
         with self._lock:
             if task not in (-1, self._task):
@@ -101,7 +101,7 @@ class Lane:
         return self.link.finish(arrival)
 
     def _begin_backward(self, task: int) -> None:
-        # these are left over from a backward that raised, or belong to one that is around this one
+        # these copies are left from a backward that raised, or belong to one inside of which this one runs
         self._drop()
         self._task, self._place = task, -1
         at_end_of_backward(self._drop)
@@ -114,7 +114,7 @@ class Lane:
             arrival = next((known for other, known in self._latest if other is ticket), None)
         if arrival is not None and ticket.stands_for(tensors):
             return arrival
-        # this one was not foreseen: it is the first one, or a checkpoint has packed it since
+        # its copy was not begun ahead: it is the first one, or a checkpoint has packed it since
         self._place = max(self._place, ticket.place)
         return self.link.start(tensors)
 

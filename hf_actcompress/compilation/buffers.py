@@ -21,7 +21,7 @@ class Buffers:
     Attributes:
         no_memory: Nodes whose results take no memory of their own.
         dead: Node -> the nodes whose results can be freed after it.
-        whole: Node -> the concatenation of which it writes the first part; the whole of it is allocated then.
+        whole: Node -> the concatenation of which it writes the first part, so that all of it is allocated then.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -58,9 +58,9 @@ class Partitioner(CustomPartitionerFn):
 
 
 def codecs_key() -> str | None:
-    """The parameters of all codecs, and what is in the files of those that are not ours; None if one has no file."""
+    """All codecs' parameters, and the text of the files of those that are not ours; None if one has no file."""
     rows = sorted((name, repr(codec)) for name, codec in CODECS.items())
-    # a codec's bases, and the codecs that it holds with theirs
+    # the classes of each codec and of the codecs that it holds, with their bases
     parts = (part for codec in CODECS.values() for part in (codec, *getattr(codec, "__dict__", {}).values()))
     kinds = {kind for part in parts if hasattr(part, "pack") for kind in type(part).__mro__}
     known = {*sys.stdlib_module_names, "hf_actcompress"}

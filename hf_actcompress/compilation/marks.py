@@ -62,7 +62,7 @@ def note_trace() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def any_length() -> bool:
-    """Whether the graph is traced for any length. torch then makes inputs of an op's constants, too."""
+    """Whether the graph is traced for any length. torch then turns an op's constants into inputs, too."""
     return traced_for_any_size()
 
 

@@ -26,8 +26,8 @@ CODEC = "actcompress_codec"
 LOGITS = "actcompress_logits"
 # key in `node.meta`: the id of the module that a packed value belongs to
 _MODULE = "actcompress_module"
-# the id of our region of recomputation. It is larger than those of checkpointed regions, so that torch keeps what
-# leaves such a region for one of our nodes, as in eager mode
+# the id of our region of recomputation. It is larger than those of checkpointed regions, so that torch keeps a tensor
+# that leaves such a region for one of our nodes, as in eager mode
 _REGION = 2**30
 # a reduction is computed again if it shrinks its input by less than this factor; statistics of norms are smaller
 _LARGE = 16

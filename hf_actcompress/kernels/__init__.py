@@ -98,11 +98,11 @@ TORCH_HAS: dict[str, frozenset[str]] = {
     "activation_bwd": _TORCH_ACTIVATIONS,
     "activation_fwd": _TORCH_ACTIVATIONS | _COMPOSED,
     "activation_value": _TORCH_ACTIVATIONS,
-    # torch takes two kernels here, and the product's reads what the activation's has written
+    # torch launches two kernels here: the product's kernel reads what the activation's has written
     "gated_product_fwd": (_TORCH_ACTIVATIONS | _COMPOSED) - {"gelu", "gelu_tanh", "silu"},
 }
 
-# kernels that are used in a forward, and a backward with the same steps
+# kernels that must have the reference's bits: those used in a forward, and a backward with the same steps
 BITWISE = frozenset({"activation_fwd", "gated_product_fwd", "rms_norm_fwd", "rms_norm_rebuild", "rope_bwd", "rope_fwd"})
 
 # each result depends on its own element, row of q and k, or group only: these may run on devices they are not tuned for
@@ -139,6 +139,6 @@ TIMED: dict[str, str] = {
 
 @cache
 def lacks_bf16(device: torch.device) -> bool:
-    """Whether it is an NVIDIA GPU without instructions for bf16; kernels take fp16 and fp32 there."""
+    """Whether the device is an NVIDIA GPU without instructions for bf16; kernels take fp16 and fp32 there."""
     nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return nvidia and torch.cuda.get_device_capability(device) < (8, 0)

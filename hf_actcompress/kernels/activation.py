@@ -104,7 +104,7 @@ def derivative(
         slope = cdf + x * exp(-0.5 * x * x, FAST) * 0.3989422804014327
         if KIND == "gelu_clipped":
             y = cast(x * cdf, DTYPE).to(tl.float32)
-            # a product and no selection, as in torch: for inf it is NaN
+            # a product instead of a selection, as in torch, so that inf gives NaN
             slope *= tl.where((y >= A) & (y <= B), 1.0, 0.0)
         return slope
     elif KIND == "gelu_tanh" or KIND == "gelu_new":
@@ -119,7 +119,7 @@ def derivative(
         e = exp(tl.minimum(x, 20.0), FAST)
         rest = divide(2.0, e * (e + 2.0) + 2.0, FAST)
         slope = t + x * sigmoid(x, FAST) * (rest * (2.0 - rest))
-        # torch computes inf * 0
+        # torch computes inf * 0 there, which is NaN
         return tl.where(x == float("inf"), float("nan"), slope)
     elif KIND == "relu":
         return tl.where(x <= 0.0, 0.0, 1.0)

@@ -35,8 +35,8 @@ FORMS: dict[str, tuple[tuple[str, bool], ...]] = {
     **{kind: ((kind, True), (kind, False)) for kind in ("silu", "gelu", "gelu_tanh", "quick_gelu")},
     "gelu_new": (("gelu_new", False), ("gelu_fast", False), ("gelu_new_once", False)),
 }
-# how many other values each value is paired with as up, and the tile; the interpreter takes as long for a tile of any
-# size
+# how many values of up each value of gate is paired with, and the tile; the interpreter takes the same time for a tile
+# of any size
 _PAIRINGS, _TILE = (1, 1 << 16) if INTERPRETED.value else (4, POINTWISE_TILE)
 
 

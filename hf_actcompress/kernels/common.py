@@ -21,7 +21,7 @@ from triton.language.extra import libdevice
 # the reference handles wider rows of a norm
 WIDEST_ROW = 16384
 # up to this width a row is held in registers, together with sums over the rows; a backward goes through wider rows in
-# tiles of so many rows, columns and warps
+# tiles of WIDE_TILE's rows, columns and warps
 WIDEST_SUMS = 8192
 WIDE_TILE = (2, 2048, 8)
 

@@ -18,10 +18,9 @@ def with_fallback(
     """`kernel` until one of its launches fails, and from then on `stock`, its reference. `failed` gets the error, once.
 
     A kernel writes only to memory that its launcher allocates, so the reference finds the same inputs. The one
-    exception
-    is a gradient that the caller owns: a launcher's last launch writes it, and a launch that fails has written nothing.
-    Three errors are raised, because they are not the kernel's fault: the memory is used up; the device is lost, so the
-    reference cannot run either; the reference raises for these arguments as well.
+    exception is a gradient that the caller owns: a launcher's last launch writes it, and a launch that fails has
+    written nothing. Three errors are raised, because they are not the kernel's fault: the memory is used up; the device
+    is lost, so the reference cannot run either; the reference raises for these arguments as well.
     """
     broken = False
 
@@ -48,13 +47,13 @@ def with_fallback(
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether it is torch's own error, or the driver's when it loads a kernel."""
+    """Whether memory is used up, by torch's own error or by the driver's when it loads a kernel."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def _is_lost(device: torch.device) -> bool:
     """Whether the device can run nothing any more, as after an illegal access: then synchronising raises an error."""
-    # a graph capture forbids to synchronise; if the capture is lost, the reference raises the error
+    # synchronising is forbidden during a graph capture; if the capture is lost, the reference raises the error
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
     try:

@@ -3,8 +3,8 @@
 Rounding to nearest gives the reference's codes, scales and zero points bit by bit on any GPU. Both use the same formula
 in the same order (codes are products with the scale's correctly rounded reciprocal). The only sum of a product, code
 times scale plus zero point, has an exact product, so it does not matter whether a compiler fuses it. Stochastic
-rounding draws from Philox with a seed of the codecs' generator. Each element has its own number, which does not depend
-on the tile. It has 16 bits, which biases a code by at most 2^-17.
+rounding draws from Philox with a seed of the codecs' generator. Each element has its own random number, which does not
+depend on the tile. The number has 16 bits, which biases a code by at most 2^-17.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _unpack_kernel(
 
 
 def _kernel_bits(features: int, bits: int, group_size: int) -> int:
-    """8 if a group does not end with a byte, or a code with a field: then the kernel has one byte per code."""
+    """Bits of a code in the kernel: a byte if codes have 3 or 5 bits, or if a group does not end with a byte."""
     return bits if bits not in (3, 5) and (group_size * bits % 8 == 0 or group_size >= features) else 8
 
 

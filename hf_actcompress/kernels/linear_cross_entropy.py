@@ -109,7 +109,7 @@ def _warps(columns: int) -> int:
 def _softmax_grad(
     y: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor, in_place: bool
 ) -> Tensor:
-    """The gradient, written into y if y may be lost, and if it is no operator (which must not get a tensor twice)."""
+    """The gradient, in y if y may be overwritten and no graph is traced (an operator must not get a tensor twice)."""
     dy = y if in_place and y.is_contiguous() and not torch.compiler.is_compiling() else y.new_empty(y.shape)
     _softmax_grad_into(y, dy, target, start, maximum, log_sum, scale)
     return dy

@@ -124,7 +124,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def run_backward(loss: Tensor) -> None:
-    """``loss.backward()`` as far as the engine goes: inside of the method itself no TorchFunctionMode is on."""
+    """The engine's part of ``loss.backward()``, because no TorchFunctionMode is on inside of the method itself."""
     torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[no-untyped-call]
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -153,7 +153,7 @@ def fused_attention_choice(
 
 
 def bare_apply(function: Any, *args: Any) -> Any:
-    """``function.apply(*args)`` of an autograd Function where no torch.func transform is or was on."""
+    """``function.apply(*args)`` of an autograd Function, for calls where no torch.func transform is or was on."""
     return super(torch.autograd.Function, function).apply(*args)
 
 
@@ -183,9 +183,9 @@ def fake_process_store() -> Any:
 
 
 def fake_tensor(meta: Tensor, like: FakeTensor) -> FakeTensor:
-    """A fake tensor of the mode and device of another one, which nothing else is known of, over a meta tensor.
+    """A fake tensor over `meta`, with the fake mode and the device of `like`, and nothing else known about it.
 
-    As FakeTensor's constructor makes it, in a tenth of the time.
+    It is what FakeTensor's constructor makes, in a tenth of the time.
     """
     device = like.fake_device
     fake: FakeTensor = Tensor._make_subclass(  # type: ignore[assignment]
@@ -206,14 +206,14 @@ def min_cut_partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[G
 
 @cache
 def partitioner_ops() -> Any:
-    """The sets of ops by which it decides: `recomputable_ops`, `compute_intensive_ops`, `random_ops`."""
+    """The sets of ops by which that partition decides: `recomputable_ops`, `compute_intensive_ops`, `random_ops`."""
     from torch._functorch.partitioners import get_default_op_list
 
     return get_default_op_list()
 
 
 def replace_random(graph: GraphModule) -> None:
-    """Random draws as Inductor compiles them: a seed, and numbers made from it."""
+    """Replace random draws by what Inductor compiles: a seed, and numbers computed from it."""
     from torch._inductor.fx_passes.replace_random import replace_random_passes
 
     replace_random_passes(graph)
@@ -234,7 +234,7 @@ def traced_for_any_size() -> bool:
 
 
 def exporting() -> bool:
-    """Whether torch.export traces. Its public name is true in torch.compile too where torch 2.11 traces the call."""
+    """Whether torch.export traces. The public test is also true in torch.compile where torch 2.11 traces its call."""
     return torch.compiler._is_exporting_flag
 
 
@@ -247,7 +247,7 @@ def traced_frame() -> tuple[Any, Any] | None:
 
 
 def after_compiling(function: Callable[[object], None]) -> None:
-    """Let Dynamo call it at the end of each frame that it compiles or skips. A second time changes nothing."""
+    """Let Dynamo call `function` after each frame that it compiles or skips. Registering it again changes nothing."""
     from torch._dynamo.callback import callback_handler
 
     if function not in callback_handler.end_callbacks:
@@ -255,7 +255,7 @@ def after_compiling(function: Callable[[object], None]) -> None:
 
 
 def inductor_decompositions() -> Any:
-    """How Inductor takes ops apart before it compiles them."""
+    """The decompositions of ops that Inductor applies before it compiles."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
@@ -276,7 +276,7 @@ def compile_for_inductor(compile_graph: Callable[..., Any]) -> Callable[..., Any
 
 @contextmanager
 def tracing_for_compiler() -> Iterator[None]:
-    """`torch.compiler.is_compiling()` inside, and sizes that may be any: for code that a backend traces itself."""
+    """Inside, `torch.compiler.is_compiling()` holds and sizes may be any: for code that a backend traces itself."""
     from torch._dispatch.python import enable_python_dispatcher
 
     before = torch.compiler._is_compiling_flag

@@ -21,12 +21,12 @@ _AUTOGRAD = reduce(
 def below_autograd() -> AbstractContextManager[Any]:
     """In this context ops go past autograd, which has nothing to do in a Function of ours, and costs host time.
 
-    Modes that see each op would get composite ones there (linear, reshape), so nothing changes while one is on.
+    A mode that sees each op would get composite ops there (linear, reshape), so nothing changes while one is on.
     """
     return nullcontext() if torch._C._len_torch_dispatch_stack() else torch._C._AutoDispatchBelowAutograd()
 
 
 def above_autograd() -> Any:
-    """In this context autograd is there again, inside of `below_autograd`."""
+    """In this context, inside of `below_autograd`, ops go through autograd again."""
     exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)

@@ -11,13 +11,14 @@ from typing import Any
 
 from .optimizers import FOREACH
 
-# the number of a term and its coefficient, of each summand in turn
+# for each summand in turn, the number of its term and its coefficient
 Terms = Sequence[float]
 
-# as in reference/linear_cross_entropy.py: elements of a chunk of logits, and the multiple that its rows or columns are
+# as in reference/linear_cross_entropy.py: the elements of a chunk of logits, at least and at most, and the number of
+# which its rows or columns are a multiple
 LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 18, 1 << 25, 16
 
-# after so many numbers that do not halve the interval, `largest` halves it
+# after this many numbers that do not halve the interval, `largest` halves it
 _SLOW = 4
 
 
@@ -50,7 +51,7 @@ def with_chunks(sizes: Mapping[str, float]) -> dict[str, float]:
 
     Args:
         sizes: Of the model and the batch: batch, seq, hidden, ffn, vocab, head, kv_heads, groups, rank, positions,
-            layers; tile, the rows of one where there are so many; experts and active ones of a mixture.
+            layers; tile (rows of a tile, if there are so many); experts of a mixture, and how many of them are active.
     """
     tokens, vocab = sizes["batch"] * sizes["seq"], sizes["vocab"]
     return {
@@ -89,7 +90,7 @@ def evaluate(data: Mapping[str, Any], case: Sequence[int], optimizer: str, sizes
 
     Args:
         data: The class's file of `data/`.
-        case: The numbers of its state and its step.
+        case: The indices of its state and its step in `data`.
         optimizer: Name of an optimizer.
         sizes: As for `with_chunks`, and the bytes of Adafactor's step.
     """
@@ -106,7 +107,7 @@ def evaluate(data: Mapping[str, Any], case: Sequence[int], optimizer: str, sizes
         optimizer_bytes=nbytes(state["adamw" if optimizer == FOREACH else optimizer]),
         kept_by_role={role: nbytes(number) for role, number in step["kept"].items()},
         step_peak_bytes=max(map(nbytes, step["moments"])),
-        # roots of all second moments
+        # the foreach step holds the roots of all second moments at once
         optimizer_step_bytes={FOREACH: gradients, "adafactor": round(sizes["adafactor"])}.get(optimizer, 0),
         context_bytes=data["context_bytes"],
     )

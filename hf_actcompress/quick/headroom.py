@@ -1,4 +1,4 @@
-"""The share of a card that stays free when it is asked what fits on the card."""
+"""The share of a card that is left free in answers to what fits on the card."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# torch's AdamW that is not fused: the states of the fused one, more in its step
+# torch's AdamW that is not fused: its states are those of the fused one, its step allocates more
 FOREACH = "adamw_foreach"
 # names of transformers' `TrainingArguments(optim=...)`; a paged one keeps the same, but may move it to the host
 OF_TRAINER = {

@@ -21,7 +21,7 @@ _FOLDER = Path(__file__).parent / "data"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
 _LORA_RANK = 8
-# rows of a tile are at least so many
+# the fewest rows of a tile
 _LEAST_TILE = 256
 
 
@@ -51,7 +51,7 @@ class Question:
 
     @property
     def strategies(self) -> list[str]:
-        """Their names."""
+        """Names of the strategies that the formula knows for this model and training."""
         return list(self.data["cases"][self.key])
 
     @property
@@ -62,14 +62,14 @@ class Question:
 
     @property
     def _windowed(self) -> str:
-        """The cases of sequences that are longer than what attention reaches."""
+        """The key of the cases of sequences that are longer than attention's window."""
         return f"{self.key}/windowed"
 
     def answer(self, strategy: str, batch_size: int, seq_len: int, optimizer: str = "adamw") -> QuickEstimate:
         """The estimate.
 
         Raises:
-            ModelConfigError: The model has learned positions and not so many, or windows that are shorter.
+            ModelConfigError: The sequence is longer than the learned positions, or than a window without cases for it.
             UnknownOptionError: Unknown strategy or optimizer.
         """
         self.check_length(seq_len)
@@ -118,7 +118,7 @@ def question(
     if data["head"] not in (None, sizes["head"]):
         raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
     sizes["rank"] = _LORA_RANK if lora is True or not lora else int(lora)
-    # also of quantised weights: a linear layer knows its inputs' width
+    # also for quantised weights, because a linear layer knows the width of its inputs
     sizes["tile"] = max(_LEAST_TILE, sizes[data["tile"]] // 2)
     mode = _mode(dtype or values.get("dtype") or values.get("torch_dtype"), autocast, bool(lora), quantization)
     sizes["adafactor"] = _adafactor_step(sizes, mode)
@@ -176,16 +176,16 @@ def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, in
     if heads % kv_heads:
         raise ModelConfigError(f"{heads} heads are not a multiple of {kv_heads} heads of keys")
     if kv_heads == 1 and heads > 1:
-        # it has the layout of its transpose, so that other cases' copies are not made
+        # a single head has the memory layout of its transpose, so the copies of other cases are not made
         raise ModelConfigError("the formula is for several heads of keys, not for one; `estimate` takes any model")
     del found["heads"]
     return {**found, "kv_heads": kv_heads, "groups": heads // kv_heads}
 
 
 def _adafactor_step(sizes: Mapping[str, int], mode: str) -> int:
-    """Bytes that Adafactor makes of the largest weight: fp32 squares and updates, and copies if it is narrower.
+    """Bytes that Adafactor's step makes for the largest weight: fp32 squares, updates, and copies of narrower weights.
 
-    Those of adapters do not count.
+    Those for adapters' weights are not counted.
     """
     largest = max(sizes["vocab"], 2 * sizes["experts"] * sizes["ffn"] if "experts" in sizes else sizes["ffn"])
     return {"fp32": 8, "autocast": 8, "bf16": 16}.get(mode, 0) * largest * sizes["hidden"]

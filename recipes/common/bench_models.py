@@ -62,7 +62,7 @@ def llama(shape: Shape, positions: int) -> Any:
 
 
 def mixtral(shape: Shape, positions: int) -> Any:
-    """Mixtral with half of its experts, because what is kept depends on those of each token only."""
+    """Mixtral with half of its experts, because kept bytes depend only on the experts that each token takes."""
     config = MixtralConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, intermediate_size=shape.ffn,

@@ -22,7 +22,7 @@ class Mode:
     """One column of the comparison.
 
     Args:
-        prepare: Takes a stock model, whose weights it may share with others, and returns what is called in its
+        prepare: Takes a stock model, whose weights it may share with others, and returns the callable that runs in its
             place.
         exact: Whether its gradients must equal stock's up to rounding.
         same_masks: Whether its dropout draws the same masks as stock from the same seed.

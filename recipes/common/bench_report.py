@@ -110,7 +110,7 @@ def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
 
 
 def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> None:
-    """benchmark.jsonl (one record per result) and benchmark.md; whole files, so that a kill leaves no half of one."""
+    """benchmark.jsonl (one record per result) and benchmark.md; each replaced as a whole, so that none is cut off."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [json.dumps({**asdict(result), **about}) for result in results]
     replace_text(folder / "benchmark.jsonl", "\n".join(records) + "\n")

@@ -157,8 +157,8 @@ def total_mib(device: str) -> float | None:
 def equal_batch(name: str, args: argparse.Namespace) -> Iterator[list[Result]]:
     """All modes at one batch size: memory, then time in rounds over shared weights.
 
-    Compiled modes come last, each in rounds of its own beside stock: a run that a compiler outlasts has timed the rest.
-    Yields what is known so far, after each mode and each round.
+    Compiled modes come last, each in rounds of its own beside stock: if time runs out in a compiler, the rest has
+    times. Yields what is known so far, after each mode and each round.
     """
     family, shape = shape_of(name, args)
     bench = _EqualBatch(name, args, build(family, shape, args), make_batch(args.batch, shape.vocab, args))

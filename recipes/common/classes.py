@@ -83,7 +83,7 @@ def load_task(args: argparse.Namespace) -> Task:
     else:
         (train, held_out), name = stdlib_functions(), "functions of the Python standard library"
     if args.max_documents:
-        # The examples come class by class: a stride keeps all of them.
+        # The examples come class by class: a stride keeps all classes.
         train = train[:: -(-len(train) // args.max_documents)]
     names = sorted({label for _, label in (*train, *held_out)})
     if len(names) < 2:

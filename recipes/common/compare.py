@@ -80,10 +80,10 @@ def measure_peak(accelerator: Accelerator, forward_backward: Callable[[], None])
 
 
 def rounding_of_loss(loss: float, dtype: str) -> float:
-    """How far apart two right losses may lie that are rounded to `dtype`: two units in the last place.
+    """How far two correct losses that are rounded to `dtype` may differ: two units in the last place.
 
     A model in 16 bits whose loss function gets the logits as they are (BERT's) returns its loss in 16 bits. Stock's own
-    loss is then up to two units away from that of the same logits in float64, so it cannot be asked to be met closer.
+    loss is then up to two units away from that of the same logits in float64, so no closer agreement can be asked for.
     """
     return 2 * torch.finfo(getattr(torch, dtype)).eps * 2.0 ** math.floor(math.log2(max(loss, 1e-30)))
 
@@ -110,7 +110,7 @@ def compare_runs(args: argparse.Namespace, run: Callable[[Mode], RunResult], los
     dtype = compute_dtype(args)
     (first, largest), source = TOLERANCE[dtype], f"{dtype} rounding, measured on the tiny models"
     if control is not None:
-        # One sample of what rounding does: three times it is still its size.
+        # The control run is one sample of what rounding does; three times its difference is still of that size.
         first, largest = max(first, 3 * first_difference(stock, control)), 3 * largest_difference(stock, control)
         source = "3 x the control run"
     rounding = rounding_of_loss(stock.losses[0], loss_dtype)

@@ -101,7 +101,7 @@ def load_corpus(args: argparse.Namespace) -> Corpus:
 
 
 def token_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase, seq_len: int, cache: Path) -> torch.Tensor:
-    """All texts tokenized, joined by the end-of-text token and cut into rows of seq_len; whole tokens are cached."""
+    """All texts tokenized, joined by the end-of-text token and cut into rows of seq_len; uncut tokens are cached."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     if not cache.is_file():
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file beside it and put that in its place."""
+    """Write the text to a new file beside `path`, and put that file in its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text)

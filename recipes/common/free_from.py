@@ -1,8 +1,8 @@
 """From how many tokens per step a patched layer costs no time: computed from host times, not measured on a GPU.
 
 A GPU waits for its host where its own work for a layer takes less time than the host needs for that layer. Its work is
-taken as 6 FLOPs per parameter and token at a share of its peak. What else it does (attention, elementwise work) only
-lowers the number of tokens; that a launch on CUDA takes the host longer than the CPU's tiny op does raises it.
+taken as 6 FLOPs per parameter and token at a share of its peak. Its other work (attention, elementwise) only lowers the
+number of tokens. The number rises because a launch on CUDA takes the host longer than a tiny op on the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIRST = "from the first token"
 
 
 def tokens(microseconds: float, parameters: int, peak: float, utilisation: float) -> float:
-    """With how many tokens the device computes for as long as its host needs; of one layer, peak in TFLOP/s."""
+    """The tokens at which the device computes a layer for as long as the host needs for it; `peak` in TFLOP/s."""
     return microseconds * 1e-6 * utilisation * peak * 1e12 / (6 * parameters)
 
 
@@ -35,7 +35,7 @@ def layer_parameters(name: str) -> int:
 
 
 def table(records: Sequence[dict[str, Any]], utilisation: float) -> str:
-    """Of the published shapes, by GPU, for each record that host_time.py has written."""
+    """The tokens by GPU, a line for each published shape and each record that host_time.py has written."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for name in SHAPES:
         if SHAPES[name][0] in FAMILIES:

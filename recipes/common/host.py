@@ -27,7 +27,7 @@ Build = Callable[[Shape], Any]
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one layer, forward and backward; `moved` are bytes per token over the hidden size."""
+    """Figures of one layer, forward and backward; `moved` are bytes per token over the hidden size."""
 
     launches: float
     products: float
@@ -53,7 +53,7 @@ def small(layers: int, hidden: int) -> Shape:
 
 
 def host_microseconds(builds: Sequence[Build], hidden: int, rounds: int, autocast: bool = False) -> list[float]:
-    """The time per layer in each mode; in every round of 25 steps all modes have their turn, and minima count."""
+    """The time per layer in each mode; in every round of 25 steps all modes take turns, and minima count."""
     at = []
     for layers in DEPTHS:
         models = [build(small(layers, hidden)) for build in builds]
@@ -66,7 +66,7 @@ def host_microseconds(builds: Sequence[Build], hidden: int, rounds: int, autocas
 
 
 def counts(build: Build, family: str, hidden: int, autocast: bool = False) -> Counts:
-    """What does not depend on the machine."""
+    """The figures that do not depend on the machine."""
     found = []
     for layers in DEPTHS:
         model = build(small(layers, hidden))

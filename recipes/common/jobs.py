@@ -30,7 +30,7 @@ from .options import DEFAULT_CACHE
 from .tokenization import get_tokenizer
 
 JOBS = ("minilm", "gpt2", "llama")
-WIDTH, LAYERS, HEADS = 128, 3, 4  # of the models trained here
+WIDTH, LAYERS, HEADS = 128, 3, 4  # sizes of the models trained here
 
 
 def minilm_folder() -> Path:

@@ -90,7 +90,7 @@ def without_dropout(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # attention drops out by its own attribute
+        # attention has its own attribute for dropout
         for name in ("attention_dropout", "dropout_prob"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)

@@ -1,6 +1,6 @@
-"""The bytes that a layer moves in a training step, those of products and attention left out: per token, in units of h.
+"""The bytes that a layer moves in a training step, without products and attention: per token, in units of h.
 
-Per layer and token: the difference between two depths and two batch sizes. h is the hidden size: a tensor
+Figures per layer and token are differences between two depths and two batch sizes. h is the hidden size: a tensor
 [tokens, h] of 16 bits that is read or written once is 2.
 """
 
@@ -18,7 +18,7 @@ from .traffic import Traffic
 
 DEPTHS, BATCHES = (1, 2), (1, 2)
 SEQUENCE, VOCABULARY = 16, 64
-# what is entered around a pass, so that a counter also hears of kernels
+# makes the context around a pass in which the counter is told of kernels, too
 Watch = Callable[[Traffic], AbstractContextManager[Any]]
 
 
@@ -62,7 +62,7 @@ def _step(model: Any, batch: int, autocast: bool, watch: Watch) -> tuple[Traffic
     """The traffic of the forward and of the backward of one step, without the loss, whose bytes are not the layers'."""
     ids = torch.randint(5, VOCABULARY, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
     model.zero_grad()
-    # of a model with adapters, the body is that of the model in peft's wrapper
+    # with adapters, the body is that of the model inside of peft's wrapper
     body = (model.get_base_model() if hasattr(model, "get_base_model") else model).base_model
     forward, backward = Traffic(), Traffic()
     with watch(forward), forward, torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -36,12 +36,12 @@ class Claim:
 
     Attributes:
         text: The claim, in our words.
-        source: Where it stands: the abstract, a table, the README of the authors' code.
+        source: Where the paper says it: the abstract, a table, the README of the authors' code.
         figure: The claimed number; more is better.
         unit: A row of UNITS.
         setting: Our setting, at the scale "default".
         measure: Measures our number at a scale.
-        incomparable: Why the two numbers are not of the same thing; empty if they are.
+        incomparable: Why the two numbers do not measure the same thing; empty if they do.
         reason: What a reader has to know beside the verdict: where our setting differs, and why our number does.
     """
 

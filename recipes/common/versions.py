@@ -44,7 +44,7 @@ def commit() -> str:
 
 
 def device_name(device: str) -> str:
-    """The model of the GPU, or that of the CPU: how much Python costs beside torch differs between CPUs."""
+    """The model of the GPU, or of the CPU: what Python costs in relation to torch differs between CPUs."""
     import torch
 
     if device == "cuda":
@@ -65,7 +65,7 @@ def about_here() -> dict[str, Any]:
 
 
 def about_this_run(command: str, site: Path | None) -> dict[str, Any]:
-    """The same for a job's environment, read in another process: a GPU context here would stay beside every job."""
+    """The same for a job's environment, read in another process: a GPU context here would stay during every job."""
     code = "import json; from common.versions import about_here; print(json.dumps(about_here()))"
     folder = str(Path(__file__).parents[1])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Model types in any width, two layers each: what is compared with stock at the sizes that people train."""
+"""Model types in any width, two layers each, for comparisons with stock at the sizes that people train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large each token's gradient was when its sample came last: codecs that sample tokens draw by it."""
+"""Norms of each token's gradient from when its sample came last; codecs that sample tokens draw by them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# added to every norm, of the mean: a token whose gradient was zero then may have one now, and has to be drawn at times
+# share of the mean that is added to every norm: a token whose gradient was zero may have one now, so it must be drawn
 _FLOOR = 0.1
 
 
@@ -23,7 +23,7 @@ class SiteNorms:
     def __init__(self, samples: int, positions: int) -> None:
         self.squares = torch.zeros(samples, positions)
         self.seen = torch.zeros(samples, dtype=torch.bool)
-        # the samples whose next gradient replaces what is known of them; gradients after it are added
+        # the samples whose next gradient replaces their stored squares; gradients after it are added
         self.awaited = torch.zeros(samples, dtype=torch.bool)
 
     def fits(self, rows: int, samples: Tensor) -> bool:
@@ -57,7 +57,7 @@ def _factors(norms: Tensor, seen: Tensor) -> Tensor:
 
 
 class RememberedNorms(SiteNorms):
-    """The same of the last `capacity` samples that came, by numbers that tell them apart, such as hashes.
+    """Norms of the last `capacity` samples that came, which are told apart by numbers such as hashes.
 
     It grows in backward, by 4 bytes per sample and position on the host. A copy (deepcopy, pickle) starts empty: it
     belongs to another training, for which these norms mean nothing.

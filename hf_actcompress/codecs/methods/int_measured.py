@@ -1,4 +1,4 @@
-"""Integers whose bits are chosen by what rounding here does to the gradient."""
+"""Integers whose bits are chosen by how much their rounding changes the gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Width:
 
     Attributes:
         bits: Bits of each element; 0 while the exact gradient is measured, for which the tensors are kept as they are.
-        elements: How many were stored since this was set to 0.
+        elements: The number of elements stored since this field was set to 0.
     """
 
     bits: int
@@ -28,7 +28,7 @@ class Width:
 
 @dataclass(frozen=True)
 class WidthMeta:
-    """The static half: the inner codec's, and which that was; None for a tensor that was kept as it is."""
+    """The static half: the inner codec's, and that codec; it is None for a tensor that was kept as it is."""
 
     inner: object
     codec: Codec | None
@@ -49,8 +49,8 @@ class IntMeasured(Codec):
     Args:
         bits: The mean over all elements.
         group_size: Features that share a scale and a zero point.
-        keep_sign: As `IntGroup` has it.
-        width: The bits at the place where this is used; no part of the format.
+        keep_sign: As for `IntGroup`.
+        width: The bits at the place where this codec is used; no part of the format.
         generators: The generators that rounding draws from and that hold the widths; they are not part of the format.
     """
 

@@ -17,9 +17,9 @@ from ..int_group import IntGroup
 class IntRanked(Codec):
     """Group quantisation with stochastic rounding of the flattened tensor, in which the widest groups get more bits.
 
-    The squared error of a group is its range squared over the squared number of levels, and rounding makes the
-    gradient's error out of the sum of these. How many groups get more bits is fixed, so that the shapes of what is kept
-    do not depend on values; which they are is looked up in every tensor.
+    The squared error of a group is its squared range over the squared number of levels, and the gradient's error grows
+    with the sum of these. The number of groups that get more bits is fixed, so that the shapes of the packed tensors do
+    not depend on values; the groups themselves are chosen anew in every tensor.
 
     Bytes: ``(low + share (high - low)) / 8 + 4 / group_size + 1 / (8 group_size)`` per element.
     Bias: as `IntGroup` with stochastic rounding: none.
@@ -31,7 +31,7 @@ class IntRanked(Codec):
         high: Bits of the others.
         share: The share of groups, those with the widest ranges, that get the `high` bits, in (0, 1].
         group_size: Elements that share a scale and a zero point, neighbours in the flattened tensor.
-        keep_sign: As `IntGroup` has it.
+        keep_sign: As for `IntGroup`.
         generators: The generators that rounding draws from; they are not part of the format.
 
     Raises:

@@ -13,13 +13,13 @@ from ...reference.rng import Generators, drawn_from
 from ...roles import Role
 from ..codec import Codec, TensorMeta, meta_of
 
-# the roles whose modules store one tensor: of several, such as q, k and v, one place would mix the ranges
+# the roles whose modules store one tensor: a module that stores several (q, k and v) would mix their ranges
 _ONE_TENSOR = (Role.ACTIVATION, Role.CONV2D, Role.LINEAR, Role.NORM)
 
 
 @dataclass(frozen=True)
 class IntRunning(Codec):
-    """8 bits with stochastic rounding; one range for all tokens, of each head or of each chunk of other features.
+    """8 bits with stochastic rounding; all tokens share one range per head, or per chunk of features without heads.
 
     The range follows the tensors of the last steps: the new one is ``decay`` times the former one plus ``1 - decay``
     times this tensor's. A value outside of it is clamped. Where the module stores several tensors (q, k and v; gate and
@@ -27,8 +27,8 @@ class IntRunning(Codec):
 
     Bytes: ``1`` per element, and 8 per group for the whole tensor.
     Bias: none inside of the range. What lies outside is clamped, which pulls it towards the range.
-    Source: Mesa (arXiv 2111.11124). There the ranges are parameters of the model, and what lies above one wraps around
-        to its lower end; here they belong to the patch, and it is clamped.
+    Source: Mesa (arXiv 2111.11124). There ranges are parameters of the model, and a value above its range wraps around
+        to the lower end; here ranges belong to the patch, and values are clamped.
 
     Args:
         group_size: Features that share a range. In a tensor of heads ``[..., H, D]`` each head has one.
@@ -67,7 +67,7 @@ class IntRunning(Codec):
         return (codes, ranges), meta
 
     def _followed(self, ranges: Tensor) -> Tensor:
-        """The ranges [2, n] to use for a tensor that has these; remembered for the next one."""
+        """The running ranges [2, n] after a tensor with the ranges `ranges`; they are remembered for the next one."""
         if not self.place or self.generators is None or torch.compiler.is_compiling():
             return ranges
         before: Tensor | None = self.generators.learnt.get(self.place)

@@ -18,7 +18,7 @@ DRAWS = ("independent", "stratified")
 
 @dataclass(frozen=True)
 class SampledMeta(TensorMeta):
-    """The static half, of rows whose sequences are known by number."""
+    """The static half for rows whose sequences have known numbers."""
 
     samples: tuple[int, ...]
 
@@ -27,10 +27,10 @@ class SampledMeta(TensorMeta):
 class RowSample(Codec):
     """Keep a fixed number of tokens, chosen by their norms, scaled so that the weight gradient is right on average.
 
-    Winner-take-all: the tokens of largest norm are kept for certain, as many as lower the variance, the rest is drawn.
-    The weights are folded into the kept rows. The best probabilities would have the norm of dy as a factor, which the
-    forward does not know; that of x alone costs variance, never bias. All consumers of a tensor share one sample.
-    With `norms`, as the paper has it, the factor is what dy was when the same sample came last: see
+    Winner-take-all: the tokens of largest norm are kept for certain, as many as lower the variance; the others are
+    drawn. The weights are folded into the kept rows. The best probabilities would have the norm of dy as a factor,
+    which the forward does not know; the norm of x alone costs variance, never bias. All consumers of a tensor share one
+    sample. With `norms`, as in the paper, the factor is the norm of dy when the same sample came last: see
     ``CompressionConfig.gradient_norms``, and ``training.GradientNorms`` for those who number their samples.
 
     Bytes: ``f (b + 4 / D)`` per element of b bytes, f the kept fraction.

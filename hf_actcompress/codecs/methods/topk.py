@@ -20,16 +20,16 @@ SCOPES = ("row", "global", "nsigma")
 class TopK(Codec):
     """Keep the entries of largest magnitude, exactly; the others come back as zero.
 
-    Bytes: of a kept fraction f in an element of b bytes, ``f b`` for the values and the smaller of 1/8 (a bit mask) and
-    ``f`` times 1, 2 or 4 (the index in a row of up to 2^8, 2^16 or more features); "global" is one row of all elements.
+    Bytes: per element of b bytes, with f the kept fraction: ``f b`` for the values, and the smaller of 1/8 (a bit mask)
+    and ``f`` times 1, 2 or 4 (the index in a row of up to 2^8, 2^16 or more features); "global" is one row of all.
     Bias: yes, the weight gradient shrinks; deterministic. The entries themselves are exact.
     Source: DropIT (arXiv 2202.13808).
 
     Args:
         fraction: Kept entries, in (0, 1].
         scope: Among which entries the largest are chosen. "row": of each token, which costs no accuracy against
-            "global" (the paper's). "nsigma": those further from the mean than the normal distribution has
-            `fraction` of its mass, per token as many as `fraction` says; no sort.
+            "global" (the paper's). "nsigma": of each token the first ones, as many as `fraction` says, that are further
+            from the mean than a normal distribution is with probability `fraction`; no sort.
 
     Raises:
         UnknownOptionError: Another scope.

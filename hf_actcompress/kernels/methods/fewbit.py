@@ -96,7 +96,7 @@ def _codes_kernel(
         if KNOWN[2]:
             lost |= x != x
         found = tl.max(tl.where(inside & lost, 1, 0), axis=1)
-        # several programs may write it, but all write the same
+        # several programs may write `scale`, but all write the same
         tl.store(scale_ptr + found * 0, found * float("nan"), mask=found > 0)
     field: tl.constexpr = 2 if BITS == 3 else BITS
     place = start * (TILE * field // 8) + tl.arange(0, TILE * field // 8)[None, :]
