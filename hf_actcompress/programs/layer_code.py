@@ -226,14 +226,14 @@ class LayerCode:
         if cache is not None:
             k, value = cache.update(k, value, module.layer_idx)
         options = {name: read(module) for name, read in self.keywords[index].items()}
-        if part.handed is not None:
-            return call(part, module, q, k, value, kwargs, options)
         # the net (`records.net`) saves memory only where q or k can be made again, or where the output is copied: it
         # lies in memory as q does, but on tensors without data it is always contiguous [B, H, T, D]
         netted = part.normed or q.is_contiguous() or device_rules() is not None
         run = attention_forward if netted else partial(unnetted, attention_forward)
         watcher = current.watcher
         with nullcontext() if watcher is None else watcher.within(part.module):
+            if part.handed is not None:
+                return call(part, module, q, k, value, kwargs, options)
             heads: Tensor = run(module, q, k, value, kwargs.get("attention_mask"), **options)[0]
         return heads
 

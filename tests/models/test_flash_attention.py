@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_actcompress import CompressionConfig, kept_bytes, patch_model
+from hf_actcompress import CompressionConfig, kept_bytes, memory_report, patch_model
 from hf_actcompress.reference import packed_sdpa
 from hf_actcompress.reference.sequences import Band, Sequences, sequences_of
 from tests.families import BODY, BY_NAME, Batch, build, differing, relative_error, step
@@ -99,6 +99,15 @@ def test_layers_are_programs_around_it(name: str, given: str) -> None:
     assert calls(programs) == [1, 1] and torch.equal(step(programs, batch)[0], step(stock, batch)[0])
     kept = [kept_bytes(lambda model=model: model(**batch), "cpu") for model in (leaves, programs)]
     assert kept[1] <= kept[0]
+
+
+def test_a_report_gives_its_bytes_to_the_attention() -> None:
+    batch = BY_NAME["llama"].make_batch("none")
+    of = {}
+    for options in (LEAVES, PROGRAMS):
+        report = memory_report(patch_model(with_kernel(BY_NAME["llama"], "fp32"), options), batch)
+        of[options] = sum(row.patched_bytes for row in report.rows if row.module.endswith("self_attn"))
+    assert of[PROGRAMS] == of[LEAVES] > 0
 
 
 def test_it_may_look_at_rows_that_are_left_out() -> None:
