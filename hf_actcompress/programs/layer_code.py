@@ -98,7 +98,7 @@ class LayerCode:
             tape.returns,
             tape.lossless and tape.again,
             takes_any_order(tape),
-            any(isinstance(entry, Attend) and entry.handed is not None for entry in tape.entries),
+            tape.calls_another,
             tape.metas[tape.inputs["x"]].dtype,
             autocast,
         )

@@ -132,7 +132,7 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
     made = LayerPrograms.of(programs, {autocast: tape}, proved)
     patch_instance(programs, ProgramLayerMixin, LayerSettings(Role.LAYER, "program", programs=made))
     cases = _CASES if autocast is None else _AUTOCAST_CASES
-    if any(isinstance(entry, Attend) and entry.handed is not None for entry in tape.entries):
+    if tape.calls_another:
         # we do not know which masks the attention function takes; it gets the mask that the layer is given
         cases = _CASES_WITHOUT_MASKS
     for calls, case in enumerate(cases, 1):

@@ -95,6 +95,11 @@ class Tape:
         """Whether nothing is kept through a codec."""
         return all(entry.codec == IDENTITY for entry in self.entries)
 
+    @property
+    def calls_another(self) -> bool:
+        """Whether an attention function is called that we have no code for."""
+        return any(isinstance(entry, Attend) and entry.handed is not None for entry in self.entries)
+
     def draws(self) -> bool:
         """Whether something in it draws random numbers."""
         return any(

@@ -108,7 +108,7 @@ def _whole(tape: Tape) -> Whole | None:
     own = bool(attends) and all(attend.own is not None for attend in attends)
     if len(attends) != 1 and not own:
         return None
-    if any(attend.handed is not None for attend in attends):
+    if tape.calls_another:
         return None
     options = dict(attends[0].keywords)
     if not own and any(value is not False for name, value in options.items() if name not in _KEYWORDS):
