@@ -29,10 +29,7 @@ SUBSET = (
     "modules",
     "ops/test_contract.py",
     "records",
-    "integration/test_compile.py",
-    "integration/test_compile_families.py",
-    "integration/test_compile_lengths.py",
-    "integration/test_compile_stacks.py",
+    "integration/test_compile*.py",
     "integration/test_peft.py",
     "test_patched_models.py",
     "test_patching.py",
@@ -60,7 +57,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of corners.json and corners.md")
     out: Path = parser.parse_args().out
     counts = Counts()
-    pytest.main(["-q", "-p", "no:warnings", "--tb=short", *(str(HERE / part) for part in SUBSET)], plugins=[counts])
+    files = [str(path) for part in SUBSET for path in sorted(HERE.glob(part))]
+    pytest.main(["-q", "-p", "no:warnings", "--tb=short", *files], plugins=[counts])
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     row = {
         **versions,
