@@ -136,7 +136,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def has_hooks(module: Any) -> bool:
     """Whether the module has hooks that do something now; they run only when the module itself is called."""
-    return any(are_wanted(hooks) for kind in HOOKS if (hooks := module.__dict__.get(kind)))
+    # torch 2.11 cannot trace an expression that names `hooks` for itself
+    for kind in HOOKS:
+        hooks = module.__dict__.get(kind)
+        if hooks and are_wanted(hooks):
+            return True
+    return False
 
 
 def are_wanted(hooks: Mapping[int, Any]) -> bool:

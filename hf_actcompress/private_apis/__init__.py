@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -74,10 +74,15 @@ __all__ = [
 ]
 
 
-def innermost_saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The pack and unpack hooks that are on in this thread, or None."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+# The pack and unpack hooks that are on in this thread, or None. These three are not functions of ours, because
+# the net calls them around each of our ops, and a call costs time
+innermost_saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
+# takes the innermost saved-tensor hooks off
+pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+# puts saved-tensor hooks on: pack, unpack
+push_saved_tensor_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 def next_sequence_number() -> int:
@@ -89,16 +94,6 @@ def saved_tensor_hooks_allowed() -> bool:
     """Whether saved-tensor hooks may be installed here: torch.func forbids them inside of its transforms."""
     allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return allowed
-
-
-def pop_saved_tensor_hooks() -> None:
-    """Take the innermost saved-tensor hooks off."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def push_saved_tensor_hooks(hooks: tuple[Any, Any]) -> None:
-    """Put saved-tensor hooks on, as (pack, unpack)."""
-    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def tensors_holding(storage: int) -> int:

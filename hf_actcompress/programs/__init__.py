@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..config import CompressionConfig
 from ..models.sites import Declined, Site
-from ..modules.checkpoint import CheckpointSettings
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..roles import Role
 from .layer import LayerPrograms, LayerSettings, ProgramLayerMixin
 from .proof import proved
@@ -45,7 +45,9 @@ def find_program(
         programs = _programs_of(layer)
     except NotStraight as reason:
         return _leaf_by_leaf(str(reason))
-    return Site(ProgramLayerMixin, LayerSettings(Role.LAYER, "program", programs=programs, kept=kept))
+    function = layer.__dict__.get(CHECKPOINT_FUNCTION)
+    settings = LayerSettings(Role.LAYER, "program", programs=programs, kept=kept, function=function)
+    return Site(ProgramLayerMixin, settings)
 
 
 def _programs_of(layer: nn.Module) -> LayerPrograms:

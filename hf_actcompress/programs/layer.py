@@ -50,10 +50,16 @@ _PARAMETERS = {nn.Parameter, FakeTensor}
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings(Settings):
-    """Also a layer's programs, and what it keeps where it is checkpointed (`kept`; None: its input as it is)."""
+    """Also a layer's programs, and how it is checkpointed.
+
+    Args:
+        kept: What it keeps where it is checkpointed; None: its input as it is.
+        function: The checkpoint function that the model was given, or None: a compiler finds it here.
+    """
 
     programs: LayerPrograms
     kept: CheckpointSettings | None = None
+    function: Any = None
 
 
 class ProgramLayerMixin(ModuleMixin):
@@ -78,6 +84,9 @@ class ProgramLayerMixin(ModuleMixin):
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
         settings = self.actcompress
         kept = None if settings is None else settings.kept
+        if settings is not None and kept is None and torch.compiler.is_compiling():
+            # torch 2.11 cannot trace a look into __dict__ for the name of a property
+            return settings.function  # type: ignore[no-any-return]
         checkpoint = function_of(self, kept)
         if settings is None or torch.compiler.is_compiling() or (kept is not None and kept.keeps == WITH_ATTENTION):
             return checkpoint
@@ -89,8 +98,9 @@ class ProgramLayerMixin(ModuleMixin):
     def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
         self.__dict__[CHECKPOINT_FUNCTION] = function
         settings = self.actcompress
-        if settings is not None and settings.kept is not None:
-            self.__dict__["actcompress"] = replace(settings, kept=replace(settings.kept, function=function))
+        if settings is not None:
+            kept = None if settings.kept is None else replace(settings.kept, function=function)
+            self.__dict__["actcompress"] = replace(settings, kept=kept, function=function)
 
     def _checkpointed(self, checkpoint: Callable[..., Any], kept: Settings | None, layer: Any, *args: Any) -> Any:
         """``checkpoint(layer, *args)``, where `layer` is a partial of this layer's forward, or of a call of it."""

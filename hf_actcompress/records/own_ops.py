@@ -19,7 +19,7 @@ _Function = type[torch.autograd.Function]
 
 
 class _Off:
-    """Switches the net off while one of our ops runs, because the op decides what to keep. That saves time on the host.
+    """The net is off while one of our ops runs, because the op decides what to keep. That saves time on the host.
 
     The net is on again before autograd saves, if a saved tensor was made by a node of stock code that keeps its inputs,
     or is a part of a larger tensor.
@@ -30,18 +30,14 @@ class _Off:
     def __init__(self, net: Netting) -> None:
         self.hooks, self.on = net.hooks, False
 
-    def __enter__(self) -> None:
-        pop_saved_tensor_hooks()
-        own_tensors.asked = self._needed
-
-    def __exit__(self, *exception: object) -> None:
+    def needed(self, saved: Sequence[Tensor | None], outside: Sequence[int]) -> bool:
         if not self.on:
-            push_saved_tensor_hooks(self.hooks)
-
-    def _needed(self, saved: Sequence[Tensor]) -> bool:
-        if not self.on and any(_is_made(x) or (x._base is not None and is_part(x)) for x in saved):
-            push_saved_tensor_hooks(self.hooks)
-            self.on = True
+            for i in outside:
+                x = saved[i]
+                if x is not None and x.grad_fn is not None and (_is_made(x) or (x._base is not None and is_part(x))):
+                    push_saved_tensor_hooks(*self.hooks)
+                    self.on = True
+                    break
         return self.on
 
 
@@ -50,13 +46,17 @@ def applied(function: _Function, *inputs: Any) -> Any:
     net = None if torch.compiler.is_compiling() else current.net
     if net is None or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-untyped-call]
+    off = _Off(net)
+    if net.outside is not None:
+        off.on = True
+    else:
+        pop_saved_tensor_hooks()
+    own_tensors.asked = off.needed
     try:
-        if net.outside is not None:
-            own_tensors.asked = _always
-            return function.apply(*inputs)  # type: ignore[no-untyped-call]
-        with _Off(net):
-            return function.apply(*inputs)  # type: ignore[no-untyped-call]
+        return function.apply(*inputs)  # type: ignore[no-untyped-call]
     finally:
+        if not off.on:
+            push_saved_tensor_hooks(*net.hooks)
         own_tensors.forget()
 
 
@@ -70,17 +70,11 @@ def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
     finally:
-        push_saved_tensor_hooks(net.hooks)
+        push_saved_tensor_hooks(*net.hooks)
         current.net = net
-
-
-def _always(saved: Sequence[Tensor]) -> bool:
-    return True
 
 
 def _is_made(x: Tensor) -> bool:
     """Whether a node of the table in `nodes` made x, or made the tensor of which x is a view."""
-    if x.grad_fn is None:
-        return False
     base = x._base if x._base is not None else x
     return pointwise(base.grad_fn) is not None or attention_in_order(base) is not None

@@ -46,22 +46,29 @@ class _OwnTensors(threading.local):
     """What the current op saves. Right after the op, autograd asks the net about each tensor, and the net looks here.
 
     Attributes:
-        asked: Whether the net will be asked about these tensors; None while no op of ours runs under a net.
+        asked: Whether the net will be asked about the tensors that are saved next, and which of them, by position,
+            stock code may have made. None while no op of ours runs under a net.
     """
 
     def __init__(self) -> None:
         self._ids: set[int] = set()
-        self.asked: Callable[[Sequence[Tensor]], bool] | None = None
+        self.asked: Callable[[Sequence[Tensor | None], Sequence[int]], bool] | None = None
 
-    def note(self, tensors: Sequence[Tensor], outside: Sequence[Tensor] | None = None) -> None:
-        """Announce the tensors that are saved next, and which of them stock code may have made; None: all may be."""
-        if self.asked is not None and self.asked(tensors if outside is None else outside):
-            self._ids = {id(x) for x in tensors}
+    def note(self, tensors: Sequence[Tensor | None], outside: Sequence[int]) -> None:
+        """Say, inside of an op of ours, what it gives to ``ctx.save_for_backward`` next.
+
+        Args:
+            tensors: All tensors that it saves.
+            outside: The positions of those that stock code may have made.
+        """
+        if self.asked is not None and self.asked(tensors, outside):
+            self._ids = {id(x) for x in tensors if x is not None}
 
     def forget(self) -> None:
         """Forget the tensors at the end of the op, because another tensor may get the id of one of them."""
-        self._ids.clear()
         self.asked = None
+        if self._ids:
+            self._ids.clear()
 
     def take(self, x: Tensor) -> bool:
         """Whether x is one of these tensors. Each tensor can be asked about once."""
@@ -72,18 +79,8 @@ class _OwnTensors(threading.local):
 
 
 own_tensors = _OwnTensors()
-
-
-def saved_next(tensors: Sequence[Tensor | None], outside: Sequence[int]) -> None:
-    """Say, inside of an op of ours that does not call `save`, what it gives to ``ctx.save_for_backward`` next.
-
-    Args:
-        tensors: All tensors that it saves.
-        outside: The positions of those that stock code may have made.
-    """
-    if own_tensors.asked is not None:
-        asked = [x for i in outside if (x := tensors[i]) is not None]
-        own_tensors.note([x for x in tensors if x is not None] if asked else (), asked)
+# for ops that do not call `save`
+saved_next = own_tensors.note
 
 
 class Leaves:
@@ -143,7 +140,7 @@ def save(ctx: Any, *records: Record | None) -> None:
     leaves = Leaves()
     ctx.slots = tuple(None if record is None else slot_of(record, leaves) for record in records)
     ctx.dropped = tuple(leaves.dropped.values())
-    own_tensors.note(leaves.tensors)
+    own_tensors.note(leaves.tensors, range(len(leaves.tensors)))
     ctx.save_for_backward(*leaves.tensors)
 
 

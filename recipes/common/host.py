@@ -6,6 +6,7 @@ Tensors are tiny, so that a CPU's time is that of Python, autograd and the dispa
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,14 +54,18 @@ def small(layers: int, hidden: int) -> Shape:
 
 
 def host_microseconds(builds: Sequence[Build], hidden: int, rounds: int, autocast: bool = False) -> list[float]:
-    """The time per layer in each mode; in every round of 25 steps all modes take turns, and minima count."""
+    """The time per layer in each mode; in every round of 25 steps all modes take turns, and minima count.
+
+    The order of the modes is another one in each step, because a mode is faster after one that has run the same code.
+    """
     at = []
+    shuffled = random.Random(0)
     for layers in DEPTHS:
         models = [build(small(layers, hidden)) for build in builds]
         best = [float("inf")] * len(models)
         for _ in range(rounds * STEPS):
-            for i, model in enumerate(models):
-                best[i] = min(best[i], _seconds(model, autocast))
+            for i in shuffled.sample(range(len(models)), len(models)):
+                best[i] = min(best[i], _seconds(models[i], autocast))
         at.append(best)
     return [1e6 * _per_layer(pair) for pair in zip(*at, strict=True)]
 

@@ -1,15 +1,19 @@
-"""What runs a kernel in a step, stock beside programs: dispatched ops that are no views, per layer."""
+"""What runs a kernel in a step, stock beside programs: dispatched ops that are no views, per layer; and what the net
+under all rules costs a layer that runs as programs.
+"""
 
 from __future__ import annotations
 
 import copy
+import cProfile
+import pstats
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_actcompress import patch_model
+from hf_actcompress import CompressionConfig, patch_model
 from tests.families import BY_NAME
 from tests.programs.pairs import PROGRAMS, calls
 
@@ -61,3 +65,30 @@ def test_no_more_launches_than_stock(name: str, dtype: torch.dtype, dropout: flo
     of_stock, ours = ([b - a for a, b in zip(*both, strict=True)] for both in zip(*counts, strict=True))
     assert ours[0] <= LIMITS[name, dtype, dropout] * of_stock[0]
     assert ours[1] == of_stock[1] > 0
+
+
+def _function_calls(model: Any, name: str) -> int:
+    """In a step, of Python and built-in functions."""
+    batch = BY_NAME[name].make_batch()
+    for _ in range(2):
+        model(**batch).loss.backward()
+    profile = cProfile.Profile()
+    loss = profile.runcall(lambda: model(**batch).loss)
+    profile.runcall(loss.backward)
+    # the types of pstats do not know it
+    return pstats.Stats(profile).total_calls  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("name", DEPTHS)
+def test_the_net_costs_a_layer_few_function_calls(name: str) -> None:
+    slopes = []
+    for net in (True, False):
+        at = []
+        for layers in (2, 4):
+            stock = BY_NAME[name].build(torch.float32, **{DEPTHS[name]: layers})
+            model = patch_model(stock, CompressionConfig(net=net))
+            at.append(_function_calls(model, name))
+            assert calls(model) == [3] * layers
+        slopes.append(at[1] - at[0])
+    # a layer has some hundreds
+    assert (slopes[0] - slopes[1]) / 2 <= 14, slopes
