@@ -62,21 +62,21 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel as compiled for one architecture, or the worst of its variants.
+    """One kernel as compiled for one architecture, or the worst of its builds.
 
     Attributes:
         name: The function of the package that launches it.
         kernel: The kernel's own name.
-        options: Its compile-time options; of several variants those of the one with the narrowest accesses.
+        options: Its compile-time options; of several builds those of the one with the narrowest accesses.
         dtype: Dtype of the tensors that it was launched for.
         capability: Compute capability of the target, 10 * major + minor.
         warps, shared_bytes: Figures per block.
         registers: Figure per thread.
         spilled_bytes: Bytes per thread in local memory and on the stack.
         loads, stores: Instructions on global memory by the bytes that each moves per thread.
-        variants: The number of variants.
+        builds: The number of builds.
         widths: Widths of the rows that it was compiled for, where its tiles depend on them.
-        widest: The share of wide accesses in the variant that has most of them.
+        widest: The share of wide accesses in the build that has most of them.
         instructions: Instructions of the machine code; without loops, a thread runs each of them once.
     """
 
@@ -91,7 +91,7 @@ class Row:
     spilled_bytes: int
     loads: dict[int, int]
     stores: dict[int, int]
-    variants: int = 1
+    builds: int = 1
     widest: float = 0.0
     widths: tuple[int, ...] = ()
     instructions: int = 0
@@ -175,7 +175,7 @@ def accesses(ptx: str) -> tuple[dict[int, int], dict[int, int]]:
 def compile_kernel(
     name: str, dtype: str, capability: int, samples: int | None, widths: Sequence[int] = WIDTHS
 ) -> list[Row]:
-    """Every variant of a kernel that its first `samples` samples reach, all of them for None."""
+    """Every build of a kernel that its first `samples` samples reach, all of them for None."""
     module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
     widths = tuple(widths) if name in BY_WIDTH else ()
     with _compiling(capability) as compiled:
@@ -206,12 +206,12 @@ def compile_kernel(
     return rows
 
 
-def worst(variants: list[Row]) -> Row:
-    """The worst figure of each kind, and the options of the variant with the narrowest accesses."""
+def worst(builds: list[Row]) -> Row:
+    """The worst figure of each kind, and the options of the build with the narrowest accesses."""
     names = ("warps", "registers", "shared_bytes", "spilled_bytes", "widest", "instructions")
-    largest = {name: max(getattr(row, name) for row in variants) for name in names}
-    largest["variants"] = sum(row.variants for row in variants)
-    return replace(min(variants, key=lambda row: row.wide_share), **largest)
+    largest = {name: max(getattr(row, name) for row in builds) for name in names}
+    largest["builds"] = sum(row.builds for row in builds)
+    return replace(min(builds, key=lambda row: row.wide_share), **largest)
 
 
 def grouped(rows: list[Row], *by: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -222,16 +222,16 @@ def grouped(rows: list[Row], *by: str) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: per function and dtype, the worst of its variants on each architecture."""
+    """Markdown: per function and dtype, the worst of its builds on each architecture."""
     capabilities = sorted({row.capability for row in rows})
     lines = [
         f"Compiled ahead of time by triton {metadata.version('triton')} with `python recipes/compile_kernels.py`; per",
         "architecture: registers per thread / shared bytes per block / spilled bytes per thread, the largest of a",
-        "function's variants; wide: of the bytes that its loads and stores move, the share in instructions of 16 bytes",
-        "or more per thread, the smallest and the largest of its variants on any architecture. Functions with a * have",
+        "function's builds; wide: of the bytes that its loads and stores move, the share in instructions of 16 bytes",
+        "or more per thread, the smallest and the largest of its builds on any architecture. Functions with a * have",
         f"other blocks for other widths: compiled for {', '.join(map(str, WIDTHS[:-1]))} and {WIDTHS[-1]}.",
         "",
-        "| function | dtype | variants | " + " | ".join(f"sm_{c}" for c in capabilities) + " | wide |",
+        "| function | dtype | builds | " + " | ".join(f"sm_{c}" for c in capabilities) + " | wide |",
         "|---|---|---|" + "---|" * len(capabilities) + "---|",
     ]
     for (name, dtype), group in grouped(rows, "name", "dtype").items():
@@ -243,7 +243,7 @@ def table(rows: list[Row]) -> str:
         overall = worst(group)
         wide = dict.fromkeys((f"{overall.wide_share:.0%}", f"{overall.widest:.0%}"))
         name += " *" * bool(overall.widths)
-        lines.append(f"| {name} | {dtype} | {overall.variants // len(cells)} | {columns} | {' to '.join(wide)} |")
+        lines.append(f"| {name} | {dtype} | {overall.builds // len(cells)} | {columns} | {' to '.join(wide)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -287,7 +287,7 @@ def main() -> None:
             rows += found
     args.out.mkdir(parents=True, exist_ok=True)
     rows += kept(args.out / "kernels.json", {job[:3] for job in jobs})
-    rows = [worst(variants) for variants in grouped(rows, "name", "kernel", "dtype", "capability").values()]
+    rows = [worst(builds) for builds in grouped(rows, "name", "kernel", "dtype", "capability").values()]
     lines = ",\n".join(json.dumps(entry(row)) for row in rows)
     header = json.dumps({"triton": metadata.version("triton")})[:-1]
     (args.out / "kernels.json").write_text(f'{header}, "kernels": [\n{lines}\n]}}\n')

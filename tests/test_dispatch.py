@@ -149,7 +149,7 @@ def test_tables_name_kernels():
     assert set(TORCH_HAS) <= set(KERNELS) and set(BITWISE) <= set(KERNELS) and set(TIMED) <= set(KERNELS)
 
 
-def test_a_probe_of_one_variant_leaves_the_others_alone(monkeypatch):
+def test_a_probe_of_one_kind_leaves_the_others_alone(monkeypatch):
     pytest.importorskip("triton")
     module, seen = dispatch._module("activation_bwd"), []
 
@@ -202,8 +202,8 @@ def _off_by_a_little(dy: Tensor, x: Tensor, kind: str, options: Any = ()) -> Ten
     return 1.5 * reference.activation_bwd(dy, x, kind, options)
 
 
-def _last_bits(x: Tensor, rstd: Tensor, weight: Any, variant: str) -> Tensor:
-    y = reference.rms_norm_rebuild(x, rstd, weight, variant)
+def _last_bits(x: Tensor, rstd: Tensor, weight: Any, formula: str) -> Tensor:
+    y = reference.rms_norm_rebuild(x, rstd, weight, formula)
     return y * (1 + torch.finfo(y.dtype).eps)
 
 

@@ -38,7 +38,7 @@ class Question:
     Args:
         name: Architecture class.
         data: The class's data.
-        key: The key of the cases: variant, kind of heads, mode.
+        key: The key of the cases: flavour, kind of heads, mode.
         sizes: Sizes of the model, and the adapters' rank.
         window: Tokens that attention reaches back; None: all.
     """
@@ -113,7 +113,7 @@ def question(
     data = classes()[name]
     values = {**data["defaults"], **config}
     _check_structure(name, data, values)
-    variant = _variant(data, values)
+    flavour = _flavour(data, values)
     sizes = _sizes(data["fields"], values)
     if data["head"] not in (None, sizes["head"]):
         raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
@@ -122,7 +122,7 @@ def question(
     sizes["tile"] = max(_LEAST_TILE, sizes[data["tile"]] // 2)
     mode = _mode(dtype or values.get("dtype") or values.get("torch_dtype"), autocast, bool(lora), quantization)
     sizes["adafactor"] = _adafactor_step(sizes, mode)
-    key = f"{variant}/{'grouped' if sizes['groups'] > 1 else 'single'}/{mode}"
+    key = f"{flavour}/{'grouped' if sizes['groups'] > 1 else 'single'}/{mode}"
     if key not in data["cases"]:
         raise ModelConfigError(f"there is no formula for {name}, {key}; known: {', '.join(data['cases'])}")
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
@@ -157,11 +157,11 @@ def _check_structure(name: str, data: Mapping[str, Any], values: Mapping[str, An
         raise ModelConfigError("the formula does not read a quantization_config; ask for QLoRA instead")
 
 
-def _variant(data: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    for variant, options in data["variants"].items():
+def _flavour(data: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    for flavour, options in data["flavours"].items():
         if all(values.get(field) == value for field, value in options.items()):
-            return str(variant)
-    raise ModelConfigError(f"there is no formula for such a config; known: {json.dumps(data['variants'])}")
+            return str(flavour)
+    raise ModelConfigError(f"there is no formula for such a config; known: {json.dumps(data['flavours'])}")
 
 
 def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, int]:

@@ -35,7 +35,7 @@ def _liger(name: str) -> Any:
     return importlib.import_module(f"liger_kernel.ops.{name}")
 
 
-def _liger_rms_norm_fwd(x: Any, weight: Any, eps: float, variant: str) -> Callable[[], Any]:
+def _liger_rms_norm_fwd(x: Any, weight: Any, eps: float, formula: str) -> Callable[[], Any]:
     forward = _liger("rms_norm").rms_norm_forward
     return lambda: forward(x, weight, eps, 0.0, "llama", None)
 

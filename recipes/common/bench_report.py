@@ -99,7 +99,7 @@ def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
     for suite, columns in COLUMNS.items():
         rows = [result for result in results if result.suite == suite]
         notes = any(result.note for result in rows)
-        names = ["model", "variant", *columns, *(["note"] if notes else [])]
+        names = ["model", "mode", *columns, *(["note"] if notes else [])]
         if rows:
             lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
         for result in rows:

@@ -94,7 +94,7 @@ def test_modules_to_save(order: str) -> None:
 
 @orders
 @pytest.mark.parametrize("options", [{"use_rslora": True}, {"use_dora": True}, {"bias": "lora_only"}])
-def test_variants(order: str, options: dict[str, Any]) -> None:
+def test_other_options_of_lora(order: str, options: dict[str, Any]) -> None:
     """DoRA reads its base layer's weight and calls no adapter leaf for it: still the same gradients."""
     name = "bert" if "bias" in options else "llama"
     ours, stock = _both(name, order, **options)

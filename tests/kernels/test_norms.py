@@ -78,7 +78,7 @@ def test_rms_norm_in_one_kernel_sums_as_torch_does(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_in_one_kernel_has_every_variant(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rms_norm_in_one_kernel_has_every_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "_repeats_torch", lambda x: True)
     # one launch and no other
     monkeypatch.setattr(rms_norm, "_rms_norm_square", None)

@@ -18,11 +18,11 @@ import torch
 import transformers
 
 from .catalogue import catalogue, model_class, types_without_a_class
-from .modes import BY_NAME, MODES, VARIANT_MODES, Mode
+from .modes import BY_NAME, MODES, FLAG_MODES, Mode
 from .pair import Row, sweep_pair
 from .savings import by_type
 from .table import HERE, merged, read_rows, write_results
-from .variants import Work, variants
+from .flags import Work, with_flags
 from .workers import SECONDS, forked
 
 
@@ -36,9 +36,9 @@ def main() -> int:
         today = date.today().isoformat()
         best = {(r.type, r.model) for r in by_type(read_rows(options.out)).values() if r.measured != today}
         pairs = [pair for pair in pairs if (pair.type, pair.model) in best]
-    work: list[Work] = [(pair, "", {}) for pair in pairs] if options.variants != "only" else []
-    if options.variants != "no":
-        work += variants(pairs)
+    work: list[Work] = [(pair, "", {}) for pair in pairs] if options.flags != "only" else []
+    if options.flags != "no":
+        work += with_flags(pairs)
     if options.sample is not None:
         random.Random(options.sample).shuffle(work)
     start = time.monotonic()
@@ -55,12 +55,12 @@ def _run(work: Iterator[Work], total: int, modes: list[Mode], options: argparse.
     """The rows as they come, also written to a file of lines."""
 
     def jobs() -> Iterator[tuple[Callable[[], Row], Row]]:
-        for pair, variant, changed in work:
+        for pair, flag, changed in work:
             with suppress(Exception):
                 # imported here once instead of in every worker
                 model_class(pair)
-            some = modes if not variant else [m for m in modes if m.name in VARIANT_MODES]
-            yield partial(sweep_pair, pair, some, changed, variant), Row(pair.type, pair.model, pair.task, variant)
+            some = modes if not flag else [m for m in modes if m.name in FLAG_MODES]
+            yield partial(sweep_pair, pair, some, changed, flag), Row(pair.type, pair.model, pair.task, flag)
 
     with (options.out / "rows.jsonl").open("w") as lines:
         for number, row in enumerate(forked(jobs(), options.jobs, options.seconds), 1):
@@ -85,7 +85,7 @@ def _quiet() -> None:
 
 def _say(row: Row, done: int, total: int) -> None:
     state = f"skipped: {row.skipped}" if row.skipped else f"{len(row.passed)} passed, {len(row.failures)} failed"
-    print(f"[{done}/{total}] {row.type}/{row.model} {row.variant} {state} ({row.seconds} s)", flush=True)
+    print(f"[{done}/{total}] {row.type}/{row.model} {row.flag} {state} ({row.seconds} s)", flush=True)
     for mode, failures in row.failures.items():
         print(f"    {mode}: {failures[0]}", flush=True)
 
@@ -100,7 +100,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", choices=sorted(BY_NAME), help="the modes to run; all if not given")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for each pair")
     parser.add_argument(
-        "--variants", choices=("no", "too", "only"), default="no", help="flags of configs off their defaults"
+        "--flags", choices=("no", "too", "only"), default="no", help="flags of configs off their defaults"
     )
     parser.add_argument("--out", type=Path, default=HERE, help="where the table is written")
     parser.add_argument("--sample", type=int, help="a seed: the pairs in a random order")

@@ -52,4 +52,4 @@ MODES: tuple[Mode, ...] = (
 )
 BY_NAME = {mode.name: mode for mode in MODES}
 # what a config with a flag off its default is tried in
-VARIANT_MODES = ("fp32", "bf16", "autocast", "pad-left", "eval")
+FLAG_MODES = ("fp32", "bf16", "autocast", "pad-left", "eval")

@@ -47,7 +47,7 @@ class Row:
     type: str
     model: str
     task: str = ""
-    variant: str = ""
+    flag: str = ""
     skipped: str = ""
     passed: list[str] = field(default_factory=list)
     bit_equal: list[str] = field(default_factory=list)
@@ -97,10 +97,10 @@ def fitting(config: Any, cls: Any) -> Any:
     return parts[0] if parts else config
 
 
-def sweep_pair(pair: Pair, modes: Iterable[Mode], options: dict[str, Any] | None = None, variant: str = "") -> Row:
+def sweep_pair(pair: Pair, modes: Iterable[Mode], options: dict[str, Any] | None = None, flag: str = "") -> Row:
     """Compare stock and patched in every mode. Raises nothing: what goes wrong is in the row."""
     start = time.monotonic()
-    row = Row(pair.type, pair.model, pair.task, variant)
+    row = Row(pair.type, pair.model, pair.task, flag)
     try:
         _fill(row, Subject(pair, options or {}), modes)
     except Exception as error:
@@ -139,7 +139,7 @@ def _refused(stock: Any, batch: Batch) -> bool:
 
 
 def _one_mode(row: Row, subject: Subject, stock: Any, mode: Mode, batch: Batch) -> None:
-    model = _variant(row, subject, stock, mode)
+    model = _stock_for(row, subject, stock, mode)
     if model is None:
         return
     if mode.padding:
@@ -194,7 +194,7 @@ def _repeated(model: Any, batch: Batch, mode: Mode) -> Step:
     return step
 
 
-def _variant(row: Row, subject: Subject, stock: Any, mode: Mode) -> Any:
+def _stock_for(row: Row, subject: Subject, stock: Any, mode: Mode) -> Any:
     """The stock model that a mode needs; None, and the reason in the row, if it cannot be made."""
     model = stock
     try:

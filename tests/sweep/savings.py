@@ -78,7 +78,7 @@ def by_type(rows: list[Row]) -> dict[str, Row]:
     """The row of each type in which exact saves most: a class without a head keeps next to nothing else."""
     best: dict[str, Row] = {}
     for row in rows:
-        whole = row.saved is not None and row.saved_int8 is not None and not row.variant
+        whole = row.saved is not None and row.saved_int8 is not None and not row.flag
         if whole and (row.type not in best or row.saved > best[row.type].saved):
             best[row.type] = row
     return best
@@ -112,7 +112,7 @@ def table(rows: list[Row]) -> str:
         "# Kept bytes saved, by model type",
         "",
         "Tiny models in fp32, of each type the class that saves most, without dropout where nothing else is said:",
-        "`python -m tests.sweep --variants no --modes fp32`, or the whole sweep. Of models without labels what the",
+        "`python -m tests.sweep --flags no --modes fp32`, or the whole sweep. Of models without labels what the",
         "model keeps is counted, and nothing of the sweep's own loss. A layer with a plain activation has to keep",
         "queries, keys, values, attention's output, two norms' inputs and the pre-activation: 7.5 of the 11 tensors of",
         "the hidden size that stock keeps where the MLP is 1.5 times as wide, as here. That is 32% less; a head with",

@@ -46,7 +46,7 @@ def merged(old: list[Row], new: list[Row]) -> list[Row]:
     """
 
     def key(row: Row) -> tuple[str, str, str]:
-        return row.type, row.model, row.variant
+        return row.type, row.model, row.flag
 
     before = {key(row): row for row in old}
     return list({**before, **{key(row): _with_other_modes(row, before.get(key(row))) for row in new}}.values())
@@ -74,7 +74,7 @@ def counts(rows: list[Row]) -> dict[str, int]:
     return {
         "types": len({row.type for row in compared}),
         "pairs": len({(row.type, row.model) for row in compared}),
-        "variants": sum(bool(row.variant) for row in compared),
+        "flags": sum(bool(row.flag) for row in compared),
         "modes passed": sum(len(row.passed) for row in compared),
         "modes bit-equal": sum(len(row.bit_equal) for row in compared),
         "modes left out": sum(len(row.left_out) for row in compared),
@@ -99,11 +99,11 @@ def summary(rows: list[Row], head: dict[str, Any]) -> str:
             sum(mode in names for names in each) for each in ([r.left_out for r in rows], [r.failures for r in rows])
         ]
         out.append(f"| {mode} | {' | '.join(map(str, numbers))} |")
-    out += ["", "## Failures", "", "| type | class | variant | mode | what |", "|---|---|---|---|---|"]
+    out += ["", "## Failures", "", "| type | class | flag | mode | what |", "|---|---|---|---|---|"]
     for row in rows:
         for mode, failures in row.failures.items():
             text = failures[0].replace("|", "/")[:200]
-            out.append(f"| {row.type} | {row.model} | {row.variant} | {mode} | {text} |")
+            out.append(f"| {row.type} | {row.model} | {row.flag} | {mode} | {text} |")
     out += ["", "## Skipped", "", "| type | class | why |", "|---|---|---|"]
     for row in rows:
         if row.skipped:

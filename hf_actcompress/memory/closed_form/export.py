@@ -89,11 +89,11 @@ def export(
     """The data of one class for these modes and strategies; all other cases are those of `known`."""
     family, writer = FAMILIES[name], Writer(known)
     cases: dict[str, Any] = dict(known["cases"]) if known else {}
-    for variant in family.variants:
+    for flavour in family.flavours:
         for grouped in family.grouped:
             for mode, windowed in product(modes, (False, True) if family.period else (False,)):
-                found = dict(_cases(name, variant, grouped, mode, windowed, strategies, writer))
-                key = f"{variant}/{'grouped' if grouped else 'single'}/{mode}"
+                found = dict(_cases(name, flavour, grouped, mode, windowed, strategies, writer))
+                key = f"{flavour}/{'grouped' if grouped else 'single'}/{mode}"
                 key = f"{key}/windowed" if windowed else key
                 cases[key] = {**cases.get(key, {}), **found}
     return {
@@ -107,7 +107,7 @@ def export(
 
 
 def _cases(
-    name: str, variant: str, grouped: bool, mode: str, windowed: bool, strategies: Sequence[str], writer: Writer
+    name: str, flavour: str, grouped: bool, mode: str, windowed: bool, strategies: Sequence[str], writer: Writer
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     family = FAMILIES[name]
     period = family.period if windowed else 1
@@ -115,7 +115,7 @@ def _cases(
     reader, at = Reader(sizes, left_over(sizes)), points(grouped, "kv_heads" not in family.fields)
     dtype, autocast, lora, quantization = MODES[mode]
     rank = sizes["rank"].value if lora else None
-    configs = [probe(name, variant, grouped, period * (FEWEST + more), windowed) for more in (0, 1)]
+    configs = [probe(name, flavour, grouped, period * (FEWEST + more), windowed) for more in (0, 1)]
     plain = [skeleton(config, dtype, rank, False, quantization) for config in configs]
     checkpointed = [skeleton(model, None, None, True) for model in plain]
     state = writer.number(_state(plain, reader, writer, period), writer.states)
@@ -159,7 +159,7 @@ def described(name: str) -> dict[str, Any]:
     """A description of what was traced: the versions, the fields of a config, and the defaults of missing fields."""
     family = FAMILIES[name]
     stated = {field: getattr(family.config, field, None) for field in [*family.fields.values(), *_READ]}
-    config = probe(name, next(iter(family.variants)), False, FEWEST)
+    config = probe(name, next(iter(family.flavours)), False, FEWEST)
     with_default = {field for field in stated if hasattr(family.config, field)}
     structure = {field: getattr(config, field) for field in STRUCTURE if hasattr(config, field)}
     if family.period > 1:
@@ -179,7 +179,7 @@ def described(name: str) -> dict[str, Any]:
         "fields": dict(family.fields),
         "defaults": {field: value for field, value in stated.items() if field in with_default},
         "structure": structure,
-        "variants": {variant: dict(options) for variant, options in family.variants.items()},
+        "flavours": {flavour: dict(options) for flavour, options in family.flavours.items()},
     }
 
 

@@ -53,7 +53,7 @@ class Family:
     Args:
         config: The config class.
         fields: Size -> field of the config.
-        variants: Name of a variant -> its fields of the config; each variant is traced separately.
+        flavours: Name of a flavour -> its fields of the config; each flavour is traced separately.
         options: Fields that every probe has.
         task: The task that the class is for.
         grouped: Whether heads may share keys; heads with and without shared keys are traced separately.
@@ -66,7 +66,7 @@ class Family:
 
     config: type[Any]
     fields: Mapping[str, str]
-    variants: Mapping[str, Mapping[str, Any]]
+    flavours: Mapping[str, Mapping[str, Any]]
     options: Mapping[str, Any] = field(default_factory=dict)
     task: str = "causal"
     grouped: tuple[bool, ...] = (True,)
@@ -144,7 +144,7 @@ def left_over(sizes: Mapping[str, Size]) -> frozenset[int]:
     return frozenset(count * width for count in rows for width in widths if count)
 
 
-def probe(name: str, variant: str, grouped: bool, layers: int, windowed: bool = False) -> Any:
+def probe(name: str, flavour: str, grouped: bool, layers: int, windowed: bool = False) -> Any:
     """A config of the class at the probe's sizes; if `windowed`, its sequences are longer than its windows."""
     family = FAMILIES[name]
     sizes = sizes_of(family, grouped)
@@ -154,7 +154,7 @@ def probe(name: str, variant: str, grouped: bool, layers: int, windowed: bool = 
     values.setdefault("head", HEAD)
     values.setdefault("hidden", values["heads"] * values["head"])
     fields = {where: values[size] for size, where in family.fields.items()}
-    options = {"pad_token_id": 0, **family.options, **family.variants[variant]}
+    options = {"pad_token_id": 0, **family.options, **family.flavours[flavour]}
     if family.period:
         options["sliding_window"] = _NARROW if windowed else _WIDE
     # first a width that the heads divide, and then the real one, which they do not divide

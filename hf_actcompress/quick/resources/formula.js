@@ -94,11 +94,11 @@ function checkStructure(name, data, values) {
   }
 }
 
-function variantOf(data, values) {
-  for (const [variant, options] of Object.entries(data.variants)) {
-    if (Object.entries(options).every(([field, wanted]) => value(values, field) === wanted)) return variant;
+function flavourOf(data, values) {
+  for (const [flavour, options] of Object.entries(data.flavours)) {
+    if (Object.entries(options).every(([field, wanted]) => value(values, field) === wanted)) return flavour;
   }
-  throw new Error(`There is no formula for such a config; known: ${JSON.stringify(data.variants)}`);
+  throw new Error(`There is no formula for such a config; known: ${JSON.stringify(data.flavours)}`);
 }
 
 function sizesOf(fields, values) {
@@ -147,7 +147,7 @@ function question(classes, config, training) {
   const name = classOf(classes, config), data = classes[name];
   const values = { ...data.defaults, ...config };
   checkStructure(name, data, values);
-  const variant = variantOf(data, values);
+  const flavour = flavourOf(data, values);
   const sizes = sizesOf(data.fields, values);
   if (data.head !== null && data.head !== sizes.head) {
     throw new Error(`The formula of ${name} is for heads of ${data.head} features, not ${sizes.head}`);
@@ -158,7 +158,7 @@ function question(classes, config, training) {
   sizes.tile = Math.max(LEAST_TILE, Math.floor(sizes[data.tile] / 2));
   const mode = modeOf(dtype || values.dtype || values.torch_dtype, autocast, Boolean(lora), quantization);
   sizes.adafactor = adafactorStep(sizes, mode);
-  const key = `${variant}/${sizes.groups > 1 ? "grouped" : "single"}/${mode}`;
+  const key = `${flavour}/${sizes.groups > 1 ? "grouped" : "single"}/${mode}`;
   if (!(key in data.cases)) {
     throw new Error(`There is no formula for ${name}, ${key}; known: ${Object.keys(data.cases).join(", ")}`);
   }

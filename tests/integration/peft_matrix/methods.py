@@ -1,4 +1,4 @@
-"""The table of PEFT methods: each method of the installed PEFT, and each variant of it that runs other code.
+"""The table of PEFT methods: each method of the installed PEFT, and each option of it that runs other code.
 
 Sizes are small enough for the hidden size 32 of the models.
 """

@@ -8,7 +8,7 @@ from typing import Any
 from .catalogue import Pair
 from .configs import tiny_config
 
-# a pair, the name of the variant ("" for none) and the options of the config
+# a pair, the flag ("" for none) and the options of the config
 Work = tuple[Pair, str, dict[str, Any]]
 
 # flags that change what layers compute, as opposed to what the model returns or how it is trained
@@ -24,7 +24,7 @@ FLAGS = (
 TASKS = ("tokens", "target", "class")
 
 
-def variants(pairs: list[Pair]) -> list[Work]:
+def with_flags(pairs: list[Pair]) -> list[Work]:
     """Every flag of every type once, with the first class of the type."""
     work: list[Work] = []
     seen: set[str] = set()
