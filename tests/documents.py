@@ -145,6 +145,7 @@ def _check_pytest(arguments: list[str]) -> None:
     found = config._parser.parse(arguments)
     for place in found.file_or_dir:
         assert list(ROOT.glob(place)), place
+        assert found.keyword in "".join(path.read_text() for path in ROOT.glob(place) if path.is_file()), found.keyword
     marks = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     names = set(re.findall(r"\w+", found.markexpr or "")) - {"not", "and", "or"}
     assert names <= {re.match(r"\w+", mark)[0] for mark in marks}  # type: ignore[index]

@@ -110,11 +110,14 @@ def _without_unreturned(output: Any, labelled: bool) -> Any:
 
 
 def _returned(logits: DeferredLogits, head: LinearSource, labelled: bool) -> Tensor | None:
-    """The logits as the model's caller gets them.
+    """The logits that the model returns; None if it can return none.
 
-    After a loss of the model's own, kept logits are a plain tensor, because they are hardly ever differentiated then.
-    Otherwise a loss outside may differentiate them, and they stay deferred. Tensors without data (an estimate's) cannot
-    tell later which rows were meant.
+    Without labels, a loss outside of the model will differentiate the logits, so they are returned as deferred ones.
+    With labels, the model has computed its loss, and the returned logits are hardly ever differentiated. So they are
+    returned as a plain tensor, if the config keeps logits or no gradients are recorded.
+
+    Deferred logits cannot be returned for a selection of rows, nor if the head's hidden states are no plain tensor
+    (those of an estimate have no data). In a training step with labels, the model then returns none.
     """
     if labelled and head.keep_logits:
         return plain(logits)

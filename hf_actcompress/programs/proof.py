@@ -95,7 +95,9 @@ def _answer(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> tuple
         small_tape = tape_of(small, autocast)
     found = _difference(small, small_tape, autocast)
     if found is not None and found.startswith(_NOT_AGAIN):
-        # dropout behind which nothing else is read is not drawn again
+        # The code that runs again in backward computes only what backward reads. If this leaves a dropout out, the
+        # dropouts after it draw other numbers than in the forward. So such a layer runs without programs where it is
+        # checkpointed.
         found = _difference(small, replace(small_tape, again=False), autocast)
         again = False
     else:

@@ -44,13 +44,14 @@ class Mask:
         bits: The packed bits of the mask, with its shape.
         dtype: bool, or the dtype of the numbers 0 and 1 / keep, by which a dropout on a CPU multiplies.
         keep: The probability that an element is not dropped.
-        dropped: The dropout's input, if it is available without keeping more.
+        given: How the dropout's input can be had in backward, if that takes no further memory. The dropout's output
+            is then computed again from this and the mask. None: the output cannot be computed again.
     """
 
-    __slots__ = ("__weakref__", "bits", "dropped", "dtype", "keep", "shape")
+    __slots__ = ("__weakref__", "bits", "dtype", "given", "keep", "shape")
 
-    def __init__(self, bits: Kept, shape: torch.Size, dtype: torch.dtype, keep: float, dropped: Held | None) -> None:
-        self.bits, self.shape, self.dtype, self.keep, self.dropped = bits, shape, dtype, keep, dropped
+    def __init__(self, bits: Kept, shape: torch.Size, dtype: torch.dtype, keep: float, given: Held | None) -> None:
+        self.bits, self.shape, self.dtype, self.keep, self.given = bits, shape, dtype, keep, given
 
     def unpacked(self, bits: Tensor) -> Tensor:
         """The mask as the dropout drew it."""

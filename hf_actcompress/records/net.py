@@ -223,8 +223,8 @@ class Net(Netting):
     def _sources(self, row: Pointwise, node: Any) -> list[Held] | None:
         """What autograd holds for a node, if the node saved all of its inputs; else None."""
         found = self._saved_by(node)
-        if len(found) == 1 and isinstance(found[0], Mask) and found[0].dropped is not None:
-            found.append(found[0].dropped)
+        if len(found) == 1 and isinstance(found[0], Mask) and found[0].given is not None:
+            found.append(found[0].given)
         return found if len(found) == row.tensors else None
 
     def _functional(self, x: Tensor) -> Mask | Made | None:
@@ -237,8 +237,8 @@ class Net(Netting):
         call = dropout_of_mask(x, frames)
         if call is None:
             return None
-        dropped = self._computed(call.given) or self._recorded(call.given)
-        return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - call.p, dropped)
+        given = self._computed(call.given) or self._recorded(call.given)
+        return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - call.p, given)
 
 
 @contextmanager

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_actcompress import CompressionConfig, calibrate, fidelity_report, patch_model, patch_report
+from hf_actcompress import Calibration, CompressionConfig, calibrate, fidelity_report, patch_model, patch_report
 from hf_actcompress.codecs import CODECS
 from hf_actcompress.codecs.bit_allocation import BITS, Sensitivity, allocate
 from hf_actcompress.errors import MeasurementError
@@ -77,7 +75,7 @@ def test_calibrate_end_to_end() -> None:
     tokens, width = BATCH["input_ids"].numel(), model.config.intermediate_size
     # gate and up
     assert all(row.elements == 2 * tokens * width for row in found.rows if row.role == "mlp")
-    assert json.loads(found.to_json())["rows"][0]["layer"] == found.rows[0].layer
+    assert Calibration.from_json(found.to_json()) == found
     patch_model(model, found)
     codecs = {row.name: row.codec for row in patch_report(model).rows if row.role == "gated_mlp"}
     assert codecs == {f"{row.layer}.mlp": codec_name(row.bits) for row in found.rows if row.role == "mlp"}

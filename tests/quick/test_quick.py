@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from hf_actcompress.errors import ModelConfigError
-from hf_actcompress.memory.closed_form.probes import FAMILIES, left_over, sizes_of
+from hf_actcompress.memory.closed_form.probes import FAMILIES, HEAD, left_over, sizes_of
 from hf_actcompress.memory.closed_form.symbols import Reader
 from hf_actcompress.quick import formula, page
+from hf_actcompress.quick.formula import with_chunks
 from hf_actcompress.quick.question import classes, question
 from tests.browser import dom, looked_at, needs_browser
 from tests.cli.invoke import run
@@ -56,6 +57,12 @@ def test_every_class_and_strategy_has_a_reference():
     assert {PRESETS[case["model"]]["architectures"][0] for case in CASES} == set(classes())
     assert {case["strategy"] for case in CASES} == set(STRATEGIES) and len({case["model"] for case in CASES}) >= 20
     assert {case["mode"] for case in CASES} == set(MODES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_probe_s_chunks_are_those_of_the_formula(name):
+    sizes = {"hidden": 7 * 8 * HEAD, **{size: known.value for size, known in sizes_of(FAMILIES[name], True).items()}}
+    assert with_chunks(sizes) == sizes
 
 
 def test_a_chunk_s_last_turn_is_not_taken_for_a_constant():

@@ -13,8 +13,8 @@ import transformers
 
 from .symbols import Size
 
-# `columns`, `rows` and `few_rows` are those of a chunk of logits, which has at most 2^25 elements. The code below
-# checks all values.
+# `columns`, `rows` and `few_rows` are those of a chunk of logits, which has at most 2^25 elements: what
+# `quick.formula.with_chunks` computes from the other sizes.
 _SHARED = {
     "batch": Size(11, 11, {}),
     "seq": Size(128 * 43, 43, {}),

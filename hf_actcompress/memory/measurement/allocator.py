@@ -76,6 +76,13 @@ def trace(fn: Callable[[], Any]) -> AllocatorTrace:
 def collected() -> Iterator[None]:
     """Garbage is collected before the block runs, and the interpreter collects none while it runs."""
     gc.collect()
+    with without_collections():
+        yield
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """The interpreter collects no garbage by itself while the block runs."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -18,7 +18,7 @@ from ....errors import ActCompressError, ModelConfigError
 from ....private_apis import FakeTensor, FakeTensorMode, run_backward
 from ....reference.device_rules import under_rules
 from ....roles import Role
-from ...measurement.allocator import loss_of
+from ...measurement.allocator import loss_of, without_collections
 from ...measurement.memory_report import role_of
 from ...measurement.saved_tensors import saved_tensors, storages
 from .batch import fake_batch
@@ -139,7 +139,7 @@ def _batch(model: nn.Module, mode: FakeTensorMode, setting: Setting) -> dict[str
 @contextmanager
 def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> Iterator[None]:
     """The modes that the step runs in. The interpreter's automatic garbage collection is off."""
-    with ONE_AT_A_TIME, _without_collections(), ExitStack() as stack:
+    with ONE_AT_A_TIME, without_collections(), ExitStack() as stack:
         # from here on only objects of the step are young, so a collection of the young generation finds its cycles
         gc.collect(0)
         if setting.ranks > 1:
@@ -150,17 +150,6 @@ def _world(setting: Setting, mode: FakeTensorMode, allocator: FakeAllocator) -> 
             stack.enter_context(context)
         stack.enter_context(CudaRules(allocator) if setting.cuda else KnownMasks(allocator))
         yield
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

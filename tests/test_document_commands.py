@@ -1,0 +1,69 @@
+"""Which test runs each command of README.md and recipes/README.md, or why none runs it as it stands.
+
+Python blocks all run in `test_documents.py`, which also parses the options of every command.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.cli.invoke import run
+from tests.documents import ROOT, commands
+
+RECIPES = "tests/recipes/"
+# the beginning of a command -> the file that runs it, and how; of several beginnings the longest counts
+ELSEWHERE = {
+    "python3 -m venv": ".ci/run: the commands that make an environment and run the suite are read from README.md",
+    "pip install -q": ".ci/run: the same; '.[recipes]' is a part of '.[test]'",
+    "python -m pytest": ".ci/run: the same; it is the suite",
+    "pip install": ".ci/packages: both packages, each in an empty environment; here nothing is installed",
+    "python -m build": ".ci/packages: the same",
+    "hf-actcompress estimate recipes/configs/llama-1b.json": "tests/test_documents.py: two of its rows; all take 10 s",
+    "python recipes/finetune_clm.py": f"{RECIPES}test_recipes.py: with fewer steps; these take minutes",
+    "accelerate launch": "tests/integration/test_engines.py: FSDP2 on two processes; my-model is the reader's own",
+    "python recipes/stacks/trl_sft_qlora.py": f"{RECIPES}test_stacks.py: three steps, where bitsandbytes is installed",
+    "python recipes/benchmark.py": f"{RECIPES}test_measurements.py: small sizes; these take minutes",
+    "python recipes/packed_batches.py": f"{RECIPES}test_measurements.py: small sizes",
+    "python recipes/chosen_tokens.py": f"{RECIPES}test_measurements.py: small sizes; this takes hours",
+    "python recipes/finetune_image.py": f"{RECIPES}test_papers.py: few steps; this takes an hour",
+    "python recipes/reproduce.py": f"{RECIPES}test_papers.py: some claims; all take an hour",
+    "python recipes/block_picture.py": f"{RECIPES}test_readme_tables.py: compared with its committed result",
+    "python recipes/measure_on_gpu.py": f"{RECIPES}test_measure_on_gpu.py: its rehearsal; the rest needs a GPU",
+    "pytest": "tests/documents.py: the suite has these tests; here, that the file has what -k asks for",
+}
+HERE = {"hf-actcompress env", "hf-actcompress estimate recipes/configs/llama-8b.json"}
+TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "recipes/README.md")}
+COMMANDS = sorted({" ".join(words).replace(".venv/bin/", "") for text in TEXTS.values() for words in commands(text)})
+
+
+def test_every_command_is_run_somewhere() -> None:
+    known = (*ELSEWHERE, *HERE)
+    assert not [command for command in COMMANDS if not command.startswith(known)]
+    assert not [beginning for beginning in known if not any(command.startswith(beginning) for command in COMMANDS)]
+
+
+@pytest.mark.parametrize("place", sorted({said.split(":")[0] for said in ELSEWHERE.values()}))
+def test_the_files_that_run_them_are_there(place: str) -> None:
+    assert (ROOT / place).is_file()
+
+
+def test_env() -> None:
+    result = run("env")
+    assert result.exit_code == 0 and "transformers" in result.stdout
+
+
+@pytest.mark.daily(3)
+def test_qlora_of_an_8b_model_is_what_the_recipes_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the command only the rows of stock and exact."""
+    monkeypatch.chdir(ROOT)
+    (command,) = (command for command in COMMANDS if "llama-8b.json" in command)
+    result = run(*command.split()[1:], "--preset", "exact")
+    said = re.search(r"stock needs (\S+ GiB), patched (\S+ GiB)", TEXTS["recipes/README.md"])
+    assert said is not None
+    rows = {line.split()[0]: line for line in result.stdout.splitlines() if " GiB" in line}
+    peaks = [re.search(r"[\d.]+ GiB", rows[name]) for name in ("stock", "exact")]
+    assert [round(float(peak[0].split()[0]), 1) for peak in peaks if peak] == [
+        float(x.split()[0]) for x in said.groups()
+    ]
