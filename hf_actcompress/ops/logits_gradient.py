@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..private_apis import without_torch_function
-from ..reference.linear_rows import row_chunks
+from ..reference.linear_rows import matrix_slices
 from .deferred_logits import POINTWISE_OPS, ROW_OPS
 from .deferred_values import Step
 from .gradient_parts import Chunk, Leaf, Mapped, Part, Total, rows_of
@@ -54,7 +54,7 @@ class LogitsGradient(Tensor):
         width = self.size(-1)
         out = torch.zeros((self.numel() // width, width), dtype=self.dtype, device=self.device)
         rows, read = RowSet(self.source_rows), self.origin.read()
-        for piece in row_chunks(self.part.stop - self.part.start, width):
+        for piece in matrix_slices(self.part.stop - self.part.start, width):
             first, last = self.part.start + piece.start, self.part.start + piece.stop
             found = rows.within(first, last)
             dy = out.new_zeros((last - first, width))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..records import applied, load, save, stored_exact
-from ..reference.linear_rows import row_chunks
+from ..reference.linear_rows import matrix_slices
 from ._linear import no_view
 from .autocast import SameAutocast
 from .deferred_logits import DeferredLogits, mapped
@@ -158,7 +158,7 @@ class ReduceFunction(torch.autograd.Function):
             whole = Chunk(read).value(x.pointwise, rows.part(slice(0, ctx.place.count)))
             return step(whole.view(x.shape))
         flat = index.flatten(0, -2) if index is not None else None
-        for part in row_chunks(ctx.place.count, x.size(-1)):
+        for part in matrix_slices(ctx.place.count, x.size(-1)):
             y = Chunk(read).value(x.pointwise, rows.part(part))
             made.append(step(y) if flat is None else step(y, flat[part]))
         return no_view(torch.cat(made).view(x.shape[:-1] if index is None else index.shape))

@@ -22,7 +22,7 @@ _HANDED = (
 _KNOWN = ("sdpa", "eager")
 
 
-def calls_interface(module: nn.Module) -> str | None:
+def interface_name(module: nn.Module) -> str | None:
     """The name under which a module asks transformers' interface for its attention function; None if it does not."""
     code = getattr(inspect.unwrap(stock_type(module).forward), "__code__", None)
     if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
@@ -33,7 +33,7 @@ def calls_interface(module: nn.Module) -> str | None:
 
 def calls_another(module: nn.Module) -> bool:
     """Whether its attention function is one that we have no code for."""
-    return calls_interface(module) not in (None, *_KNOWN)
+    return interface_name(module) not in (None, *_KNOWN)
 
 
 def handed_on(layer: nn.Module) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class First(_Run):
         return self.graph(mask, q, k, v, bias)[0].detach(), state
 
 
-class Again(_Run):
+class RunAgain(_Run):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Any]:
@@ -168,7 +168,7 @@ class OwnAttention(Operation):
     def _again(self, b: Backward, step: Step) -> Node:
         tensors = [None if x is None or not b.is_given(x) else b.want(x) for x in step.ins]
         state = b.want(step.outs[1]) if self.draws else None
-        run = Again(self.code, b.setting, self.cached, tuple(b.wants(x) for x in step.ins[:3]))
+        run = RunAgain(self.code, b.setting, self.cached, tuple(b.wants(x) for x in step.ins[:3]))
         return b.call(run, *tensors, state, like=self._like(b.setting))
 
     def rebuild(self, b: Backward, step: Step) -> None:

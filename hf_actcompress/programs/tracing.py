@@ -34,7 +34,7 @@ from ..roles import Role
 from .arguments import ENCODED_MASK, arguments, dtype_of, further_arguments, head_width, width_of
 from .calls import BATCH, CALLS, SOURCES, TOKENS
 from .dora import dora, is_dora
-from .interfaces import calls_another, calls_interface, handed_in, handed_on
+from .interfaces import calls_another, handed_in, handed_on, interface_name
 from .noting import noted, operation_of, product, rotated
 from .own_attention import AttentionCode
 from .recorder import Recorder, with_gated_products, with_splits
@@ -191,7 +191,7 @@ def _is_known(codec: Codec) -> bool:
 
 def calls_eager(module: nn.Module) -> bool:
     """Whether a module calls its file's eager attention, and so keeps what this saves, or runs again in backward."""
-    return not isinstance(module, AttentionMixin) and calls_interface(module) == "eager"
+    return not isinstance(module, AttentionMixin) and interface_name(module) == "eager"
 
 
 def _watch_attention(name: str, module: Any, recorder: Recorder) -> None:

@@ -16,7 +16,7 @@ _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 RowGradient = Callable[[slice, Callable[[], Tensor]], Tensor | None]
 
 
-def row_chunks(rows: int, width: int) -> Iterable[slice]:
+def matrix_slices(rows: int, width: int) -> Iterable[slice]:
     """Slices of the rows of a matrix of that width; at least sixteen rows each if the matrix is large."""
     return _chunks(rows, width, rows * width // 16)
 

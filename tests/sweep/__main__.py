@@ -18,11 +18,11 @@ import torch
 import transformers
 
 from .catalogue import catalogue, model_class, types_without_a_class
-from .modes import BY_NAME, MODES, FLAG_MODES, Mode
+from .flags import Work, with_flags
+from .modes import BY_NAME, FLAG_MODES, MODES, Mode
 from .pair import Row, sweep_pair
 from .savings import by_type
 from .table import HERE, merged, read_rows, write_results
-from .flags import Work, with_flags
 from .workers import SECONDS, forked
 
 
