@@ -33,6 +33,10 @@ def test_benchmark(tmp_path: Path) -> None:
     assert all(rows[mode]["correct"] and rows[mode]["step_ms"] > 0 for mode in kept)
     assert rows["exact"]["gradient_error"] < 1e-5 < rows["int8"]["gradient_error"]
     assert f"{kept['exact']:.2f}" in (tmp_path / "benchmark.md").read_text()
+    places = ["--results", str(tmp_path), "--out", str(tmp_path)]
+    assert importlib.import_module("compare_estimates").main(places) == 0
+    estimates = json.loads((tmp_path / "estimates.json").read_text())
+    assert [row["mode"] for row in estimates] == list(kept) and all(row["estimated_mib"] > 0 for row in estimates)
 
 
 def test_the_benchmark_counts_what_host_time_counts(tmp_path: Path) -> None:
@@ -164,3 +168,18 @@ def test_compare_presets(tmp_path: Path) -> None:
     assert int8["kept_bytes"] < exact["kept_bytes"] < exact["stock_bytes"]
     assert (tmp_path / "out" / "presets.png").stat().st_size > 1000
     assert "| int8 |" in (tmp_path / "out" / "presets.md").read_text()
+
+
+def test_profile_step(tmp_path: Path) -> None:
+    options = ["--quick", "--models", "llama", "--modes", "exact", "--out", str(tmp_path)]
+    assert importlib.import_module("profile_step").main(options) == 0
+    (profile,) = json.loads((tmp_path / "profile.json").read_text())["profiles"]
+    assert profile["step_ms"] > 0 and not profile["note"]
+    assert "by self_cpu_time_total" in (tmp_path / "llama-exact.txt").read_text()
+
+
+def test_compare_families(tmp_path: Path) -> None:
+    options = ["--quick", "--families", "gpt2", "--modes", "fp32", "--out", str(tmp_path)]
+    assert importlib.import_module("compare_families").main(options) == 0
+    rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
+    assert rows and all(row["good"] and row["loss_equal"] and not row["note"] for row in rows)
