@@ -17,13 +17,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from .. import compilation
 from ..codecs import CODECS
 from ..config import CompressionConfig
+from ..modules.base import is_sharded
 from ..records import Copies, Padding, dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .heads import deferred_logits
@@ -68,11 +69,12 @@ class PatchedForward:
         # how many training forwards there were, and whether this one measures bits
         self._forwards, self._measuring = 0, False
         self._known: _Structure | None = None
+        self._embeddings: list[nn.Embedding] = []
         self.note_structure()
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has to look up its own modules
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_known": None, "_embeddings": []}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -145,8 +147,15 @@ class PatchedForward:
         on = self.config.net and self.config.derive_linear
         net = netted(CODECS[self.config.other]) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
-        with frame(), dropping(rows), choosing(choice), net:
+        with frame(self._weights_in_memory()), dropping(rows), choosing(choice), net:
             yield
+
+    def _weights_in_memory(self) -> list[Tensor]:
+        """The embeddings' weights whose memory is not freed between forward and backward."""
+        if not torch.is_grad_enabled() or not self.config.derive_linear:
+            return []
+        weights = (module._parameters.get("weight") for module in self._embeddings if not is_sharded(module))
+        return [weight for weight in weights if weight is not None]
 
     def measure_bits_next(self) -> None:
         """Let the next training forward measure the bits, so that a report of a later step of the training is right."""
@@ -176,6 +185,7 @@ class PatchedForward:
         """Note that all modules below the model are patched now."""
         parents = (module._modules for module in self.model.modules() if module._modules)
         self._known = [(children, tuple(children.values())) for children in parents]
+        self._embeddings = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
