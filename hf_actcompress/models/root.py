@@ -25,7 +25,7 @@ from .. import compilation
 from ..codecs import CODECS
 from ..config import CompressionConfig
 from ..modules.base import is_sharded
-from ..records import Copies, Padding, dropping, frame, in_frame, netted
+from ..records import Copies, Padding, dropping, frame, in_frame, netted, taking_rows_again
 from ..reference.rng import Generators
 from .heads import deferred_logits
 from .methods.chosen_tokens import choice_of_call, choosing
@@ -147,7 +147,7 @@ class PatchedForward:
         on = self.config.net and self.config.derive_linear
         net = netted(CODECS[self.config.other]) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
-        with frame(self._weights_in_memory()), dropping(rows), choosing(choice), net:
+        with frame(), taking_rows_again(self._weights_in_memory()), dropping(rows), choosing(choice), net:
             yield
 
     def _weights_in_memory(self) -> list[Tensor]:

@@ -7,18 +7,21 @@ written between forward and backward. Here that is torch's error for a write in 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..private_apis import FakeTensor
+from ..private_apis import FakeTensor, next_sequence_number
 from ._current import current
 from .outside import hooks_outside
 from .padding import checkpointed
 from .record import Derived, Recipe, Record, parameter, stored_exact
-from .registry import declare_as, known_record, lookups
+from .registry import declare_as, known_record
 
 _KINDS = frozenset({"AddBackward0", "EmbeddingBackward0", "MulBackward0"})
 # of how many operations one after the other a sum may be the last
@@ -29,6 +32,28 @@ _PLAIN = (Parameter, FakeTensor)
 # the position of a weight among the sources, which its indices follow; two summands; or a tree and the position of a
 # number by which it is multiplied
 _Tree = int | tuple[str, "_Tree", "_Tree"]
+
+
+class _State(threading.local):
+    """Of the forward in progress: by its id, each weight and its version at the start; the first autograd node."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, tuple[Tensor, int]] = {}
+        self.since = 0
+
+
+_state = _State()
+
+
+@contextmanager
+def taking_rows_again(weights: Iterable[Tensor]) -> Iterator[None]:
+    """One forward, whose backward may take rows of these weights again: those that stay in memory until then."""
+    before = _state.weights, _state.since
+    _state.weights, _state.since = {id(w): (w, w._version) for w in weights}, next_sequence_number()
+    try:
+        yield
+    finally:
+        _state.weights, _state.since = before
 
 
 class _Sum:
@@ -61,19 +86,21 @@ def declare_embedded(x: Tensor) -> None:
     node: Any = x.grad_fn
     if type(node).__name__ not in _KINDS or x._version or torch.compiler.is_compiling():
         return
-    if not lookups().weights or checkpointed() or (hooks_outside() is not None and current.watcher is None):
+    if not _state.weights or checkpointed() or (hooks_outside() is not None and current.watcher is None):
         return
     if known_record(x) is not None:
         return
     sources: list[Record] = []
-    tree = _tree(node, sources, _DEPTH)
-    if tree is not None:
-        declare_as(x, Derived(Recipe(_Sum(tree)), tuple(sources)))
+    # autograd gives no indices that were written since, and leaves the error to backward
+    with suppress(RuntimeError):
+        tree = _tree(node, sources, _DEPTH)
+        if tree is not None:
+            declare_as(x, Derived(Recipe(_Sum(tree)), tuple(sources)))
 
 
 def _tree(node: Any, sources: list[Record], depth: int) -> _Tree | None:
     kind = type(node).__name__
-    if kind not in _KINDS or not depth or node._sequence_nr() < lookups().since:
+    if kind not in _KINDS or not depth or node._sequence_nr() < _state.since:
         return None
     if kind == "EmbeddingBackward0":
         return _lookup(node, sources)
@@ -91,7 +118,7 @@ def _tree(node: Any, sources: list[Record], depth: int) -> _Tree | None:
 
 def _lookup(node: Any, sources: list[Record]) -> int | None:
     weight = getattr(node.next_functions[0][0], "variable", None)
-    known, version = lookups().weights.get(id(weight), (None, 0))
+    known, version = _state.weights.get(id(weight), (None, 0))
     if weight is None or known is not weight or version != weight._version or type(weight) not in _PLAIN:
         return None
     sources += parameter(weight), stored_exact(node._saved_indices)

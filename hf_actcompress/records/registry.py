@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
-from ..private_apis import next_sequence_number
 from .outside import hooks_outside
 from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
 from .record import Derived, Recipe, Record, Stored, versions
@@ -68,25 +67,9 @@ def _versions(record: Record | None) -> list[int]:
     return versions(record) if record is not None else []
 
 
-class Lookups(NamedTuple):
-    """The weights whose rows a forward may take again in backward.
-
-    Attributes:
-        weights: By its id, each weight and its version counter when the forward began.
-        since: The number of the first autograd node of the forward.
-    """
-
-    weights: dict[int, tuple[Tensor, int]]
-    since: int
-
-
-_NO_LOOKUPS = Lookups({}, 0)
-
-
 class _State(threading.local):
     def __init__(self) -> None:
         self.entries: dict[_Key, _Entry] = {}
-        self.lookups = _NO_LOOKUPS
         self.hooks: Callable[[], object] | None = None
         self.in_frame = False
 
@@ -274,39 +257,30 @@ def _viewed(entry: _Entry, record: Record, x: Tensor) -> Record:
 
 
 @contextmanager
-def frame(weights: Iterable[Tensor] = ()) -> Iterator[None]:
+def frame() -> Iterator[None]:
     """One forward of a patched model: it begins with an empty registry and, however it ends, leaves nothing behind.
 
     A frame inside of another one joins it, so that layers of the outer model see what an inner model declares (its last
     norm).
-
-    Args:
-        weights: Those of its embeddings that stay in memory until backward.
     """
     if _state.in_frame:
         yield
         return
     with another_registry():
         _state.in_frame = True
-        _state.lookups = Lookups({id(w): (w, w._version) for w in weights}, next_sequence_number())
         yield
 
 
 @contextmanager
 def another_registry() -> Iterator[None]:
     """While the block runs there is no frame, and nothing can be declared; afterwards the registry is as before."""
-    before = _state.entries, _state.hooks, _state.in_frame, _state.lookups
-    _state.entries, _state.hooks, _state.in_frame, _state.lookups = {}, None, False, _NO_LOOKUPS
+    before = _state.entries, _state.hooks, _state.in_frame
+    _state.entries, _state.hooks, _state.in_frame = {}, None, False
     try:
         yield
     finally:
         _state.entries.clear()
-        _state.entries, _state.hooks, _state.in_frame, _state.lookups = before
-
-
-def lookups() -> Lookups:
-    """The weights whose rows the forward in progress may take again; none outside of a frame."""
-    return _state.lookups
+        _state.entries, _state.hooks, _state.in_frame = before
 
 
 def in_frame() -> bool:

@@ -133,6 +133,19 @@ def test_a_weight_that_is_written_before_backward_is_an_error() -> None:
         y.sum().backward()
 
 
+def test_indices_that_are_written_are_stocks_error() -> None:
+    ids = IDS.clone()
+
+    def embed(m: Any) -> Tensor:
+        x: Tensor = m.tokens(ids)
+        ids.zero_()
+        return x
+
+    y = patch_model(_Model(embed))()
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        y.sum().backward()
+
+
 def test_an_optimizer_that_steps_in_backward() -> None:
     """A weight's own gradient is the last thing that is made of it, so a step in its hook comes late enough."""
 
