@@ -117,9 +117,8 @@ def _tree(node: Any, sources: list[Record], depth: int) -> _Tree | None:
 
 
 def _lookup(node: Any, sources: list[Record]) -> int | None:
-    weight = getattr(node.next_functions[0][0], "variable", None)
-    known, version = _state.weights.get(id(weight), (None, 0))
-    if weight is None or known is not weight or version != weight._version or type(weight) not in _PLAIN:
+    weight, version = _state.weights.get(id(getattr(node.next_functions[0][0], "variable", None)), (None, 0))
+    if weight is None or version != weight._version or type(weight) not in _PLAIN:
         return None
     sources += parameter(weight), stored_exact(node._saved_indices)
     return len(sources) - 2
