@@ -20,7 +20,7 @@ from ..private_apis import FakeTensor, next_sequence_number
 from ._current import current
 from .outside import hooks_outside
 from .padding import checkpointed
-from .record import Derived, Recipe, Record, parameter, stored_exact
+from .record import Derived, Recipe, Stored, parameter, stored_exact
 from .registry import declare_as, known_record
 
 _KINDS = frozenset({"AddBackward0", "EmbeddingBackward0", "MulBackward0"})
@@ -29,9 +29,9 @@ _DEPTH = 12
 # an estimate takes the path of the training
 _PLAIN = (Parameter, FakeTensor)
 
-# the position of a weight among the sources, which its indices follow; two summands; or a tree and the position of a
-# number by which it is multiplied
-_Tree = int | tuple[str, "_Tree", "_Tree"]
+# "rows", the position of a weight among the sources, which its indices follow, and its id; "sum" and two summands; or
+# "scaled", what is scaled, and the position of the number
+_Tree = tuple[str, Any, Any]
 
 
 class _State(threading.local):
@@ -40,20 +40,27 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.weights: dict[int, tuple[Tensor, int]] = {}
         self.since = 0
+        self.proved: dict[_Tree, bool] = {}
 
 
 _state = _State()
 
 
 @contextmanager
-def taking_rows_again(weights: Iterable[Tensor]) -> Iterator[None]:
-    """One forward, whose backward may take rows of these weights again: those that stay in memory until then."""
-    before = _state.weights, _state.since
+def taking_rows_again(weights: Iterable[Tensor], proved: dict[Any, bool]) -> Iterator[None]:
+    """One forward, whose backward may take rows of embeddings' weights again.
+
+    Args:
+        weights: Those that stay in memory until backward.
+        proved: Which sums of them have come back bit by bit; filled here.
+    """
+    before = _state.weights, _state.since, _state.proved
     _state.weights, _state.since = {id(w): (w, w._version) for w in weights}, next_sequence_number()
+    _state.proved = proved
     try:
         yield
     finally:
-        _state.weights, _state.since = before
+        _state.weights, _state.since, _state.proved = before
 
 
 class _Sum:
@@ -66,11 +73,10 @@ class _Sum:
 
     def __call__(self, *sources: Tensor) -> Tensor:
         def value(tree: _Tree) -> Tensor:
-            if isinstance(tree, int):
-                return torch.embedding(sources[tree], sources[tree + 1])
             kind, first, second = tree
+            if kind == "rows":
+                return torch.embedding(sources[first], sources[first + 1])
             if kind == "scaled":
-                assert isinstance(second, int)
                 return value(first) * sources[second]
             return value(first) + value(second)
 
@@ -90,15 +96,29 @@ def declare_embedded(x: Tensor) -> None:
         return
     if known_record(x) is not None:
         return
-    sources: list[Record] = []
+    sources: list[Stored] = []
     # autograd gives no indices that were written since, and leaves the error to backward
     with suppress(RuntimeError):
         tree = _tree(node, sources, _DEPTH)
-        if tree is not None:
+        if tree is not None and _is_made_again(x, tree, sources):
             declare_as(x, Derived(Recipe(_Sum(tree)), tuple(sources)))
 
 
-def _tree(node: Any, sources: list[Record], depth: int) -> _Tree | None:
+def _is_made_again(x: Tensor, tree: _Tree, sources: list[Stored]) -> bool:
+    """Whether the sum comes back bit by bit: the graph does not show writes into a summand under no_grad.
+
+    It is tried once per model and kind of sum.
+    """
+    if isinstance(x, FakeTensor):
+        return True
+    if tree not in _state.proved:
+        with torch.no_grad():
+            again = _Sum(tree)(*(source.tensors[0] for source in sources))
+        _state.proved[tree] = again.dtype == x.dtype and torch.equal(again, x)
+    return _state.proved[tree]
+
+
+def _tree(node: Any, sources: list[Stored], depth: int) -> _Tree | None:
     kind = type(node).__name__
     if kind not in _KINDS or not depth or node._sequence_nr() < _state.since:
         return None
@@ -116,15 +136,15 @@ def _tree(node: Any, sources: list[Record], depth: int) -> _Tree | None:
     return None if first is None or second is None else ("sum", first, second)
 
 
-def _lookup(node: Any, sources: list[Record]) -> int | None:
+def _lookup(node: Any, sources: list[Stored]) -> _Tree | None:
     weight, version = _state.weights.get(id(getattr(node.next_functions[0][0], "variable", None)), (None, 0))
     if weight is None or version != weight._version or type(weight) not in _PLAIN:
         return None
     sources += parameter(weight), stored_exact(node._saved_indices)
-    return len(sources) - 2
+    return "rows", len(sources) - 2, id(weight)
 
 
-def _scaled(node: Any, before: list[Any], sources: list[Record], depth: int) -> _Tree | None:
+def _scaled(node: Any, before: list[Any], sources: list[Stored], depth: int) -> _Tree | None:
     factor = node._saved_other if before and len(before) == 2 and before[1] is None else None
     if factor is None or factor.dim():
         return None

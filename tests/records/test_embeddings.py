@@ -44,6 +44,13 @@ def _written(m: Any) -> Tensor:
     return x
 
 
+def _summand_written(m: Any) -> Tensor:
+    x = m.tokens(IDS)
+    with torch.no_grad():
+        x[:, 0] = 0
+    return x + m.places(PLACES)  # type: ignore[no-any-return]
+
+
 SUMS: dict[str, Callable[[Any], Tensor]] = {
     "tokens": lambda m: m.tokens(IDS),
     "two": lambda m: m.tokens(IDS) + m.places(PLACES),
@@ -63,6 +70,7 @@ OTHERS: dict[str, Callable[[Any], Tensor]] = {
     "made weight": lambda m: nn.functional.embedding(IDS, m.tokens.weight * 2),
     "detached summand": lambda m: m.tokens(IDS) + m.places(PLACES).detach(),
     "weight written in the forward": _written,
+    "summand written without a gradient": _summand_written,
 }
 
 
@@ -180,6 +188,13 @@ def test_weights_whose_memory_is_freed_are_not_read() -> None:
     """FSDP marks the modules whose parameters it frees between forward and backward."""
     model = patch_model(_Model(SUMS["tokens"]))
     model.tokens._is_fsdp_managed_module = True
+    assert _kept(model) == 1
+
+
+def test_what_a_hook_may_write_into_is_kept() -> None:
+    model = patch_model(_Model(SUMS["tokens"]))
+    assert _kept(model) == 0
+    model.tokens.register_forward_hook(lambda *_: None)
     assert _kept(model) == 1
 
 
