@@ -29,12 +29,18 @@ class Kept:
 
 
 class Made:
-    """Nothing is kept for this tensor: it is computed from tensors that other nodes hold anyway."""
+    """Nothing is kept for this tensor: it is computed from tensors that other nodes hold anyway.
 
-    __slots__ = ("__weakref__", "recipe", "sources")
+    Args:
+        recipe: Computes the tensor.
+        sources: What it is computed from.
+        joined: Whether it counts in a chain of joined tensors (joined.py).
+    """
 
-    def __init__(self, recipe: Recipe, sources: tuple[Held, ...]) -> None:
-        self.recipe, self.sources = recipe, sources
+    __slots__ = ("__weakref__", "joined", "recipe", "sources")
+
+    def __init__(self, recipe: Recipe, sources: tuple[Held, ...], joined: bool = False) -> None:
+        self.recipe, self.sources, self.joined = recipe, sources, joined
 
 
 class Mask:

@@ -5,6 +5,7 @@ While the forward of a patched model runs, saved-tensor hooks look at every tens
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads),
 - if the autograd node that made it keeps everything that it was made of (the product of gate and up), or took it from
   a parameter (the weights of batched experts, one for each token; embeddings of relative positions),
+- if it is a sum or a concatenation of such tensors or of tensors that are kept (`joined.py`),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
 A part of a larger tensor is kept as a copy where nothing else holds the rest (`parts.py`), and the indices of a
@@ -22,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,12 +41,13 @@ from ._current import Netting, current
 from .activations import is_activation, is_feature_map
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
+from .joined import LONGEST, Slotted, gives, is_exact, joined, length, made_in_order
 from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped
 from .parts import Parts
-from .record import Derived, Recipe, Record, is_lossless
-from .registry import known_record, whole_record_of
+from .record import Derived, Recipe, Record, is_lossless, is_pending
+from .registry import known_record, record_before_write, record_by_node, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
 from .views import View, dense
 
@@ -66,24 +69,31 @@ class Net(Netting):
         self._parts = Parts(self.outside) if self.outside is None or current.watcher is not None else None
         # number of a node -> what it saved, in order
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
-        # number of a node that saved its own output -> that output
-        self._outputs: dict[int, weakref.ref[Held]] = {}
+        # number of a node and of its output -> that output, saved by this node or by another one
+        self._outputs: dict[tuple[int, int], weakref.ref[Held]] = {}
+        # how the tensor is computed again about which an op of ours has asked last
+        self._asked: Held | None = None
         # id of a tensor object -> how it is computed again; an entry ends with the object
         self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Held]]] = {}
 
     def pack(self, x: Tensor) -> Held:
         """What autograd holds in place of x [any shape], which is being saved."""
+        # a node gets its number before it saves, so the current node has the number before the next one
+        number = next_sequence_number() - 1
         if self._parts is not None:
             self._parts.settle()
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
         held = held or self._smaller(x, own) or self._whole(x)
-        # a node gets its number before it saves, so the current node has the number before the next one
-        number = next_sequence_number() - 1
         self._by_node.setdefault(number, []).append(weakref.ref(held))
-        if x.grad_fn is not None and x.grad_fn._sequence_nr() == number:
-            self._outputs[number] = weakref.ref(held)
+        if x.grad_fn is not None and not x._version:
+            self._outputs.setdefault((x.grad_fn._sequence_nr(), x.output_nr), weakref.ref(held))
         return counted(held)
+
+    def makes(self, x: Tensor) -> bool:
+        """See `Netting`."""
+        self._asked = self._computed(x, own=True)
+        return self._asked is not None
 
     def unpack(self, held: Held) -> Tensor:
         """x again. Raises RuntimeError, as torch does, if a kept tensor was written in place."""
@@ -94,6 +104,7 @@ class Net(Netting):
         del self.hooks
         if self._parts is not None:
             self._parts.close()
+        self._asked = None
         self._by_node.clear()
         self._outputs.clear()
         self._made.clear()
@@ -147,9 +158,13 @@ class Net(Netting):
         codec = on_feature_maps(self.codec) if is_feature_map(x) else self.codec
         return self._by_record(whole_record_of(x, codec.keeping_sign() if relu else codec))
 
-    def _by_record(self, record: Record) -> Kept:
+    def _by_record(self, record: Record) -> Kept | Made:
         leaves = Leaves()
         slot = slot_of(record, leaves)
+        made = [None if x.grad_fn is None else self._known(x) for x in leaves.tensors]
+        if any(made):
+            sources = [self._kept(x) if held is None else held for held, x in zip(made, leaves.tensors, strict=True)]
+            return Made(Recipe(Slotted(slot)), tuple(map(counted, sources)))
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor, own: bool = False) -> Made | None:
@@ -179,17 +194,51 @@ class Net(Netting):
         return held if isinstance(held, Made) else None
 
     def _by_its_node(self, x: Tensor) -> Made | None:
+        # it may have been modified in place under no_grad, which its node does not show
+        found = None if x._version else self._copied(x) or self._gathered(x) or self._pointwise(x)
+        held = self._joined(x) if found is None else made_in_order(*found, x)
+        if held is not None:
+            key = id(x)
+            self._made[key] = weakref.ref(x, lambda _: self._made.pop(key, None)), x._version, weakref.ref(held)
+        return held
+
+    def _joined(self, x: Tensor) -> Made | None:
+        """How x is made again, if it is a sum or another join of tensors that are held, or made from held ones."""
+        first = None
         if x._version:
-            # it may have been modified in place under no_grad, which its node does not show
-            return None
-        found = self._copied(x) or self._gathered(x) or self._pointwise(x)
+            # a sum in place is the only write since the record was declared, so this record gives the first summand
+            before = record_before_write(x)
+            first = None if before is None else self._by_declared(before)
+            if first is None:
+                return None
+        found = joined(x.grad_fn, partial(self._output, x), first)
         if found is None:
             return None
-        compute, sources = found
-        held = Made(Recipe(compute), tuple(counted(source) for source in sources))
-        key = id(x)
-        self._made[key] = weakref.ref(x, lambda _: self._made.pop(key, None)), x._version, weakref.ref(held)
-        return held
+        held = made_in_order(found.compute, found.sources, x, joined=True)
+        known = self.outside is None or current.watcher is not None
+        return held if length(held) <= LONGEST and gives(held, x, found.kind, self.outside, known) else None
+
+    def _output(self, x: Tensor, node: Any, number: int) -> Held | None:
+        """What is held for the output of a node with that number; x is what is made of it."""
+        if isinstance(weight := getattr(node, "variable", None), Parameter):
+            return self._kept(weight)
+        reference = self._outputs.get((node._sequence_nr(), number))
+        held = None if reference is None else reference()
+        if held is not None and is_exact(held):
+            return held
+        record = record_by_node(node, number)
+        declared = None if record is None else self._by_declared(record)
+        row = pointwise(node) if declared is None and number == 0 else None
+        sources = None if row is None else self._sources(row, node)
+        if row is None or not sources or not all(map(is_exact, sources)) or not proved(node, row, x.dtype, x.device):
+            return declared
+        return Made(Recipe(computation(row, node)), tuple(map(counted, sources)))
+
+    def _by_declared(self, record: Record) -> Kept | Made | None:
+        """What is held by a record that keeps nothing new; None if it may."""
+        if not isinstance(record, Derived) or is_pending(record) or is_dropped(record) or not is_lossless(record):
+            return None
+        return self._by_record(record)
 
     def _pointwise(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
         node: Any = x.grad_fn
@@ -204,7 +253,7 @@ class Net(Netting):
         found = attention_in_order(x)
         if found is None:
             return None
-        references = [self._outputs.get(node._sequence_nr()) for node in found.nodes]
+        references = [self._outputs.get((node._sequence_nr(), 0)) for node in found.nodes]
         held = [reference() for reference in references if reference is not None]
         sources = [source for source in held if source is not None]
         return (found.compute, sources) if len(sources) == len(found.nodes) else None

@@ -27,7 +27,7 @@ from ..codecs import IDENTITY, Codec
 from .outside import hooks_outside
 from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
 from .record import Derived, Recipe, Record, Stored, versions
-from .views import TokensFirst, View, dense, extent
+from .views import PixelsFirst, TokensFirst, View, dense, extent
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
@@ -138,13 +138,15 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
     """Say that y need not be kept: `recompute(*sources)` returns it again, same shape, dtype and values.
 
     Args:
-        y: The output of an op, any shape; ignored unless it is contiguous, or is [B, H, S, D] or [B, C, S]
-            and its transpose(1, 2) is contiguous.
+        y: The output of an op, any shape; ignored unless it is contiguous, or is [B, C, H, W] in the order
+            channels_last, or is [B, H, S, D] or [B, C, S] and its transpose(1, 2) is contiguous.
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
         sources: Records of what y is made from; weights, statistics and RNG states as `stored_exact`.
     """
     if y.is_contiguous():
         declare_as(y, Derived(Recipe(recompute), sources))
+    elif y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last):
+        declare_in_order(y, y.permute(0, 2, 3, 1), PixelsFirst(recompute), *sources)
     elif y.dim() in (3, 4):
         declare_in_order(y, y.transpose(1, 2), TokensFirst(recompute), *sources)
 
@@ -169,6 +171,22 @@ def known_record(x: Tensor) -> Record | None:
         return None
     assert entry.record is not None
     return _viewed(entry, entry.record, x)
+
+
+def record_by_node(node: object, number: int) -> Record | None:
+    """The record of the live tensor that is the output of an autograd node with that number; None if there is none."""
+    for entry in [*_entries().values()]:
+        x = entry.tensor()
+        if x is not None and x.grad_fn is node and x.output_nr == number:
+            return known_record(x)
+    return None
+
+
+def record_before_write(x: Tensor) -> Record | None:
+    """The record that x had before the last write to it in place; None if it had none."""
+    key = _key(x)
+    entry = None if key is None else _entries().get((*key[:-1], key[-1] - 1))
+    return entry.record if entry is not None and entry.tensor() is x and entry.describes(x) else None
 
 
 def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:

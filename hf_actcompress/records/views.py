@@ -48,3 +48,12 @@ class TokensFirst:
 
     def __call__(self, *sources: Tensor) -> Tensor:
         return self.recompute(*sources).transpose(1, 2).contiguous()
+
+
+class PixelsFirst(TokensFirst):
+    """Recompute function of maps [B, H, W, C] from a function that makes [B, C, H, W]."""
+
+    __slots__ = ()
+
+    def __call__(self, *sources: Tensor) -> Tensor:
+        return self.recompute(*sources).permute(0, 2, 3, 1).contiguous()
