@@ -52,13 +52,15 @@ def _is_small(module: nn.Module) -> bool:
     children = [child for child in module.modules() if child is not module]
     if any(child._parameters or child._buffers or type(child).forward is nn.Module.forward for child in children):
         return False
-    # an empty parameter is sharded (ZeRO-3)
-    vectors = all(
-        p is None or (p.numel() and p.numel() == max(p.shape, default=1)) for p in module._parameters.values()
-    )
+    vectors = all(p is None or _is_vector(p) for p in module._parameters.values())
     numbers = all(b is None or b.numel() == 1 for b in module._buffers.values())
     own = type(module).forward is not nn.Module.forward
     return vectors and own and numbers and takes_one_tensor(module)
+
+
+def _is_vector(weight: Tensor) -> bool:
+    """Whether one dimension alone is larger than 1. An empty parameter is sharded (ZeRO-3)."""
+    return 0 < weight.numel() == max(weight.shape, default=1)
 
 
 def _shapes(module: nn.Module) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..reference.bits import unpack_mask
 from .outside import Hooks
 from .record import Recipe
-from .saving import Slot
+from .saving import Slot, count
 
 
 class Kept:
@@ -100,6 +100,12 @@ def counted(held: Held) -> Held:
     """Count one more consumer of the value. The last consumer that reads the value drops it."""
     if isinstance(held, Made):
         held.recipe.uses += 1
+        if held.recipe.uses == 1:
+            # only the consumer that computes the value in a backward reads the sources
+            for source in held.sources:
+                counted(source)
+    elif isinstance(held, Kept) and held.slot is not None:
+        count(held.slot)
     return held
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..private_apis import FakeTensor
-from .held import Again, Held, Kept, Made, counted, value_of
+from .held import Again, Held, Kept, Made, value_of
 from .outside import Hooks
 from .record import Recipe
 from .saving import Slot, is_lossless_slot
@@ -116,7 +116,7 @@ def joined(node: Any, kept: Callable[[Any, int], Held | None], first: Held | Non
             inner = joined(before, kept) if before is not None and number == 0 else None
             if inner is None:
                 return None
-            held, nodes = made(inner), nodes + inner.nodes
+            held, nodes = made(inner.compute, inner.sources), nodes + inner.nodes
             kinds.append(inner.kind)
         sources.append(held)
         if nodes > _NODES:
@@ -129,9 +129,9 @@ def compute_options(node: Any) -> str:
     return f"{getattr(node, '_saved_dim', '')} {getattr(node, '_saved_dims', '')}"
 
 
-def made(found: Joined) -> Made:
-    """The tensor, to be made again in backward."""
-    return Made(Recipe(found.compute), tuple(map(counted, found.sources)))
+def made(compute: _Compute, sources: Iterable[Held], *, joined: bool = False) -> Made:
+    """A tensor that is computed in backward from these sources."""
+    return Made(Recipe(compute), tuple(sources), joined)
 
 
 def is_exact(held: Held) -> bool:
@@ -167,8 +167,8 @@ class InMemoryOrder:
 
 
 def made_in_order(compute: _Compute, sources: Iterable[Held], x: Tensor, *, joined: bool = False) -> Made:
-    """x, to be made again in backward."""
-    return Made(Recipe(InMemoryOrder(compute, x.stride())), tuple(map(counted, sources)), joined)
+    """As `made`, for x, whose dimensions then lie in memory as they do in x."""
+    return made(InMemoryOrder(compute, x.stride()), sources, joined=joined)
 
 
 class Slotted:
@@ -186,7 +186,7 @@ class Slotted:
 _proved: dict[Hashable, bool] = {}
 
 
-def gives(held: Made, x: Tensor, kind: Hashable, outside: Hooks | None, known: bool) -> bool:
+def gives(held: Made, x: Tensor, kind: Hashable, outside: Hooks | None, readable: bool) -> bool:
     """Whether `held` gives x bit by bit. It is tried once for each kind of join.
 
     A summand may have been written on without a gradient, which no node shows.
@@ -196,13 +196,13 @@ def gives(held: Made, x: Tensor, kind: Hashable, outside: Hooks | None, known: b
         x: The tensor.
         kind: The kind of join.
         outside: The hooks outside of the net.
-        known: Whether what these hooks have packed may be read now.
+        readable: Whether what these hooks have packed may be read now.
     """
     key = kind, x.dtype, x.dim(), x.device.type
     if isinstance(x, FakeTensor):
         return _proved.get(key, True)
     if key not in _proved:
-        if not known:
+        if not readable:
             return False
         with torch.no_grad():
             again = value_of(held, outside)

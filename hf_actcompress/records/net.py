@@ -31,20 +31,20 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from ..codecs import IDENTITY, Codec, on_feature_maps
+from ..codecs import IDENTITY, Codec
 from ..private_apis import (
     next_sequence_number,
     saved_tensor_hooks_allowed,
 )
 from ..reference.bits import pack_mask
 from ._current import Netting, current
-from .activations import is_activation, is_feature_map
+from .activations import codec_for, is_activation
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .joined import LONGEST, Slotted, gives, is_exact, joined, length, made_in_order
+from .joined import LONGEST, Slotted, gives, is_exact, joined, length, made, made_in_order
 from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
-from .padding import checkpointed, is_dropped
+from .padding import checkpointed, is_dropped, rows_left_out
 from .parts import Parts
 from .record import Derived, Recipe, Record, is_lossless, is_pending
 from .registry import known_record, record_before_write, record_by_node, whole_record_of
@@ -78,7 +78,7 @@ class Net(Netting):
 
     def pack(self, x: Tensor) -> Held:
         """What autograd holds in place of x [any shape], which is being saved."""
-        # a node gets its number before it saves, so the current node has the number before the next one
+        # the current node's: it got its number before it saves. Later, a proof may have made nodes
         number = next_sequence_number() - 1
         if self._parts is not None:
             self._parts.settle()
@@ -111,7 +111,7 @@ class Net(Netting):
 
     def held_for(self, x: Tensor) -> Held:
         """What to hold in place of x, which was saved a while ago and has not been written since."""
-        return self._smaller(x) or self._whole(x)
+        return counted(self._smaller(x) or self._whole(x))
 
     def _smaller(self, x: Tensor, own: bool = False) -> Held | None:
         node = x.grad_fn
@@ -153,18 +153,15 @@ class Net(Netting):
         """x packed by the codec, if x is an activation. Any other tensor that no rule knows is kept as it is."""
         if self.codec is None or not is_activation(x):
             return None
-        # a ReLU (and a leaky one in place) saves its result and reads its sign in backward
-        relu = type(x.grad_fn).__name__ in ("ReluBackward0", "LeakyReluBackward1")
-        codec = on_feature_maps(self.codec) if is_feature_map(x) else self.codec
-        return self._by_record(whole_record_of(x, codec.keeping_sign() if relu else codec))
+        return self._by_record(whole_record_of(x, codec_for(x, self.codec)))
 
     def _by_record(self, record: Record) -> Kept | Made:
         leaves = Leaves()
-        slot = slot_of(record, leaves)
-        made = [None if x.grad_fn is None else self._known(x) for x in leaves.tensors]
-        if any(made):
-            sources = [self._kept(x) if held is None else held for held, x in zip(made, leaves.tensors, strict=True)]
-            return Made(Recipe(Slotted(slot)), tuple(map(counted, sources)))
+        slot = slot_of(record, leaves, counted=False)
+        known = [None if x.grad_fn is None else self._known(x) for x in leaves.tensors]
+        if any(known):
+            sources = [self._kept(x) if held is None else held for held, x in zip(known, leaves.tensors, strict=True)]
+            return made(Slotted(slot), sources)
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor, own: bool = False) -> Made | None:
@@ -184,7 +181,7 @@ class Net(Netting):
             return held
         if not dense(base.shape, base.stride()) or base.storage_offset() != x.storage_offset():
             return None
-        return Made(Recipe(View(x.shape, x.stride())), (counted(held),))
+        return Made(Recipe(View(x.shape, x.stride())), (held,))
 
     def _known(self, x: Tensor) -> Made | None:
         known = self._made.get(id(x))
@@ -195,7 +192,7 @@ class Net(Netting):
 
     def _by_its_node(self, x: Tensor) -> Made | None:
         # it may have been modified in place under no_grad, which its node does not show
-        found = None if x._version else self._copied(x) or self._gathered(x) or self._pointwise(x)
+        found = None if x._version else self._copied(x) or self._gathered(x) or self._pointwise(x.grad_fn, x)
         held = self._joined(x) if found is None else made_in_order(*found, x)
         if held is not None:
             key = id(x)
@@ -207,41 +204,40 @@ class Net(Netting):
         first = None
         if x._version:
             # a sum in place is the only write since the record was declared, so this record gives the first summand
-            before = record_before_write(x)
-            first = None if before is None else self._by_declared(before)
+            first = self._by_declared(record_before_write(x)) if rows_left_out(x) is None else None
             if first is None:
                 return None
         found = joined(x.grad_fn, partial(self._output, x), first)
         if found is None:
             return None
         held = made_in_order(found.compute, found.sources, x, joined=True)
-        known = self.outside is None or current.watcher is not None
-        return held if length(held) <= LONGEST and gives(held, x, found.kind, self.outside, known) else None
+        readable = self.outside is None or current.watcher is not None
+        return held if length(held) <= LONGEST and gives(held, x, found.kind, self.outside, readable) else None
 
     def _output(self, x: Tensor, node: Any, number: int) -> Held | None:
         """What is held for the output of a node with that number; x is what is made of it."""
         if isinstance(weight := getattr(node, "variable", None), Parameter):
             return self._kept(weight)
-        reference = self._outputs.get((node._sequence_nr(), number))
-        held = None if reference is None else reference()
+        held = self._saved(node, number)
         if held is not None and is_exact(held):
             return held
-        record = record_by_node(node, number)
-        declared = None if record is None else self._by_declared(record)
-        row = pointwise(node) if declared is None and number == 0 else None
-        sources = None if row is None else self._sources(row, node)
-        if row is None or not sources or not all(map(is_exact, sources)) or not proved(node, row, x.dtype, x.device):
-            return declared
-        return Made(Recipe(computation(row, node)), tuple(map(counted, sources)))
+        declared = self._by_declared(record_by_node(node, number))
+        found = self._pointwise(node, x) if declared is None and number == 0 else None
+        return declared if found is None or not all(map(is_exact, found[1])) else made(*found)
 
-    def _by_declared(self, record: Record) -> Kept | Made | None:
+    def _saved(self, node: Any, number: int) -> Held | None:
+        """What is held for an output of a node that was saved as a whole."""
+        reference = self._outputs.get((node._sequence_nr(), number))
+        return None if reference is None else reference()
+
+    def _by_declared(self, record: Record | None) -> Kept | Made | None:
         """What is held by a record that keeps nothing new; None if it may."""
         if not isinstance(record, Derived) or is_pending(record) or is_dropped(record) or not is_lossless(record):
             return None
         return self._by_record(record)
 
-    def _pointwise(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        node: Any = x.grad_fn
+    def _pointwise(self, node: Any, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
+        """How a node's output is made again, if the node saved its inputs; x is that output, or what is made of it."""
         row = pointwise(node)
         sources = None if row is None else self._sources(row, node)
         if row is None or sources is None or not proved(node, row, x.dtype, x.device):
@@ -250,12 +246,9 @@ class Net(Netting):
 
     def _copied(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
         """How x [B, S, H, D] is made again, if it is a copy of outputs [B, H, S, D] of torch's attention; else None."""
-        found = attention_in_order(x)
-        if found is None:
+        if (found := attention_in_order(x)) is None:
             return None
-        references = [self._outputs.get((node._sequence_nr(), 0)) for node in found.nodes]
-        held = [reference() for reference in references if reference is not None]
-        sources = [source for source in held if source is not None]
+        sources = [source for node in found.nodes if (source := self._saved(node, 0)) is not None]
         return (found.compute, sources) if len(sources) == len(found.nodes) else None
 
     def _gathered(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
@@ -280,11 +273,9 @@ class Net(Netting):
         """x in fewer bytes, if a known function of torch.nn.functional is saving it; else None."""
         # stack frames between this one and the function that saves
         frames = 3
-        narrow = narrow_indices(x, frames)
-        if narrow is not None:
+        if (narrow := narrow_indices(x, frames)) is not None:
             return Made(Recipe(widened), (self._kept(narrow),))
-        call = dropout_of_mask(x, frames)
-        if call is None:
+        if (call := dropout_of_mask(x, frames)) is None:
             return None
         dropped = self._computed(call.given) or self._recorded(call.given)
         return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - call.p, dropped)

@@ -133,6 +133,15 @@ def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
     return _DerivedSlot(record.recipe, sources)
 
 
+def count(slot: Slot) -> None:
+    """Count one more consumer of the value of a slot that `slot_of` has not counted."""
+    if isinstance(slot, _DerivedSlot):
+        slot.recipe.uses += 1
+        if slot.recipe.uses == 1:
+            for source in slot.sources:
+                count(source)
+
+
 def save(ctx: Any, *records: Record | None) -> None:
     """Keep records for backward, in order; for a None, `load` returns None at the same place.
 
