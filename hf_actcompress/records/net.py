@@ -49,7 +49,7 @@ from .parts import Parts
 from .record import Derived, Recipe, Record, is_lossless, is_pending
 from .registry import known_record, record_before_write, record_by_node, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
-from .views import View, dense
+from .views import SameMemory, extent
 
 # tensors with fewer elements are kept
 _SMALL = 256
@@ -133,10 +133,9 @@ class Net(Netting):
         # aliases without a graph, because the graph may hold this object. A leaf is kept itself, because FSDP2 and
         # ZeRO-3 move its data
         parts = tuple(x if x.grad_fn is None else x.detach() for x in tensors)
-        outside = self.outside
-        if outside is None:
+        if self.outside is None:
             return Kept(parts, tuple(x._version for x in parts), slot)
-        return Kept(tuple(outside[0](x) for x in parts), None, slot)
+        return Kept(tuple(map(self.outside[0], parts)), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
         """How x is made again by its record in the registry, which knows our ops' tensors; None without a record."""
@@ -151,9 +150,8 @@ class Net(Netting):
 
     def _packed(self, x: Tensor) -> Held | None:
         """x packed by the codec, if x is an activation. Any other tensor that no rule knows is kept as it is."""
-        if self.codec is None or not is_activation(x):
-            return None
-        return self._by_record(whole_record_of(x, codec_for(x, self.codec)))
+        packed = self.codec is not None and is_activation(x)
+        return self._by_record(whole_record_of(x, codec_for(x, self.codec))) if packed else None
 
     def _by_record(self, record: Record) -> Kept | Made:
         leaves = Leaves()
@@ -179,9 +177,9 @@ class Net(Netting):
         held = self._known(base) or self._by_its_node(base)
         if held is None or (x.shape == base.shape and x.stride() == base.stride()):
             return held
-        if not dense(base.shape, base.stride()) or base.storage_offset() != x.storage_offset():
+        if extent(x) > extent(base) or base.storage_offset() != x.storage_offset():
             return None
-        return Made(Recipe(View(x.shape, x.stride())), (held,))
+        return made(SameMemory(x.shape, x.stride()), (held,))
 
     def _known(self, x: Tensor) -> Made | None:
         known = self._made.get(id(x))

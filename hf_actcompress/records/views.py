@@ -38,6 +38,15 @@ class View:
         return base.as_strided(self.shape, self.stride)
 
 
+class SameMemory(View):
+    """Recompute function of a view of a tensor that was rebuilt in the order in memory that it had."""
+
+    __slots__ = ()
+
+    def __call__(self, base: Tensor) -> Tensor:
+        return base.as_strided(self.shape, self.stride, int(base.storage_offset()))
+
+
 class TokensFirst:
     """Recompute function of tokens [B, S, H, D] or [B, S, C] from a function that makes [B, H, S, D] or [B, C, S]."""
 

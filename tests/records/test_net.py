@@ -42,6 +42,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 # every kind of node by a call that makes it; they take tensors that are results, as in a model
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "AbsBackward0": lambda a, b: a.abs(),
+    "AvgPool2DBackward0": lambda a, b: F.avg_pool2d(a[None], 3, 1, 1, count_include_pad=False),
     "CosBackward0": lambda a, b: a.cos(),
     "DivBackward0": lambda a, b: a / b,
     "GeluBackward0": lambda a, b: F.gelu(a, approximate="tanh"),
@@ -49,6 +50,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "HardswishBackward0": lambda a, b: F.hardswish(a),
     "LeakyReluBackward0": lambda a, b: F.leaky_relu(a, 0.3),
     "LogBackward0": lambda a, b: a.log(),
+    "MaxPool2DWithIndicesBackward0": lambda a, b: F.max_pool2d(a[None], 3, 1, 1),
     "MishBackward0": lambda a, b: F.mish(a),
     "MulBackward0": lambda a, b: a * b,
     "PowBackward0": lambda a, b: a.pow(3),
