@@ -151,7 +151,9 @@ def record_before_write(x: Tensor) -> Record | None:
     """The record that x had before the last write to it in place; None if it had none."""
     key = _key(x)
     entry = None if key is None else _entries().get((*key[:-1], key[-1] - 1))
-    return entry.record if entry is not None and entry.tensor() is x and entry.describes(x) else None
+    if entry is None or entry.record is None or entry.tensor() is not x or not entry.describes(x):
+        return None
+    return _viewed(entry, entry.record, x)
 
 
 def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:

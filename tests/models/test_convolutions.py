@@ -122,11 +122,11 @@ def test_the_papers_estimators_touch_the_weights_alone(preset: str) -> None:
 
 
 # bytes per pixel and channel of a layer of two convolutions, in fp32: what BatchNorm keeps, and what ReLU and the next
-# convolution keep, together in stock. exact makes the first ReLU's output again from what its BatchNorm keeps. dropit
-# keeps 205 of an image's 2048 entries, and a bit for each
+# convolution keep, together in stock. exact makes the ReLUs' outputs and the sum again from what the BatchNorms keep.
+# dropit keeps 205 of an image's 2048 entries, and a bit for each
 PER_LAYER = {
     "stock": 2 * (4 + 4),
-    "exact": 3 * 4,
+    "exact": 2 * 4,
     "pool2x2": 2 * (4 + 1 / 8 + 4 / 4),
     "pool4x4": 2 * (4 + 1 / 8 + 4 / 16),
     "pooled": 2 * (4 + 1 / 8 + 4 / 4),
