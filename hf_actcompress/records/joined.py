@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..private_apis import FakeTensor
 from .held import Again, Held, Kept, Made, value_of
@@ -148,6 +149,33 @@ def length(held: Held) -> int:
     return held.joined + max(map(length, held.sources), default=0)
 
 
+def made_exactly(compute: _Compute, sources: Iterable[Held], x: Tensor) -> Made | None:
+    """As `made`, for a part of x; None if its bits would not be those of the part."""
+    found = [unsharded(source, x) if is_exact(source) else None for source in sources]
+    held = [source for source in found if source is not None]
+    return made(compute, held) if len(held) == len(found) else None
+
+
+def unsharded(held: Held, x: Tensor) -> Held | None:
+    """What to hold for a part of x instead of a weight that FSDP or ZeRO-3 may shard until x is made again.
+
+    A small weight (the scale of a layer) is copied; for a large one this is None.
+    """
+    if not distributed() or not isinstance(held, Kept) or held.slot is not None:
+        return held
+    part = held.parts[0]
+    if isinstance(part, Tensor) and part.numel() <= x.numel() // 16:
+        copy = part.detach().clone()
+        return Kept((copy,), None if held.versions is None else (copy._version,), None)
+    weight = not isinstance(part, Tensor) or isinstance(part, Parameter) or isinstance(part._base, Parameter)
+    return None if weight else held
+
+
+def distributed() -> bool:
+    """Whether other processes may have parts of this model."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class InMemoryOrder:
     """Recompute function of a tensor whose dimensions lie in memory as they did the first time.
 
@@ -187,7 +215,7 @@ _proved: dict[Hashable, bool] = {}
 
 
 def gives(held: Made, x: Tensor, kind: Hashable, outside: Hooks | None, readable: bool) -> bool:
-    """Whether `held` gives x bit by bit. It is tried once for each kind of join.
+    """Whether `held` gives x bit by bit, in a chain that is not too long. It is tried once for each kind of join.
 
     A summand may have been written on without a gradient, which no node shows.
 
@@ -198,6 +226,8 @@ def gives(held: Made, x: Tensor, kind: Hashable, outside: Hooks | None, readable
         outside: The hooks outside of the net.
         readable: Whether what these hooks have packed may be read now.
     """
+    if length(held) > LONGEST:
+        return False
     key = kind, x.dtype, x.dim(), x.device.type
     if isinstance(x, FakeTensor):
         return _proved.get(key, True)

@@ -41,7 +41,7 @@ from ._current import Netting, current
 from .activations import codec_for, is_activation
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .joined import LONGEST, Slotted, gives, is_exact, joined, length, made, made_in_order
+from .joined import Slotted, gives, is_exact, joined, made, made_exactly, made_in_order, unsharded
 from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped, rows_left_out
@@ -210,23 +210,22 @@ class Net(Netting):
             return None
         held = made_in_order(found.compute, found.sources, x, joined=True)
         readable = self.outside is None or current.watcher is not None
-        return held if length(held) <= LONGEST and gives(held, x, found.kind, self.outside, readable) else None
+        return held if gives(held, x, found.kind, self.outside, readable) else None
 
     def _output(self, x: Tensor, node: Any, number: int) -> Held | None:
         """What is held for the output of a node with that number; x is what is made of it."""
         if isinstance(weight := getattr(node, "variable", None), Parameter):
-            return self._kept(weight)
+            return unsharded(self._kept(weight), x)
         held = self._saved(node, number)
         if held is not None and is_exact(held):
             return held
         declared = self._by_declared(record_by_node(node, number))
         found = self._pointwise(node, x) if declared is None and number == 0 else None
-        return declared if found is None or not all(map(is_exact, found[1])) else made(*found)
+        return declared if found is None else made_exactly(*found, x)
 
     def _saved(self, node: Any, number: int) -> Held | None:
         """What is held for an output of a node that was saved as a whole."""
-        reference = self._outputs.get((node._sequence_nr(), number))
-        return None if reference is None else reference()
+        return self._outputs.get((node._sequence_nr(), number), lambda: None)()
 
     def _by_declared(self, record: Record | None) -> Kept | Made | None:
         """What is held by a record that keeps nothing new; None if it may."""

@@ -148,6 +148,24 @@ def test_a_summand_that_was_written_on_is_seen() -> None:
     assert less(forward) == 0
 
 
+def test_a_scale_that_is_sharded_after_the_forward_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum is made again in the backward of another layer, for which FSDP does not gather this one's weights."""
+    monkeypatch.setattr(joined, "distributed", lambda: True)
+    a, weight = leaves(SHAPE, (3, 6, 2, 2))
+
+    def forward(scale: Tensor) -> Tensor:
+        x = a + 1
+        return F.conv2d(x.sin() + scale * x.sin(), weight).square().sum() + x.sin().square().sum()
+
+    for size in ((6, 1, 1), SHAPE[1:]):
+        scale = torch.nn.Parameter(torch.full(size, 0.5))
+        expected = torch.autograd.grad(forward(scale), weight)[0]
+        with net():
+            loss = forward(scale)
+        scale.untyped_storage().resize_(0)
+        assert torch.equal(torch.autograd.grad(loss, weight)[0], expected)
+
+
 def test_a_join_of_coded_tensors_goes_through_the_codec_itself() -> None:
     (a,) = leaves((2, 8, 32, 32))
     (weight,) = leaves((8, 8, 1, 1), seed=1)
