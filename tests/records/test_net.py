@@ -159,6 +159,18 @@ def test_a_formula_that_torch_has_changed_is_not_used(monkeypatch: pytest.Monkey
     assert_same(lambda: (F.silu(a + 1) @ weight).sum(), (a, weight))
 
 
+def test_what_is_kept_does_not_depend_on_what_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a process is tried, which makes autograd nodes while the next product's node is made."""
+    monkeypatch.setattr(nodes, "_proved", {})
+    a, b, weight = inputs()
+
+    def forward() -> Tensor:
+        x, y = a + 1, b + 1
+        return ((x * y) * y @ weight).sum()
+
+    assert kept(forward, net) == kept(forward, net)
+
+
 def test_a_write_in_place_is_stocks_error() -> None:
     def forward(x: Tensor, weight: Tensor) -> Tensor:
         h = x + 1
