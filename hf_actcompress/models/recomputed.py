@@ -52,20 +52,24 @@ def _is_small(module: nn.Module) -> bool:
     children = [child for child in module.modules() if child is not module]
     if any(child._parameters or child._buffers or type(child).forward is nn.Module.forward for child in children):
         return False
-    # an empty parameter is sharded (ZeRO-3)
-    vectors = all(p is None or (p.dim() <= 1 and p.numel()) for p in module._parameters.values())
+    vectors = all(p is None or _is_vector(p) for p in module._parameters.values())
     numbers = all(b is None or b.numel() == 1 for b in module._buffers.values())
     own = type(module).forward is not nn.Module.forward
     return vectors and own and numbers and takes_one_tensor(module)
 
 
+def _is_vector(weight: Tensor) -> bool:
+    """Whether one dimension alone is larger than 1. An empty parameter is sharded (ZeRO-3)."""
+    return 0 < weight.numel() == max(weight.shape, default=1)
+
+
 def _shapes(module: nn.Module) -> list[Tensor]:
-    """Inputs [1, M, C] and [1, C, 3, 3], of rows and of images, for the widths that the module may have."""
+    """Inputs [1, M, C], [1, C, 3, 3] and [1, 3, 3, C], of rows and of images, for the widths that it may have."""
     vectors = {p.numel() for p in module._parameters.values() if p is not None}
     said = [x[-1] if isinstance(x, tuple) and x else x for name, x in vars(module).items() if not name.startswith("_")]
     widths = [max(vectors)] if vectors else [24, *(x for x in said if type(x) is int and 2 < x <= _WIDEST)]
     rows = [probe_rows(width) for width in widths]
-    return [*rows, *(x.transpose(1, 2).reshape(1, -1, 3, 3) for x in rows)]
+    return [*rows, *(x.transpose(1, 2).reshape(1, -1, 3, 3) for x in rows), *(x.view(1, 3, 3, -1) for x in rows)]
 
 
 class _CheapOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,11 +104,16 @@ def _may_run_again(module: nn.Module, x: Tensor) -> bool:
                 return False
             if not same_bits(first, second) or not same_bits(given, kept) or not first.is_floating_point():
                 return False
-            if first._base is not None or first.untyped_storage()._cdata == given.untyped_storage()._cdata:
+            if first.untyped_storage()._cdata == given.untyped_storage()._cdata or first.numel() != _held_by(first):
                 return False
     except REFUSALS:
         return False
     return bool(seen.computed)
+
+
+def _held_by(x: Tensor) -> int:
+    """The number of elements in the memory of x, which a view of a part of it holds, too."""
+    return x.untyped_storage().nbytes() // x.element_size()
 
 
 def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:

@@ -10,7 +10,18 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import Derived, Stored, applied, declare, is_lossless, load, record_of, save, stored_exact
+from ..records import (
+    Derived,
+    Stored,
+    applied,
+    declare,
+    is_lossless,
+    is_made_again,
+    load,
+    record_of,
+    save,
+    stored_exact,
+)
 from ..reference.bits import pack_mask, unpack_mask
 from .autocast import SameAutocast
 from .first_order import once_differentiable
@@ -45,7 +56,7 @@ class ActivationFunction(torch.autograd.Function):
         y: Tensor = implementation("activation_fwd", x, kind)(x, stock, kind, options)
         record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
         rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
-        if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):
+        if kind == "relu" and codec == IDENTITY and isinstance(record, Stored) and not is_made_again(x):
             # f' can be computed from the output, too, and a stock layer that follows keeps the output anyway
             record, rebuild = stored_exact(y.detach()), _itself
         # if x is derived from a rounded tensor, such as a BatchNorm's input, the rebuilt x may have a wrong sign

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
+from ..private_apis import not_a_view
 from ..records import applied, declare, declare_embedded, load, record_of, save, stored_exact
 from .autocast import SameAutocast
 from .first_order import once_differentiable
@@ -23,7 +24,7 @@ class RecomputedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, own: OwnWeights | None, *weights: Tensor) -> Tensor:
-        y = stock(x)
+        y = not_a_view(stock(x))
         declare_embedded(x)
         # the function may contain a ReLU, as experts, a PReLU or a model's own activation do
         record = record_of(x, codec.keeping_sign())
@@ -52,7 +53,7 @@ def recomputed(x: Tensor, stock: _Stock, own: OwnWeights | None = None, *, codec
 
     Args:
         x: Any shape, floating point.
-        stock: Stock's code. Its result is not a view of x.
+        stock: Stock's code. Its result shares no memory with x.
         own: The weights that the function reads besides x.
         codec: How x is stored.
 

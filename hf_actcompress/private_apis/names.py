@@ -36,6 +36,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.ones(1, 1, requires_grad=True).transpose(0, 1).grad_fn._saved_dim1", _T, "the same"),
     PrivateAPI("torch.ones(1, requires_grad=True).view(1, 1).grad_fn._saved_self_sym_sizes", _T, "what was viewed"),
     PrivateAPI("torch.cat([torch.ones(1, requires_grad=True)]).grad_fn._saved_dim", _T, "along which dimension"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).permute(1, 0).grad_fn._saved_dims", _T, "in which order"),
+    PrivateAPI("torch.add(torch.ones(1, requires_grad=True), 1).grad_fn._saved_alpha", _T, "a sum without a factor"),
     PrivateAPI("torch.ones(1, requires_grad=True)[torch.zeros(1, dtype=int)].grad_fn._saved_indices", _T, "which rows "
                "were taken"),
     PrivateAPI("torch._C._autograd._saved_tensors_hooks_is_enabled", _T, "saved-tensor hooks may be installed"),

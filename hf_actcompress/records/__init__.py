@@ -15,7 +15,7 @@ from .hooks import kept_through
 from .nested import is_foreign
 from .net import netted
 from .outside import hooks_outside
-from .own_ops import applied, unnetted
+from .own_ops import applied, is_made_again, unnetted
 from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of, rows_left_out, shares_rows
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, stored_exact
 from .registry import (
@@ -65,6 +65,7 @@ __all__ = [
     "is_dropped",
     "is_foreign",
     "is_lossless",
+    "is_made_again",
     "keep",
     "kept_through",
     "known_record",

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codecs import Codec, on_feature_maps
+
 # the fewest elements, in all and in each row, for which a codec is worth its cost
 _LARGE, _ROW = 512, 16
 _CONVOLUTIONS = {"ConvolutionBackward0", "Conv2dFunctionBackward"}
@@ -36,6 +38,14 @@ def is_activation(x: Tensor) -> bool:
     if x.numel() < _LARGE or row < _ROW or not x.is_contiguous() or type(x.grad_fn).__name__ in _EXACT:
         return False
     return not _made_of_weights(x.grad_fn)
+
+
+def codec_for(x: Tensor, codec: Codec) -> Codec:
+    """The codec as it has to be for an activation x that stock code saves."""
+    # a ReLU (and a leaky one in place) saves its result and reads its sign in backward
+    relu = type(x.grad_fn).__name__ in ("ReluBackward0", "LeakyReluBackward1")
+    codec = on_feature_maps(codec) if is_feature_map(x) else codec
+    return codec.keeping_sign() if relu else codec
 
 
 def is_feature_map(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..reference.bits import unpack_mask
 from .outside import Hooks
 from .record import Recipe
-from .saving import Slot
+from .saving import Slot, count
 
 
 class Kept:
@@ -29,12 +29,18 @@ class Kept:
 
 
 class Made:
-    """Nothing is kept for this tensor: it is computed from tensors that other nodes hold anyway."""
+    """Nothing is kept for this tensor: it is computed from tensors that other nodes hold anyway.
 
-    __slots__ = ("__weakref__", "recipe", "sources")
+    Args:
+        recipe: Computes the tensor.
+        sources: What it is computed from.
+        joined: Whether it counts in a chain of joined tensors (joined.py).
+    """
 
-    def __init__(self, recipe: Recipe, sources: tuple[Held, ...]) -> None:
-        self.recipe, self.sources = recipe, sources
+    __slots__ = ("__weakref__", "joined", "recipe", "sources")
+
+    def __init__(self, recipe: Recipe, sources: tuple[Held, ...], joined: bool = False) -> None:
+        self.recipe, self.sources, self.joined = recipe, sources, joined
 
 
 class Mask:
@@ -95,6 +101,12 @@ def counted(held: Held) -> Held:
     """Count one more consumer of the value. The last consumer that reads the value drops it."""
     if isinstance(held, Made):
         held.recipe.uses += 1
+        if held.recipe.uses == 1:
+            # only the consumer that computes the value in a backward reads the sources
+            for source in held.sources:
+                counted(source)
+    elif isinstance(held, Kept) and held.slot is not None:
+        count(held.slot)
     return held
 
 

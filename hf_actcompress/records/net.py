@@ -5,6 +5,7 @@ While the forward of a patched model runs, saved-tensor hooks look at every tens
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads),
 - if the autograd node that made it keeps everything that it was made of (the product of gate and up), or took it from
   a parameter (the weights of batched experts, one for each token; embeddings of relative positions),
+- if it is a sum or a concatenation of such tensors or of tensors that are kept (`joined.py`),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
 A part of a larger tensor is kept as a copy where nothing else holds the rest (`parts.py`), and the indices of a
@@ -22,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,24 +31,25 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from ..codecs import IDENTITY, Codec, on_feature_maps
+from ..codecs import IDENTITY, Codec
 from ..private_apis import (
     next_sequence_number,
     saved_tensor_hooks_allowed,
 )
 from ..reference.bits import pack_mask
 from ._current import Netting, current
-from .activations import is_activation, is_feature_map
+from .activations import codec_for, is_activation
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
+from .joined import Slotted, gives, is_exact, joined, made, made_exactly, made_in_order, unsharded
 from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
-from .padding import checkpointed, is_dropped
+from .padding import checkpointed, is_dropped, rows_left_out
 from .parts import Parts
-from .record import Derived, Recipe, Record, is_lossless
-from .registry import known_record, whole_record_of
+from .record import Derived, Recipe, Record, is_lossless, is_pending
+from .registry import known_record, record_before_write, record_by_node, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
-from .views import View, dense
+from .views import SameMemory, extent
 
 # tensors with fewer elements are kept
 _SMALL = 256
@@ -66,24 +69,31 @@ class Net(Netting):
         self._parts = Parts(self.outside) if self.outside is None or current.watcher is not None else None
         # number of a node -> what it saved, in order
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
-        # number of a node that saved its own output -> that output
-        self._outputs: dict[int, weakref.ref[Held]] = {}
+        # number of a node and of its output -> that output, saved by this node or by another one
+        self._outputs: dict[tuple[int, int], weakref.ref[Held]] = {}
+        # how the tensor is computed again about which an op of ours has asked last
+        self._asked: Held | None = None
         # id of a tensor object -> how it is computed again; an entry ends with the object
         self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Held]]] = {}
 
     def pack(self, x: Tensor) -> Held:
         """What autograd holds in place of x [any shape], which is being saved."""
+        # the current node's: it got its number before it saves. Later, a proof may have made nodes
+        number = next_sequence_number() - 1
         if self._parts is not None:
             self._parts.settle()
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
         held = held or self._smaller(x, own) or self._whole(x)
-        # a node gets its number before it saves, so the current node has the number before the next one
-        number = next_sequence_number() - 1
         self._by_node.setdefault(number, []).append(weakref.ref(held))
-        if x.grad_fn is not None and x.grad_fn._sequence_nr() == number:
-            self._outputs[number] = weakref.ref(held)
+        if x.grad_fn is not None and not x._version:
+            self._outputs.setdefault((x.grad_fn._sequence_nr(), x.output_nr), weakref.ref(held))
         return counted(held)
+
+    def makes(self, x: Tensor) -> bool:
+        """See `Netting`."""
+        self._asked = self._computed(x, own=True)
+        return self._asked is not None
 
     def unpack(self, held: Held) -> Tensor:
         """x again. Raises RuntimeError, as torch does, if a kept tensor was written in place."""
@@ -94,13 +104,14 @@ class Net(Netting):
         del self.hooks
         if self._parts is not None:
             self._parts.close()
+        self._asked = None
         self._by_node.clear()
         self._outputs.clear()
         self._made.clear()
 
     def held_for(self, x: Tensor) -> Held:
         """What to hold in place of x, which was saved a while ago and has not been written since."""
-        return self._smaller(x) or self._whole(x)
+        return counted(self._smaller(x) or self._whole(x))
 
     def _smaller(self, x: Tensor, own: bool = False) -> Held | None:
         node = x.grad_fn
@@ -122,10 +133,9 @@ class Net(Netting):
         # aliases without a graph, because the graph may hold this object. A leaf is kept itself, because FSDP2 and
         # ZeRO-3 move its data
         parts = tuple(x if x.grad_fn is None else x.detach() for x in tensors)
-        outside = self.outside
-        if outside is None:
+        if self.outside is None:
             return Kept(parts, tuple(x._version for x in parts), slot)
-        return Kept(tuple(outside[0](x) for x in parts), None, slot)
+        return Kept(tuple(map(self.outside[0], parts)), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
         """How x is made again by its record in the registry, which knows our ops' tensors; None without a record."""
@@ -142,14 +152,15 @@ class Net(Netting):
         """x packed by the codec, if x is an activation. Any other tensor that no rule knows is kept as it is."""
         if self.codec is None or not is_activation(x):
             return None
-        # a ReLU (and a leaky one in place) saves its result and reads its sign in backward
-        relu = type(x.grad_fn).__name__ in ("ReluBackward0", "LeakyReluBackward1")
-        codec = on_feature_maps(self.codec) if is_feature_map(x) else self.codec
-        return self._by_record(whole_record_of(x, codec.keeping_sign() if relu else codec))
+        return self._by_record(whole_record_of(x, codec_for(x, self.codec)))
 
-    def _by_record(self, record: Record) -> Kept:
+    def _by_record(self, record: Record) -> Kept | Made:
         leaves = Leaves()
-        slot = slot_of(record, leaves)
+        slot = slot_of(record, leaves, counted=False)
+        known = [None if x.grad_fn is None else self._known(x) for x in leaves.tensors]
+        if any(known):
+            sources = [self._kept(x) if held is None else held for held, x in zip(known, leaves.tensors, strict=True)]
+            return made(Slotted(slot), sources)
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor, own: bool = False) -> Made | None:
@@ -167,9 +178,9 @@ class Net(Netting):
         held = self._known(base) or self._by_its_node(base)
         if held is None or (x.shape == base.shape and x.stride() == base.stride()):
             return held
-        if not dense(base.shape, base.stride()) or base.storage_offset() != x.storage_offset():
+        if extent(x) > extent(base) or base.storage_offset() != x.storage_offset():
             return None
-        return Made(Recipe(View(x.shape, x.stride())), (counted(held),))
+        return made(SameMemory(x.shape, x.stride()), (held,))
 
     def _known(self, x: Tensor) -> Made | None:
         known = self._made.get(id(x))
@@ -179,20 +190,52 @@ class Net(Netting):
         return held if isinstance(held, Made) else None
 
     def _by_its_node(self, x: Tensor) -> Made | None:
-        if x._version:
-            # it may have been modified in place under no_grad, which its node does not show
-            return None
-        found = self._copied(x) or self._gathered(x) or self._pointwise(x)
-        if found is None:
-            return None
-        compute, sources = found
-        held = Made(Recipe(compute), tuple(counted(source) for source in sources))
-        key = id(x)
-        self._made[key] = weakref.ref(x, lambda _: self._made.pop(key, None)), x._version, weakref.ref(held)
+        # it may have been modified in place under no_grad, which its node does not show
+        found = None if x._version else self._copied(x) or self._gathered(x) or self._pointwise(x.grad_fn, x)
+        held = self._joined(x) if found is None else made_in_order(*found, x)
+        if held is not None:
+            key = id(x)
+            self._made[key] = weakref.ref(x, lambda _: self._made.pop(key, None)), x._version, weakref.ref(held)
         return held
 
-    def _pointwise(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        node: Any = x.grad_fn
+    def _joined(self, x: Tensor) -> Made | None:
+        """How x is made again, if it is a sum or another join of tensors that are held, or made from held ones."""
+        first = None
+        if x._version:
+            # a sum in place is the only write since the record was declared, so this record gives the first summand
+            first = self._by_declared(record_before_write(x)) if rows_left_out(x) is None else None
+            if first is None:
+                return None
+        found = joined(x.grad_fn, partial(self._output, x), first)
+        if found is None:
+            return None
+        held = made_in_order(found.compute, found.sources, x, joined=True)
+        readable = self.outside is None or current.watcher is not None
+        return held if gives(held, x, found.kind, self.outside, readable) else None
+
+    def _output(self, x: Tensor, node: Any, number: int) -> Held | None:
+        """What is held for the output of a node with that number; x is what is made of it."""
+        if isinstance(weight := getattr(node, "variable", None), Parameter):
+            return unsharded(self._kept(weight), x)
+        held = self._saved(node, number)
+        if held is not None and is_exact(held):
+            return held
+        declared = self._by_declared(record_by_node(node, number))
+        found = self._pointwise(node, x) if declared is None and number == 0 else None
+        return declared if found is None else made_exactly(*found, x)
+
+    def _saved(self, node: Any, number: int) -> Held | None:
+        """What is held for an output of a node that was saved as a whole."""
+        return self._outputs.get((node._sequence_nr(), number), lambda: None)()
+
+    def _by_declared(self, record: Record | None) -> Kept | Made | None:
+        """What is held by a record that keeps nothing new; None if it may."""
+        if not isinstance(record, Derived) or is_pending(record) or is_dropped(record) or not is_lossless(record):
+            return None
+        return self._by_record(record)
+
+    def _pointwise(self, node: Any, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
+        """How a node's output is made again, if the node saved its inputs; x is that output, or what is made of it."""
         row = pointwise(node)
         sources = None if row is None else self._sources(row, node)
         if row is None or sources is None or not proved(node, row, x.dtype, x.device):
@@ -201,12 +244,9 @@ class Net(Netting):
 
     def _copied(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
         """How x [B, S, H, D] is made again, if it is a copy of outputs [B, H, S, D] of torch's attention; else None."""
-        found = attention_in_order(x)
-        if found is None:
+        if (found := attention_in_order(x)) is None:
             return None
-        references = [self._outputs.get(node._sequence_nr()) for node in found.nodes]
-        held = [reference() for reference in references if reference is not None]
-        sources = [source for source in held if source is not None]
+        sources = [source for node in found.nodes if (source := self._saved(node, 0)) is not None]
         return (found.compute, sources) if len(sources) == len(found.nodes) else None
 
     def _gathered(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
@@ -231,11 +271,9 @@ class Net(Netting):
         """x in fewer bytes, if a known function of torch.nn.functional is saving it; else None."""
         # stack frames between this one and the function that saves
         frames = 3
-        narrow = narrow_indices(x, frames)
-        if narrow is not None:
+        if (narrow := narrow_indices(x, frames)) is not None:
             return Made(Recipe(widened), (self._kept(narrow),))
-        call = dropout_of_mask(x, frames)
-        if call is None:
+        if (call := dropout_of_mask(x, frames)) is None:
             return None
         given = self._computed(call.given) or self._recorded(call.given)
         return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - call.p, given)

@@ -1,8 +1,8 @@
 """Autograd nodes of torch that save everything that their output is computed from, and how to compute it again.
 
 The node of a product `y = a * b` in stock code keeps a and b. An op that saves y later need not keep y, because that
-node has both factors. Only pointwise functions are listed, because they are cheap, and computing them again gives the
-same bits.
+node has both factors. Only pointwise functions and pooling are listed, because they are cheap, and computing them
+again gives the same bits.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Pointwise:
     draws: bool = False
 
 
+_AVERAGE = "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
+
+
 def _divided(divisor: Tensor, x: Tensor) -> Tensor:
     return x / divisor
 
@@ -73,8 +76,23 @@ def _dropped(mask: Tensor, x: Tensor, p: float) -> Tensor:
     return x * mask * (1 / (1 - p))
 
 
+def _pooled(x: Tensor, indices: Tensor) -> Tensor:
+    # each index is that of a pixel in its image
+    return x.flatten(-2).gather(-1, indices.flatten(-2)).view_as(indices)
+
+
+def _max_pool(x: Tensor, _: Tensor) -> Tensor:
+    return F.max_pool2d(x[None], 2)
+
+
+def _average_pool(x: Tensor, kernel_size: tuple[int, int], **options: Any) -> Tensor:
+    # the image has to be larger than the kernel
+    return F.avg_pool2d(x[None].repeat(1, *kernel_size), kernel_size, **options)
+
+
 POINTWISE_NODES: dict[str, Pointwise] = {
     "AbsBackward0": Pointwise(torch.abs),
+    "AvgPool2DBackward0": Pointwise(F.avg_pool2d, options=_AVERAGE, make=_average_pool),
     "CosBackward0": Pointwise(torch.cos),
     "DivBackward0": Pointwise(_divided, 2),
     "GeluBackward0": Pointwise(_gelu, options=("approximate",)),
@@ -82,6 +100,7 @@ POINTWISE_NODES: dict[str, Pointwise] = {
     "HardswishBackward0": Pointwise(F.hardswish),
     "LeakyReluBackward0": Pointwise(F.leaky_relu, options=("negative_slope",)),
     "LogBackward0": Pointwise(torch.log),
+    "MaxPool2DWithIndicesBackward0": Pointwise(_pooled, 2, make=_max_pool),
     "MishBackward0": Pointwise(F.mish),
     # for a product with a dropout's mask, the net adds the tensor that was multiplied with it
     "MulBackward0": Pointwise(torch.mul, 2),

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
+from .activations import is_feature_map
+from .joined import is_joined_map
 from .nodes import attention_in_order, pointwise
 from .parts import is_part
 from .saving import own_tensors
@@ -74,7 +76,17 @@ def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         current.net = net
 
 
+def is_made_again(x: Tensor) -> bool:
+    """Whether the net will make x again, if the op that runs saves it; so that saving x costs nothing."""
+    net = current.net
+    if net is None or own_tensors.asked is None or x.grad_fn is None:
+        return False
+    return _is_made(x) and net.makes(x)
+
+
 def _is_made(x: Tensor) -> bool:
-    """Whether a node of the table in `nodes` made x, or made the tensor of which x is a view."""
+    """Whether a node of the tables, or a convolution, made x or the tensor of which x is a view."""
     base = x._base if x._base is not None else x
+    if is_joined_map(base) or is_feature_map(base):
+        return True
     return pointwise(base.grad_fn) is not None or attention_in_order(base) is not None

@@ -17,59 +17,24 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
+from .entry import Entry
 from .outside import hooks_outside
 from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
-from .record import Derived, Recipe, Record, Stored, versions
-from .views import TokensFirst, View, dense, extent
+from .record import Derived, Recipe, Record, Stored
+from .views import PixelsFirst, TokensFirst, View
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
 
-class _Entry:
-    """One live tensor: its record (if it has one) and the derivations that its consumers share.
-
-    Nothing here may hold the tensor itself, because an entry ends when its tensor dies.
-    """
-
-    __slots__ = ("copies", "derivations", "record", "shape", "stride", "tensor", "versions")
-
-    def __init__(self, x: Tensor, record: Record | None, on_death: Callable[[Any], None]) -> None:
-        self.tensor = weakref.ref(x, on_death)
-        self.derivations: dict[Hashable, Recipe] = {}
-        self.copies: dict[Hashable, Record] = {}
-        self.describe(x, record)
-
-    def describe(self, x: Tensor, record: Record | None) -> None:
-        """Note that `record` gives the data as x sees it."""
-        self.record = record
-        self.shape, self.stride = x.shape, x.stride()
-        self.versions = _versions(record)
-
-    def describes(self, x: Tensor) -> bool:
-        """Whether the record can give x, which has the same data as this tensor."""
-        if self.record is None or self.versions != _versions(self.record):
-            return False
-        if x.shape == self.shape and x.stride() == self.stride:
-            return True
-        # The record gives a contiguous tensor with as many elements as this one. x can be made from it as a view if
-        # this tensor has no gaps in memory, and if x reads nothing behind the last element.
-        return dense(self.shape, self.stride) and extent(x) <= x.numel()
-
-
-def _versions(record: Record | None) -> list[int]:
-    return versions(record) if record is not None else []
-
-
 class _State(threading.local):
     def __init__(self) -> None:
-        self.entries: dict[_Key, _Entry] = {}
+        self.entries: dict[_Key, Entry] = {}
         self.hooks: Callable[[], object] | None = None
         self.in_frame = False
 
@@ -86,7 +51,7 @@ def _key(x: Tensor) -> _Key | None:
         return None
 
 
-def _entries() -> dict[_Key, _Entry]:
+def _entries() -> dict[_Key, Entry]:
     """The live entries, cleared first if the innermost hooks that are not ours have changed since the last call."""
     top = hooks_outside()
     hook = top[0] if top is not None else None
@@ -105,7 +70,7 @@ def _reference(hook: object) -> Callable[[], object]:
         return lambda: hook
 
 
-def _insert(x: Tensor, record: Record | None) -> _Entry | None:
+def _insert(x: Tensor, record: Record | None) -> Entry | None:
     key = _key(x)
     if key is None:
         return None
@@ -117,12 +82,12 @@ def _insert(x: Tensor, record: Record | None) -> _Entry | None:
             # a tensor may die in another thread while this thread clears the entries
             entries.pop(key, None)
 
-    entry = _Entry(x, record, drop)
+    entry = Entry(x, record, drop)
     entries[key] = entry
     return entry
 
 
-def _find(x: Tensor) -> _Entry | None:
+def _find(x: Tensor) -> Entry | None:
     if not _state.entries:
         return None
     key = _key(x)
@@ -138,13 +103,15 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
     """Say that y need not be kept: `recompute(*sources)` returns it again, same shape, dtype and values.
 
     Args:
-        y: The output of an op, any shape; ignored unless it is contiguous, or is [B, H, S, D] or [B, C, S]
-            and its transpose(1, 2) is contiguous.
+        y: The output of an op, any shape; ignored unless it is contiguous, or is [B, C, H, W] in the order
+            channels_last, or is [B, H, S, D] or [B, C, S] and its transpose(1, 2) is contiguous.
         recompute: A cheap function of the sources' tensors that holds no tensor itself.
         sources: Records of what y is made from; weights, statistics and RNG states as `stored_exact`.
     """
     if y.is_contiguous():
         declare_as(y, Derived(Recipe(recompute), sources))
+    elif y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last):
+        declare_in_order(y, y.permute(0, 2, 3, 1), PixelsFirst(recompute), *sources)
     elif y.dim() in (3, 4):
         declare_in_order(y, y.transpose(1, 2), TokensFirst(recompute), *sources)
 
@@ -168,6 +135,24 @@ def known_record(x: Tensor) -> Record | None:
     if entry is None or not entry.describes(x):
         return None
     assert entry.record is not None
+    return _viewed(entry, entry.record, x)
+
+
+def record_by_node(node: object, number: int) -> Record | None:
+    """The record of the live tensor that is the output of an autograd node with that number; None if there is none."""
+    for entry in [*_entries().values()]:
+        x = entry.tensor()
+        if x is not None and x.grad_fn is node and x.output_nr == number:
+            return known_record(x)
+    return None
+
+
+def record_before_write(x: Tensor) -> Record | None:
+    """The record that x had before the last write to it in place; None if it had none."""
+    key = _key(x)
+    entry = None if key is None else _entries().get((*key[:-1], key[-1] - 1))
+    if entry is None or entry.record is None or entry.tensor() is not x or not entry.describes(x):
+        return None
     return _viewed(entry, entry.record, x)
 
 
@@ -246,7 +231,7 @@ def _is_parameter(x: Tensor) -> bool:
     return isinstance(x, Parameter) or isinstance(x._base, Parameter)
 
 
-def _viewed(entry: _Entry, record: Record, x: Tensor) -> Record:
+def _viewed(entry: Entry, record: Record, x: Tensor) -> Record:
     """`record` as x sees the data: the same element count at the same offset, perhaps in another shape or order."""
     if x.shape == entry.shape and x.stride() == entry.stride:
         return record

@@ -42,6 +42,11 @@ class _DerivedSlot(NamedTuple):
 Slot = _StoredSlot | _DerivedSlot
 
 
+def is_lossless_slot(slot: Slot) -> bool:
+    """Whether the slot gives its value back bit by bit."""
+    return slot.codec.lossless if isinstance(slot, _StoredSlot) else all(map(is_lossless_slot, slot.sources))
+
+
 class _OwnTensors(threading.local):
     """What the current op saves. Right after the op, autograd asks the net about each tensor, and the net looks here.
 
@@ -126,6 +131,15 @@ def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
         assert isinstance(order, _StoredSlot)
         leaves.dropped[id(back.guard)] = (back, order.positions[0])
     return _DerivedSlot(record.recipe, sources)
+
+
+def count(slot: Slot) -> None:
+    """Count one more consumer of the value of a slot that `slot_of` has not counted."""
+    if isinstance(slot, _DerivedSlot):
+        slot.recipe.uses += 1
+        if slot.recipe.uses == 1:
+            for source in slot.sources:
+                count(source)
 
 
 def save(ctx: Any, *records: Record | None) -> None:

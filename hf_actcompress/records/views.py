@@ -38,6 +38,15 @@ class View:
         return base.as_strided(self.shape, self.stride)
 
 
+class SameMemory(View):
+    """Recompute function of a view of a tensor that was rebuilt in the order in memory that it had."""
+
+    __slots__ = ()
+
+    def __call__(self, base: Tensor) -> Tensor:
+        return base.as_strided(self.shape, self.stride, int(base.storage_offset()))
+
+
 class TokensFirst:
     """Recompute function of tokens [B, S, H, D] or [B, S, C] from a function that makes [B, H, S, D] or [B, C, S]."""
 
@@ -48,3 +57,12 @@ class TokensFirst:
 
     def __call__(self, *sources: Tensor) -> Tensor:
         return self.recompute(*sources).transpose(1, 2).contiguous()
+
+
+class PixelsFirst(TokensFirst):
+    """Recompute function of maps [B, H, W, C] from a function that makes [B, C, H, W]."""
+
+    __slots__ = ()
+
+    def __call__(self, *sources: Tensor) -> Tensor:
+        return self.recompute(*sources).permute(0, 2, 3, 1).contiguous()

@@ -42,6 +42,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 # every kind of node by a call that makes it; they take tensors that are results, as in a model
 CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "AbsBackward0": lambda a, b: a.abs(),
+    "AvgPool2DBackward0": lambda a, b: F.avg_pool2d(a[None], 3, 1, 1, count_include_pad=False),
     "CosBackward0": lambda a, b: a.cos(),
     "DivBackward0": lambda a, b: a / b,
     "GeluBackward0": lambda a, b: F.gelu(a, approximate="tanh"),
@@ -49,6 +50,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "HardswishBackward0": lambda a, b: F.hardswish(a),
     "LeakyReluBackward0": lambda a, b: F.leaky_relu(a, 0.3),
     "LogBackward0": lambda a, b: a.log(),
+    "MaxPool2DWithIndicesBackward0": lambda a, b: F.max_pool2d(a[None], 3, 1, 1),
     "MishBackward0": lambda a, b: F.mish(a),
     "MulBackward0": lambda a, b: a * b,
     "PowBackward0": lambda a, b: a.pow(3),
@@ -155,6 +157,18 @@ def test_a_formula_that_torch_has_changed_is_not_used(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nodes, "_proved", {})
     a, _, weight = inputs()
     assert_same(lambda: (F.silu(a + 1) @ weight).sum(), (a, weight))
+
+
+def test_what_is_kept_does_not_depend_on_what_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a process is tried, which makes autograd nodes while the next product's node is made."""
+    monkeypatch.setattr(nodes, "_proved", {})
+    a, b, weight = inputs()
+
+    def forward() -> Tensor:
+        x, y = a + 1, b + 1
+        return ((x * y) * y @ weight).sum()
+
+    assert kept(forward, net) == kept(forward, net)
 
 
 def test_a_write_in_place_is_stocks_error() -> None:
