@@ -104,6 +104,27 @@ def test_adapters_and_frozen_weights() -> None:
     assert_close(step(ours, batch)[1], step(with_stops(model, chosen(batch)), batch)[1])
 
 
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_adapters_of_queries_keys_and_values_alone(name: str, padding: str) -> None:
+    """What keys and values of all tokens are made of reaches gradients through the chosen rows alone."""
+    peft = pytest.importorskip("peft")
+    family = BY_NAME[name]
+    batch = family.make_batch(padding)
+    targets = ["q_proj", "k_proj", "v_proj", "query", "key", "value"]
+    settings = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(family.build(torch.float32), settings)
+    ours = patch_model(copy.deepcopy(model), config())
+    expected = step(with_stops(model, chosen(batch)), batch)[1]
+    assert len(expected) >= 2 * 3 * 2 and all("lora" in key for key in expected)
+    assert_close(step(ours, batch)[1], expected)
+    kept = {}
+    for share in (1.0, SHARE):
+        patched = patch_model(copy.deepcopy(ours), config(share=share))
+        kept[share] = kept_bytes(lambda patched=patched: patched(**batch).loss, "cpu")
+    assert kept[SHARE] < kept[1.0]
+
+
 def test_bf16_autocast_and_a_codec() -> None:
     family = BY_NAME["llama"]
     model, batch = family.build(torch.float32), family.make_batch("left")
