@@ -23,8 +23,10 @@ class IntRanked(Codec):
 
     Bytes: ``(low + share (high - low)) / 8 + 4 / group_size + 1 / (8 group_size)`` per element.
     Bias: as `IntGroup` with stochastic rounding: none.
-    Source: ActNN (arXiv 2104.14129), which gives each sample between 1 and 8 bits by its range and the mean gradient of
-        the layer, so that the mean is 2. Here each group gets one of two widths, by its range alone.
+    Source: ActNN (arXiv 2104.14129), which gives each sample between 1 and 8 bits by its range and its gradient's norm
+        in the last epoch, so that the mean is 2. The authors' code has the layer's mean gradient instead unless told
+        otherwise: within a layer that leaves the ranges. Here each group gets one of two widths, by its range alone,
+        and all layers have the same mean.
 
     Args:
         low: Bits of most groups.
