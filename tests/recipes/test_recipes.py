@@ -17,6 +17,8 @@ pytest.importorskip("peft")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+from hf_actcompress.codecs.methods.gradient_norms import RememberedNorms
+
 pytestmark = pytest.mark.daily(3)
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +138,29 @@ def test_gpt2_resumes_with_accumulation(run: Run, tmp_path: Path) -> None:
 def test_trainer_resumes(run: Run, tmp_path: Path) -> None:
     assert run("trainer_example", "--max-steps", "4", "--save-every", "2") == 0
     assert run("trainer_example", "--max-steps", "4", "--resume", str(tmp_path / "out" / "checkpoint-2")) == 0
+
+
+@pytest.mark.slow
+def test_the_callback_feeds_the_cache_of_gradient_norms(
+    run: Run, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs of a few sequences with the preset "wtacrs": each sequence of the second one is known by then."""
+    recipe = importlib.import_module("trainer_example")
+    made, known, build = [], [], recipe.make_trainer
+    expect = RememberedNorms.expect
+
+    def watched(norms: RememberedNorms, rows: int, samples: torch.Tensor) -> torch.Tensor:
+        known.append(all(number in norms._row for number in samples.tolist()))
+        return expect(norms, rows, samples)
+
+    monkeypatch.setattr(recipe, "make_trainer", lambda *args: made.append(build(*args)) or made[-1])
+    monkeypatch.setattr(RememberedNorms, "expect", watched)
+    data = ("--text-files", str(texts / "package" / "00.txt"))
+    assert run("trainer_example", "--max-steps", "1", "--preset", "wtacrs", data=data) == 0
+    epoch = len(made[0].get_train_dataloader())
+    known.clear()
+    assert run("trainer_example", "--max-steps", str(2 * epoch), "--preset", "wtacrs", data=data) == 0
+    assert known and not any(known[: len(known) // 2]) and all(known[len(known) // 2 :])
 
 
 @pytest.mark.slow
