@@ -9,7 +9,7 @@ tuning on instructions. Kept bytes are those of the layers in bf16 under the pre
 medians of interleaved steps on this machine, over full tuning's. A row's difference is the mean, over seeds, of its
 held-out loss less that of full tuning from the same seed, with its 95% interval; below it the spread (standard
 deviation) of full tuning's own losses over the seeds. Tokens are chosen by their loss where each has one. Writes
-chosen_tokens.json and .md.
+chosen_tokens.json and .md; other jobs of an earlier run with the same settings and versions stay in them.
 """
 
 import argparse
@@ -119,6 +119,13 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def earlier_jobs(path: Path, settings: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The jobs that an earlier run with the same settings has written, and their commands."""
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    same = {key: found.get(key) for key in settings} == settings
+    return (dict(found["commands"]), dict(found["jobs"])) if same else ({}, {})
+
+
 def table(found: dict[str, Any]) -> str:
     """One job as markdown."""
     full = found[FULL]["losses"]
@@ -148,12 +155,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     command = f"python recipes/chosen_tokens.py {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
-    jobs = {name: measure(name, args) for name in args.jobs}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    results = {"command": command, "versions": versions, "seeds": args.seeds, "steps": args.steps, "jobs": jobs}
+    settings = {"versions": versions, "seeds": args.seeds, "steps": args.steps}
+    commands, jobs = earlier_jobs(args.output_dir / "chosen_tokens.json", settings)
+    commands |= dict.fromkeys(args.jobs, command)
+    jobs |= {name: measure(name, args) for name in args.jobs}
+    jobs = {name: jobs[name] for name in JOBS if name in jobs}
+    results = {"commands": commands, **settings, "jobs": jobs}
     (args.output_dir / "chosen_tokens.json").write_text(json.dumps(results, indent=2) + "\n")
-    parts = [f"## {name}\n\n{table(found)}" for name, found in jobs.items()]
-    text = f"# Chosen tokens\n\n`{command}`, {args.steps} steps\n\n" + "\n".join(parts)
+    parts = [f"## {name}\n\n`{commands[name]}`, {args.steps} steps\n\n{table(found)}" for name, found in jobs.items()]
+    text = "# Chosen tokens\n\n" + "\n".join(parts)
     (args.output_dir / "chosen_tokens.md").write_text(text)
     print(text)
     return 0

@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,11 +142,17 @@ def test_chosen_tokens(tmp_path: Path) -> None:
     recipe = importlib.import_module("chosen_tokens")
     options = ["--jobs", "completion", "--seeds", "2", "--steps", "2", "--rounds", "1", "--output-dir", str(tmp_path)]
     assert recipe.main(options) == 0
-    rows = json.loads((tmp_path / "chosen_tokens.json").read_text())["jobs"]["completion"]
+    path = tmp_path / "chosen_tokens.json"
+    record = json.loads(path.read_text())
+    rows = record["jobs"]["completion"]
     full, last = rows[recipe.FULL], rows["tokens=0.3, last"]
     assert last["kept_h"] < 0.4 * full["kept_h"] and len(last["losses"]) == 2
     assert last["losses"] == pytest.approx(full["losses"], rel=0.01)
     assert "| LoRA, rank 8 |" in (tmp_path / "chosen_tokens.md").read_text()
+    # a run of other jobs leaves these in place, if its settings are the same
+    settings = {key: record[key] for key in ("versions", "seeds", "steps")}
+    assert recipe.earlier_jobs(path, settings) == (record["commands"], record["jobs"])
+    assert recipe.earlier_jobs(path, settings | {"steps": 3}) == ({}, {})
 
 
 def test_compare_presets(tmp_path: Path) -> None:
@@ -183,3 +190,25 @@ def test_compare_families(tmp_path: Path) -> None:
     assert importlib.import_module("compare_families").main(options) == 0
     rows = [json.loads(line) for line in (tmp_path / "families.jsonl").read_text().splitlines()]
     assert rows and all(row["good"] and row["loss_equal"] and not row["note"] for row in rows)
+
+
+def test_keys_before_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention is stock's where nothing is rounded, and turning keys back and forth changes nothing."""
+    recipe = importlib.import_module("keys_before_rotation")
+    made: list[Any] = []
+    trained = recipe.trained
+    monkeypatch.setattr(recipe, "trained", lambda *args: made.append(trained(*args)) or made[-1])
+    sizes = ["--models", "qwen2", "--hidden", "64", "--length", "32", "--steps", "1", "--bits", "3", "8"]
+    assert recipe.main([*sizes, "--output-dir", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "keys.json").read_text())["rows"]
+    errors = {(row["rounded"], row["bits"]): (row["after"], row["before"]) for row in rows}
+    for few, many in ((errors[what, 3], errors[what, 8]) for what in ("keys", "queries, keys and values")):
+        assert few[0] > many[0] > 0 and few[1] > many[1] > 0
+    # biases that keys have in common cost codes after the rotation alone
+    assert errors["keys", 3][1] < errors["keys", 3][0]
+    experiment = made[0]
+    monkeypatch.setattr(recipe, "rounded", lambda x, *_: x.clone())
+    assert experiment.error(3, 8, keys_alone=False, before=True) < 1e-4
+    experiment.model.set_attn_implementation("sdpa")
+    stock = experiment.gradient(experiment.codes)
+    assert float((experiment.exact - stock).norm() / stock.norm()) < 1e-5
