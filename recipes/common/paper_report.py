@@ -12,12 +12,16 @@ from typing import Any
 from .papers import UNITS, Claim
 
 VERDICTS = ("reproduced", "not reproduced", "not comparable here")
-COLUMNS = ("method", "claim", "source", "our setting", "claimed", "ours", "CPU s", "verdict")
+COLUMNS = ("method", "claim", "source", "our setting", "claimed", "ours", "exact alone", "CPU s", "verdict")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured claim. `seconds` is processor time, which other processes do not change."""
+    """One measured claim.
+
+    `seconds` is processor time, which other processes do not change. `exact` is what the preset `exact`, on which the
+    other presets build, saves by itself; None if it has no share in `ours`.
+    """
 
     paper: str
     title: str
@@ -31,6 +35,7 @@ class Row:
     reason: str
     command: str
     seconds: float | None = None
+    exact: float | None = None
 
 
 def verdict(claim: Claim, ours: float) -> tuple[str, str]:
@@ -57,6 +62,7 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     lines += ["", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for row in rows:
         figures = [readable(value, row.unit) for value in (row.claimed, row.ours)]
+        figures.append("" if row.exact is None else readable(row.exact, row.unit))
         said = f"{row.verdict}: {row.reason}" if row.reason else row.verdict
         cells = [row.title, row.claim, row.source, row.setting, *figures, f"{row.seconds or math.nan:.0f}", said]
         lines.append(f"| {' | '.join(cells)} |")
