@@ -12,6 +12,7 @@ from .logits import divide_logits
 from .ordering import order_weights
 from .packing import pack_saved
 from .policy import apply_policy, has_marks
+from .seeds import divide_seeds
 
 
 def partition(
@@ -29,17 +30,21 @@ def partition(
         The graph of the forward and the graph of the backward.
     """
     divide = inner or min_cut_partition
-    marked = has_marks(joint.graph)
+    marked, inductor = has_marks(joint.graph), kwargs.get("compiler") == "inductor"
     if marked:
         apply_policy(joint.graph, num_fwd_outputs)
+        if inductor:
+            divide_seeds(joint.graph)
     forward, backward = divide(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if marked:
-        if kwargs.get("compiler") == "inductor":
+        if inductor:
             order_weights(backward.graph)
             divide_logits(backward.graph)
             backward.recompile()
         pack_saved(forward, backward, num_fwd_outputs)
-        if kwargs.get("compiler") == "inductor":
+        if inductor:
             # Inductor wants the random numbers that a codec draws in its own form
             replace_random(forward)
+            divide_seeds(forward.graph)
+            forward.recompile()
     return forward, backward

@@ -53,6 +53,7 @@ __all__ = [
     "inductor_decompositions",
     "innermost_saved_tensor_hooks",
     "is_idle_capture",
+    "make_seeds",
     "min_cut_partition",
     "next_sequence_number",
     "not_a_view",
@@ -212,6 +213,13 @@ def replace_random(graph: GraphModule) -> None:
     from torch._inductor.fx_passes.replace_random import replace_random_passes
 
     replace_random_passes(graph)
+
+
+def make_seeds() -> Any:
+    """The op that makes the seeds of those draws: a tensor of so many, on a device."""
+    from torch._inductor.inductor_prims import seeds
+
+    return seeds
 
 
 def graph_breaks() -> list[str]:

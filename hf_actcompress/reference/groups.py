@@ -78,8 +78,10 @@ def chunk_starts(count: int, step: int) -> Sequence[int]:
 
 def is_one_chunk(rows: int, features: int, device: torch.device) -> bool:
     """Whether `row_chunks` would yield a tensor [..., features] of so many rows as one chunk."""
+    if torch.compiler.is_compiling():
+        return True
     count = rows * features
-    if torch.compiler.is_compiling() or not count:
+    if not count:
         return False
     # a CPU's chunks are the smallest: a tensor that fits one is one chunk on any device
     return rows == 1 or count <= _CHUNK["cpu"] or count <= _chunk(device)

@@ -39,7 +39,7 @@ def bert(shape: Shape, positions: int) -> Any:
     config = BertConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, intermediate_size=shape.ffn, attention_probs_dropout_prob=0.0,
-        max_position_embeddings=max(512, positions),
+        max_position_embeddings=max(512, positions), use_cache=False,
     )  # fmt: skip
     return BertForMaskedLM(config)
 

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import inductor_prims as prims
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.fx import Graph
 
 from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.compilation.seeds import divide_seeds
 from tests.integration.compile_worker import Block
 
 pytestmark = pytest.mark.daily(3)
@@ -68,3 +72,51 @@ def test_a_codec_that_rounds_stochastically() -> None:
     (loss, first), (again_loss, again), (other_loss, other) = (gradient(seed) for seed in (1, 1, 2))
     assert torch.equal(loss, again_loss) and torch.equal(loss, other_loss)
     assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def _drawn(graph: Graph) -> list[int]:
+    """The seeds that a graph returns, drawn as Inductor's code does."""
+    torch.manual_seed(0)
+    values: dict[Any, Any] = {}
+    for node in graph.nodes:
+        if node.target is prims.seeds:
+            values[node] = torch.randint(2**63 - 1, [node.args[0]])
+        elif node.target is prims.lookup_seed:
+            values[node] = values[node.args[0]][node.args[1]].item()
+    return [*map(values.__getitem__, next(reversed(graph.nodes)).args[0]), torch.rand(1).item()]
+
+
+def test_one_tensor_per_seed_draws_the_same_seeds() -> None:
+    """Also where a seed is looked up twice or never, and for what is drawn later."""
+    graph = Graph()
+    seeds = graph.call_function(prims.seeds, (4, torch.device("cpu")))
+    graph.output(tuple(graph.call_function(prims.lookup_seed, (seeds, i)) for i in (2, 0, 3, 2)))
+    with torch._subclasses.FakeTensorMode():
+        seeds.meta["val"] = torch.empty(4, dtype=torch.int64)
+    before = _drawn(graph)
+    divide_seeds(graph)
+    assert _drawn(graph) == before and len(set(before)) == 4
+    assert {node.args[0] for node in graph.nodes if node.target is prims.seeds} == {1}
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.dropout = nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.act(self.up(x)))
+
+
+def test_equal_layers_share_the_kernel_that_draws() -> None:
+    """A CPU's kernels have no seed of their own in their code."""
+
+    def kernels(layers: int) -> int:
+        torch._dynamo.reset()
+        model: Any = patch_model(nn.Sequential(*(_Residual() for _ in range(layers))))
+        compiled = torch.compile(model, fullgraph=True)
+        with fresh_cache():
+            (code, *_) = run_and_get_code(compiled, torch.randn(128, 64))[1]
+        return code.count("async_compile.cpp_pybinding(")
+
+    assert 0 < kernels(5) == kernels(3)
