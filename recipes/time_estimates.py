@@ -1,10 +1,11 @@
 """How long `hf-actcompress estimate` takes, in seconds of process time, beyond the imports of torch and transformers.
 
-    python recipes/time_estimates.py [--runs 5]
+    python recipes/time_estimates.py --out recipes/results/estimates [--runs 5]
 
 Each run is a process of its own that estimates one model from nothing: no cache is kept between them. The models take
 turns, and of each the smallest figures count, because other programs on the machine only add to them. Python keeps the
-bytecode of what it imports, as it does for a user, so the first run of each is slower than the others.
+bytecode of what it imports, as it does for a user, so the first run of each is slower than the others. Writes
+time_estimates.json and .md.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from common.files import replace_text
+from common.versions import about_here
 
 MODELS = {
     "llama-8b": {
@@ -26,6 +33,7 @@ MODELS = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
     "bert-base": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
 }  # fmt: skip
+COLUMNS = ("torch, transformers", "first row", "all rows", "all")
 # seconds up to here, and the time of each line of the command's output
 RUN = """
 import importlib, json, sys, time
@@ -58,22 +66,37 @@ def timed(config: Path) -> list[float]:
     return found
 
 
+def markdown(found: Mapping[str, Sequence[float]], about: Mapping[str, Any]) -> str:
+    lines = [
+        f"`{about['command']}`",
+        "",
+        f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}",
+        "",
+        f"| {' | '.join(('model', *COLUMNS))} |",
+        "|---" * (1 + len(COLUMNS)) + "|",
+    ]
+    lines += [f"| {name} | {' | '.join(f'{x:.2f} s' for x in times)} |" for name, times in found.items()]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
-    runs = parser.parse_args().runs
+    parser.add_argument("--out", type=Path, default=Path("runs/estimates"))
+    args = parser.parse_args()
+    runs: dict[str, list[list[float]]] = {name: [] for name in MODELS}
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{name}.json" for name in MODELS}
         for name, path in paths.items():
             path.write_text(json.dumps(MODELS[name]))
-        found: dict[str, list[list[float]]] = {name: [] for name in MODELS}
-        for _ in range(runs):
+        for _ in range(args.runs):
             for name, path in paths.items():
-                found[name].append(timed(path))
-    print(f"{'model':<12}{'torch, transformers':>22}{'first row':>12}{'all rows':>12}{'all':>12}")
-    for name, times in found.items():
-        imports, first, rows, whole = map(min, zip(*times, strict=True))
-        print(f"{name:<12}{imports:>22.2f}{first:>12.2f}{rows:>12.2f}{whole:>12.2f}")
+                runs[name].append(timed(path))
+    found = {name: list(map(min, zip(*times, strict=True))) for name, times in runs.items()}
+    about = {"command": shlex.join(["python", "recipes/time_estimates.py", *sys.argv[1:]]), **about_here()}
+    replace_text(args.out / "time_estimates.json", json.dumps({**about, "runs": runs}, indent=2) + "\n")
+    replace_text(args.out / "time_estimates.md", markdown(found, about))
+    print(markdown(found, about))
 
 
 if __name__ == "__main__":

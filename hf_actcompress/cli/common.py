@@ -210,12 +210,14 @@ def _unwritable(target: Path) -> str | None:
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Keep imported objects out of garbage collections, of which each measurement and estimate runs several."""
+    """Keep imported objects out of garbage collections, of which each measurement and estimate runs several.
+
+    Garbage that is there already stays until the end: to collect it takes longer than many estimates.
+    """
     if gc.get_freeze_count():
         # the caller has frozen objects, and unfreezes them itself
         yield
         return
-    gc.collect()
     gc.freeze()
     try:
         yield

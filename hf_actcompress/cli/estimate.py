@@ -166,6 +166,9 @@ def _computed(
     html: bool,
 ) -> Answer:
     """Compute the answer, and print it row by row."""
+    with busy(f"estimating {table.model}"):
+        # before `frozen_imports`, or each collection goes through all of torch
+        from ..memory.estimation import estimates  # noqa: F401
     with frozen_imports():
         _fill(table, not as_json, batch_size, seq_len, max_context, presets, options)
         text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)

@@ -21,6 +21,8 @@ _FOLDER = Path(__file__).parent / "data"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
 _LORA_RANK = 8
+# embeddings of these classes have no padding token
+_WITHOUT_PADDING = ("GPT2LMHeadModel",)
 # the fewest rows of a tile
 _LEAST_TILE = 256
 
@@ -114,7 +116,8 @@ def question(
     values = {**data["defaults"], **config}
     _check_structure(name, data, values)
     flavour = _flavour(data, values)
-    sizes = _sizes(data["fields"], values)
+    sizes = _sizes(data, values)
+    _check_padding(name, values, sizes["vocab"])
     if data["head"] not in (None, sizes["head"]):
         raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
     sizes["rank"] = _LORA_RANK if lora is True or not lora else int(lora)
@@ -143,7 +146,7 @@ def _class_of(config: Mapping[str, Any]) -> str:
 
 
 def _check_structure(name: str, data: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    for field, expected in data["structure"].items():
+    for field, expected in {"model_type": data["model_type"], **data["structure"]}.items():
         # a field that the config leaves out has the default of its class
         if values.get(field, expected) != expected:
             raise ModelConfigError(
@@ -164,10 +167,19 @@ def _flavour(data: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     raise ModelConfigError(f"there is no formula for such a config; known: {json.dumps(data['flavours'])}")
 
 
-def _sizes(fields: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, int]:
+def _check_padding(name: str, values: Mapping[str, Any], vocab: int) -> None:
+    padding = values.get("pad_token_id")
+    if name not in _WITHOUT_PADDING and isinstance(padding, int) and not -vocab <= padding < vocab:
+        raise ModelConfigError(f"pad_token_id {padding} is none of the {vocab} tokens of the vocabulary")
+
+
+def _sizes(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:
+    fields: Mapping[str, str] = data["fields"]
     found: dict[str, Any] = {size: values.get(field) for size, field in fields.items()}
+    # only some classes compute the width of an MLP that is left out
+    optional = ("head", "kv_heads") if data["defaults"][fields["ffn"]] is not None else ("ffn", "head", "kv_heads")
     for size in fields:
-        left_out = found[size] is None and size in ("ffn", "head", "kv_heads")
+        left_out = found[size] is None and size in optional
         if not left_out and (type(found[size]) is not int or found[size] < 1):
             raise ModelConfigError(f"the config has no {fields[size]} above 0: {found[size]!r}")
     hidden, heads = found["hidden"], found["heads"]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from ...models.root import root_of
 from .extrapolation import FEWEST, can_be_short
 from .fake_step.ready import Ready, is_reusable, ready
 from .fake_step.setting import Setting
@@ -61,8 +62,16 @@ class Copies:
                 with shortened(model, deep, lists):
                     copy = _Copy(ready(model, setting, roles=roles), deep)
             with shortened(copy.ready.model, units):
+                _note_patched(copy.ready.model)
                 found = run_again(copy.ready, setting, roles=roles)
             self._copy = copy
             return found
 
         return step
+
+
+def _note_patched(model: nn.Module) -> None:
+    """Tell a patched model that has been shortened that all its modules are patched, so that it does not look again."""
+    root = root_of(model)
+    if root is not None:
+        root.note_structure()

@@ -99,6 +99,11 @@ class Estimates:
         return other
 
     @property
+    def _alike(self) -> bool | None:
+        """True if further layers added the same bytes under any config so far; None if that is not known."""
+        return any(found.alike for found in self._latest.values()) or None
+
+    @property
     def model(self) -> nn.Module:
         """The model on the meta device, without checkpointing."""
         return self._model(False)
@@ -197,7 +202,8 @@ class Estimates:
         The outputs exist as a whole, logits included, as in `Trainer.evaluate` with a stock model.
         """
         setting, whole = self._case(batch_size, seq_len, None), self._model(False)
-        found = whole_step(whole, lambda part, _: run_evaluation(part, setting), find_runs(whole, CompressionConfig()))
+        layers = find_runs(whole, CompressionConfig())
+        found = whole_step(whole, lambda part, _: run_evaluation(part, setting), layers, self._alike)
         states = self._state_bytes(False)
         return sum(states[:3]) + found.step.peak + states.in_evaluation + context_bytes(setting)
 
@@ -241,7 +247,7 @@ class Estimates:
         # layers that are alike under one config are assumed alike under another; if they are not, it is checked again
         key = setting.config, checkpointing
         latest = self._latest.get(key)
-        alike = latest.alike if latest else any(found.alike for found in self._latest.values()) or None
+        alike = latest.alike if latest else self._alike
         units = latest.units if latest and not roles else None
         step = self._copies.run_step(whole, setting, checkpointing, self._runs[single])
         found = self._latest[key] = extrapolated(whole, setting, self._runs[single], roles, alike, units, step)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .extrapolation import Extrapolated
 
-# bytes per element of the dtypes that a weight is cast to or has its gradient in
-_WIDTHS = (1, 2, 4)
+# bytes per element of the dtypes that a weight is cast to or has its gradient in, beside its own
+_WIDTHS = (2, 4)
 
 
 def largest_batch(found: Extrapolated, batch_size: int, room: int, weights: Iterable[Tensor]) -> int | None:
@@ -24,7 +24,7 @@ def largest_batch(found: Extrapolated, batch_size: int, room: int, weights: Iter
         room: Bytes for the step, beside all states.
         weights: The model's weights.
     """
-    sizes = {width * weight.numel() for weight in weights for width in _WIDTHS}
+    sizes = {width * weight.numel() for weight in weights for width in (weight.element_size(), *_WIDTHS)}
     fits = [(room - fixed) * batch_size // growing for fixed, growing in _moments(found, sizes) if growing > 0]
     return max(1, min(fits)) if fits else None
 

@@ -2,6 +2,8 @@
 "use strict";
 
 const LEAST_CHUNK = 2 ** 18, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8, LEAST_TILE = 256;
+// embeddings of these classes have no padding token
+const WITHOUT_PADDING = ["GPT2LMHeadModel"];
 const QUANTIZED = { nf4: "qlora", int8: "int8" };
 const HALF = ["bf16", "bfloat16", "fp16", "float16", "half"];
 
@@ -79,7 +81,7 @@ function classOf(classes, config) {
 const value = (values, field) => (values[field] === undefined ? null : values[field]);
 
 function checkStructure(name, data, values) {
-  for (const [field, expected] of Object.entries(data.structure)) {
+  for (const [field, expected] of Object.entries({ model_type: data.model_type, ...data.structure })) {
     if (field in values && JSON.stringify(values[field]) !== JSON.stringify(expected)) {
       throw new Error(`The formula of ${name} is for ${field}=${expected}, and this config has ${values[field]}; `
         + "`hf-actcompress estimate` takes any model.");
@@ -101,10 +103,19 @@ function flavourOf(data, values) {
   throw new Error(`There is no formula for such a config; known: ${JSON.stringify(data.flavours)}`);
 }
 
-function sizesOf(fields, values) {
+function checkPadding(name, values, vocab) {
+  const padding = value(values, "pad_token_id");
+  if (!WITHOUT_PADDING.includes(name) && Number.isInteger(padding) && (padding < -vocab || padding >= vocab)) {
+    throw new Error(`pad_token_id ${padding} is none of the ${vocab} tokens of the vocabulary`);
+  }
+}
+
+function sizesOf({ fields, defaults }, values) {
+  // only some classes compute the width of an MLP that is left out
+  const optional = value(defaults, fields.ffn) !== null ? ["head", "kv_heads"] : ["ffn", "head", "kv_heads"];
   const found = Object.fromEntries(Object.entries(fields).map(([size, field]) => [size, value(values, field)]));
   for (const size of Object.keys(fields)) {
-    const leftOut = (found[size] ?? null) === null && ["ffn", "head", "kv_heads"].includes(size);
+    const leftOut = (found[size] ?? null) === null && optional.includes(size);
     if (leftOut) continue;
     if (!Number.isInteger(found[size]) || found[size] < 1) {
       throw new Error(`The config has no ${fields[size]} above 0: ${found[size]}`);
@@ -148,7 +159,8 @@ function question(classes, config, training) {
   const values = { ...data.defaults, ...config };
   checkStructure(name, data, values);
   const flavour = flavourOf(data, values);
-  const sizes = sizesOf(data.fields, values);
+  const sizes = sizesOf(data, values);
+  checkPadding(name, values, sizes.vocab);
   if (data.head !== null && data.head !== sizes.head) {
     throw new Error(`The formula of ${name} is for heads of ${data.head} features, not ${sizes.head}`);
   }

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....errors import ModelConfigError
-from ....private_apis import ENGINE_CALLS, FakeTensor, unset_fake_temporarily
+from ....private_apis import ENGINE_CALLS, FakeTensor, unset_fake_temporarily, without_torch_function_modes
 from ....records import storages_of
 from .on_meta import grouped_product
 from .op_results import OpCalls, OpResults
@@ -124,10 +124,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._learn(func, args, result)
         for position in self.in_fp32.get(func, ()):
             self.count(result[position], 4 * result[position].numel())
-        for x in (result,) if type(result) is FakeTensor else tree_leaves(result):
-            # the meta device has no memory: logits that are not computed are on it
-            if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
-                self.count(x)
+        with without_torch_function_modes():
+            for x in (result,) if type(result) is FakeTensor else tree_leaves(result):
+                # the meta device has no memory: logits that are not computed are on it
+                if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
+                    self.count(x)
         workspace = self.workspaces.get(func)
         if workspace is not None and not self._elsewhere:
             self.works_in(*workspace(args, kwargs))

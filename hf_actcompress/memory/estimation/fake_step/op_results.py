@@ -28,6 +28,8 @@ from ....private_apis import (
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+# stands for the result of a call that is not known yet
+_NEW: Any = object()
 _PLAIN = frozenset(
     (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 )
@@ -110,12 +112,13 @@ class OpCalls:
             if mode is None:
                 # the arguments include real tensors
                 key = None
+            # the hash of a key takes long, so that a known result is looked up with one
+            found = self._known.get(key, _NEW) if key is not None else None
             kind = None
-            if key is not None and key not in self._known:
-                kind = _kind(func, args, kwargs, arguments)
+            if found is _NEW:
+                kind, found = _kind(func, args, kwargs, arguments), None
                 if self._known.kinds.get(kind):
-                    self._known[key] = _on_meta(func, args, kwargs)
-            found = self._known.get(key) if key is not None else None
+                    found = self._known[key] = _on_meta(func, args, kwargs)
             if found is not None and mode is not None:
                 return self._made(found, arguments, mode)
             before = _storages(arguments)

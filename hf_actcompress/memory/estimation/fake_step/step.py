@@ -200,7 +200,9 @@ def _measure(
     allocator = _allocator(model, batch, setting)
     with mode:
         for p in model.parameters():
-            p.grad = torch.empty_like(p) if p.requires_grad else None
+            if p.requires_grad and p.grad is None:
+                # an earlier step on this copy may have left one
+                p.grad = torch.empty_like(p)
     allocator.add_up(local(p.grad for p in model.parameters() if p.grad is not None))
     with _world(setting, mode, allocator):
         if setting.ranks > 1:
