@@ -32,16 +32,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
-from ..private_apis import (
-    next_sequence_number,
-    saved_tensor_hooks_allowed,
-)
+from ..private_apis import next_sequence_number, saved_tensor_hooks_allowed
 from ..reference.bits import pack_mask
 from ._current import Netting, current
 from .activations import codec_for, is_activation
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .joined import Slotted, gives, is_exact, joined, made, made_exactly, made_in_order, unsharded
+from .joined import Slotted, gives, is_exact, is_joined_map, joined, made, made_exactly, made_in_order, unsharded
 from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped, rows_left_out
@@ -175,7 +172,7 @@ class Net(Netting):
             gathered_from(base.grad_fn) is not None and (own or is_saved_by_checkpointing(3))
         ):
             return None
-        held = self._known(base) or self._by_its_node(base)
+        held = self._known(base) or self._by_its_node(base, own)
         if held is None or (x.shape == base.shape and x.stride() == base.stride()):
             return held
         if extent(x) > extent(base) or base.storage_offset() != x.storage_offset():
@@ -189,10 +186,12 @@ class Net(Netting):
         held = known[2]()
         return held if isinstance(held, Made) else None
 
-    def _by_its_node(self, x: Tensor) -> Made | None:
+    def _by_its_node(self, x: Tensor, own: bool) -> Made | None:
         # it may have been modified in place under no_grad, which its node does not show
         found = None if x._version else self._copied(x) or self._gathered(x) or self._pointwise(x.grad_fn, x)
-        held = self._joined(x) if found is None else made_in_order(*found, x)
+        # without a report, our own ops ask about joined maps alone
+        joins = found is None and (is_joined_map(x) or not own)
+        held = made_in_order(*found, x) if found else self._joined(x) if joins else None
         if held is not None:
             key = id(x)
             self._made[key] = weakref.ref(x, lambda _: self._made.pop(key, None)), x._version, weakref.ref(held)
