@@ -24,8 +24,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from .. import compilation
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..modules.base import HOOKS, has_hooks, is_sharded
-from ..private_apis import asks_for_gradients
+from ..modules.base import has_hooks, is_sharded
 from ..records import Copies, Padding, dropping, frame, in_frame, netted, taking_rows_again
 from ..reference.rng import Generators
 from .heads import deferred_logits
@@ -157,7 +156,8 @@ class PatchedForward:
         """The embeddings' weights whose memory is not freed between forward and backward."""
         if not torch.is_grad_enabled() or not self.config.derive_linear:
             return []
-        plain = (module for module in self._embeddings if not is_sharded(module) and not _hooks_may_write(module))
+        # a hook may write into what the module returns
+        plain = (module for module in self._embeddings if not is_sharded(module) and not has_hooks(module))
         return [weight for module in plain if (weight := module._parameters.get("weight")) is not None]
 
     def measure_bits_next(self) -> None:
@@ -190,12 +190,6 @@ class PatchedForward:
         self._known = [(children, tuple(children.values())) for children in parents]
         self._sums = {}
         self._embeddings = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
-
-
-def _hooks_may_write(module: nn.Module) -> bool:
-    """Whether a hook may write into what the module returns."""
-    hooks = (hook for kind in HOOKS for hook in module.__dict__[kind].values())
-    return has_hooks(module) and not all(map(asks_for_gradients, hooks))
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:

@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 from .autograd_keys import above_autograd, below_autograd
-from .hooks import accumulation_hooks, asks_for_gradients, hooks_on_every_module, is_idle_capture
+from .hooks import accumulation_hooks, hooks_on_every_module, is_idle_capture
 from .names import PRIVATE_APIS, PrivateAPI
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "accumulation_hooks",
     "active_fake_mode",
     "after_compiling",
-    "asks_for_gradients",
     "at_end_of_backward",
     "bare_apply",
     "below_autograd",

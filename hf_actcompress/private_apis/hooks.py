@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-# what transformers calls the hook that `enable_input_require_grads` sets on the embeddings
-_ASKS_FOR_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 # the module of transformers that captures outputs by hooks
 _CAPTURES = "transformers.utils.output_capturing"
 
@@ -35,11 +33,3 @@ def is_idle_capture(hook: Any) -> bool:
     if getattr(hook, "__module__", None) != _CAPTURES or torch.compiler.is_compiling():
         return False
     return not sys.modules[_CAPTURES]._active_collector.get()
-
-
-def asks_for_gradients(hook: Any) -> bool:
-    """Whether a hook is the one that lets the embeddings' output require a gradient, and does nothing else.
-
-    A model keeps it after ``gradient_checkpointing_disable()``.
-    """
-    return getattr(hook, "__qualname__", None) == _ASKS_FOR_GRADIENTS
