@@ -17,15 +17,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from .. import compilation
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..modules.base import has_hooks, is_sharded
-from ..records import Copies, Padding, dropping, frame, in_frame, netted, taking_rows_again
+from ..records import Copies, Padding, dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .heads import deferred_logits
 from .methods.chosen_tokens import choice_of_call, choosing
@@ -69,14 +68,11 @@ class PatchedForward:
         # how many training forwards there were, and whether this one measures bits
         self._forwards, self._measuring = 0, False
         self._known: _Structure | None = None
-        self._embeddings: list[nn.Embedding] = []
-        # which sums of embeddings come back in backward
-        self._sums: dict[Any, bool] = {}
         self.note_structure()
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has to look up its own modules
-        return {**self.__dict__, "_known": None, "_embeddings": [], "_sums": {}}
+        return {**self.__dict__, "_known": None}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -149,16 +145,8 @@ class PatchedForward:
         on = self.config.net and self.config.derive_linear
         net = netted(CODECS[self.config.other]) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
-        with frame(), taking_rows_again(self._weights_in_memory(), self._sums), dropping(rows), choosing(choice), net:
+        with frame(), dropping(rows), choosing(choice), net:
             yield
-
-    def _weights_in_memory(self) -> list[Tensor]:
-        """The embeddings' weights whose memory is not freed between forward and backward."""
-        if not torch.is_grad_enabled() or not self.config.derive_linear:
-            return []
-        # a hook may write into what the module returns
-        plain = (module for module in self._embeddings if not is_sharded(module) and not has_hooks(module))
-        return [weight for module in plain if (weight := module._parameters.get("weight")) is not None]
 
     def measure_bits_next(self) -> None:
         """Let the next training forward measure the bits, so that a report of a later step of the training is right."""
@@ -188,8 +176,6 @@ class PatchedForward:
         """Note that all modules below the model are patched now."""
         parents = (module._modules for module in self.model.modules() if module._modules)
         self._known = [(children, tuple(children.values())) for children in parents]
-        self._sums = {}
-        self._embeddings = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:

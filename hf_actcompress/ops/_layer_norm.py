@@ -10,17 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import (
-    applied,
-    declare,
-    declare_embedded,
-    load,
-    parameter,
-    record_of,
-    save,
-    stored_exact,
-    whole_record_of,
-)
+from ..records import applied, declare, load, parameter, record_of, save, stored_exact, whole_record_of
 from .autocast import autocast_widens, in_fp32
 from .first_order import once_differentiable
 
@@ -53,7 +43,6 @@ class LayerNormFunction(torch.autograd.Function):
         wide = autocast_widens(x)
         inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
         y, mean, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
-        declare_embedded(x)
         # a norm whose normalised dimensions include the tokens needs all tokens
         x_record = record_of(x, codec) if x.dim() > len(shape) + 1 else whole_record_of(x, codec)
         affine = tuple(parameter(t) for t in (weight, bias) if t is not None)

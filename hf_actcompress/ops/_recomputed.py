@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..private_apis import not_a_view
-from ..records import applied, declare, declare_embedded, load, record_of, save, stored_exact
+from ..records import applied, declare, load, record_of, save, stored_exact
 from .autocast import SameAutocast
 from .first_order import once_differentiable
 from .own_weights import OwnWeights, alias
@@ -25,7 +25,6 @@ class RecomputedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, own: OwnWeights | None, *weights: Tensor) -> Tensor:
         y = not_a_view(stock(x))
-        declare_embedded(x)
         # the function may contain a ReLU, as experts, a PReLU or a model's own activation do
         record = record_of(x, codec.keeping_sign())
         # the weights are saved, too, for torch's check that they were not modified in place

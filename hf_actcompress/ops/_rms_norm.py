@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import applied, declare, declare_embedded, load, parameter, record_of, save, stored_exact
+from ..records import applied, declare, load, parameter, record_of, save, stored_exact
 from .first_order import once_differentiable
 
 
@@ -27,7 +27,6 @@ class RMSNormFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None, formula: str, codec: Codec, copy: bool
     ) -> Tensor:
         y, rstd = implementation("rms_norm_fwd", x, formula)(x, weight, eps, formula)
-        declare_embedded(x)
         kept = [record_of(x, codec), stored_exact(rstd)]
         if weight is not None:
             kept.append(parameter(weight))

@@ -16,7 +16,7 @@ from .. import dispatch
 from ..codecs import Codec
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply
-from ..records import applied, current, declare_embedded, saved_next
+from ..records import applied, current, saved_next
 from ..reference.device_rules import device_rules
 from . import stages
 from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
@@ -143,7 +143,6 @@ class ProgramFunction(torch.autograd.Function):
         pool = (*inputs, *found)
         # keep a weight's data of now, as stock's views do: a later `param.data = ...` changes only the parameter
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in zip(plan.kept, plan.weights, strict=True)]
-        declare_embedded(x)
         if left_out is not None:
             know_outside(kept, plan.outside)
         for rebuilt in plan.rebuilt:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from ._apart import apart
 from ._current import current, stock_only
 from .copies import Copies, copies_of
-from .embeddings import declare_embedded, taking_rows_again
 from .hooks import kept_through
 from .nested import is_foreign
 from .net import netted
@@ -55,7 +54,6 @@ __all__ = [
     "current",
     "declare",
     "declare_as",
-    "declare_embedded",
     "declare_in_order",
     "dropping",
     "encoded",
@@ -90,7 +88,6 @@ __all__ = [
     "storage_sizes",
     "storages_of",
     "stored_exact",
-    "taking_rows_again",
     "unnetted",
     "whole_record_of",
 ]
