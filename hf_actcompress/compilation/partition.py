@@ -33,8 +33,6 @@ def partition(
     marked, inductor = has_marks(joint.graph), kwargs.get("compiler") == "inductor"
     if marked:
         apply_policy(joint.graph, num_fwd_outputs)
-        if inductor:
-            divide_seeds(joint.graph)
     forward, backward = divide(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if marked:
         if inductor:

@@ -53,7 +53,6 @@ __all__ = [
     "inductor_decompositions",
     "innermost_saved_tensor_hooks",
     "is_idle_capture",
-    "make_seeds",
     "min_cut_partition",
     "next_sequence_number",
     "not_a_view",
@@ -63,6 +62,7 @@ __all__ = [
     "replace_random",
     "run_backward",
     "saved_tensor_hooks_allowed",
+    "seed_ops",
     "tensors_holding",
     "traced_for_any_size",
     "traced_frame",
@@ -215,11 +215,11 @@ def replace_random(graph: GraphModule) -> None:
     replace_random_passes(graph)
 
 
-def make_seeds() -> Any:
-    """The op that makes the seeds of those draws: a tensor of so many, on a device."""
-    from torch._inductor.inductor_prims import seeds
+def seed_ops() -> tuple[Any, Any]:
+    """The op that makes a tensor of so many seeds for those draws, and the op that takes one out of it."""
+    from torch._inductor.inductor_prims import lookup_seed, seeds
 
-    return seeds
+    return seeds, lookup_seed
 
 
 def graph_breaks() -> list[str]:

@@ -120,6 +120,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._inductor.custom_graph_pass.CustomPartitionerFn", _T, "what that must be"),
     PrivateAPI("torch._inductor.fx_passes.replace_random.replace_random_passes", _T, "random numbers as seeds"),
     PrivateAPI("torch._inductor.inductor_prims.seeds", _T, "a CPU's seeds one by one"),
+    PrivateAPI("torch._inductor.inductor_prims.lookup_seed", _T, "the same"),
     PrivateAPI("torch._inductor.decomposition.select_decomp_table", _T, "the ops of codecs as the compiler takes them"),
     PrivateAPI("torch._dynamo.backends.common.aot_autograd", _T, 'the backend "hf_actcompress"'),
     PrivateAPI("torch._dynamo.backends.registry._COMPILER_FNS", _T, "whether that backend is known already"),

@@ -99,24 +99,34 @@ def test_one_tensor_per_seed_draws_the_same_seeds() -> None:
     assert {node.args[0] for node in graph.nodes if node.target is prims.seeds} == {1}
 
 
-class _Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.dropout = nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)
+class _Layers(nn.Module):
+    """Equal layers; returns what each adds to the residual stream."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.act(self.up(x)))
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+        self.act, self.dropout = nn.GELU(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        added = []
+        for up in self.ups:
+            added.append(self.dropout(self.act(up(x))))
+            x = x + added[-1]
+        return added
 
 
 def test_equal_layers_share_the_kernel_that_draws() -> None:
-    """A CPU's kernels have no seed of their own in their code."""
+    """A CPU's kernels have no seed of their own in their code. Each layer draws its own mask, anew in each step."""
 
     def kernels(layers: int) -> int:
         torch._dynamo.reset()
-        model: Any = patch_model(nn.Sequential(*(_Residual() for _ in range(layers))))
-        compiled = torch.compile(model, fullgraph=True)
+        compiled = torch.compile(patch_model(_Layers(layers)), fullgraph=True)
+        x = torch.randn(128, 64)
         with fresh_cache():
-            (code, *_) = run_and_get_code(compiled, torch.randn(128, 64))[1]
+            added, (code, *_) = run_and_get_code(compiled, x)
+            masks = [y != 0 for y in (*added, *compiled(x))]
+        assert all(0.4 < mask.float().mean() < 0.6 for mask in masks)
+        assert not any(torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
         return code.count("async_compile.cpp_pybinding(")
 
     assert 0 < kernels(5) == kernels(3)
