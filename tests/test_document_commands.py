@@ -27,6 +27,7 @@ ELSEWHERE = {
     "python recipes/benchmark.py": f"{RECIPES}test_measurements.py: small sizes; these take minutes",
     "python recipes/packed_batches.py": f"{RECIPES}test_measurements.py: small sizes",
     "python recipes/chosen_tokens.py": f"{RECIPES}test_measurements.py: small sizes; this takes hours",
+    "python recipes/keys_before_rotation.py": f"{RECIPES}test_measurements.py: small sizes; this takes seven minutes",
     "python recipes/finetune_image.py": f"{RECIPES}test_papers.py: few steps; this takes an hour",
     "python recipes/reproduce.py": f"{RECIPES}test_papers.py: some claims; all take an hour",
     "python recipes/block_picture.py": f"{RECIPES}test_readme_tables.py: compared with its committed result",
