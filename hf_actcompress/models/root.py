@@ -11,7 +11,7 @@ A PreTrainedModel's class must stay (output capture is keyed by it), so the forw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -68,6 +68,8 @@ class PatchedForward:
         # how many training forwards there were, and whether this one measures bits
         self._forwards, self._measuring = 0, False
         self._known: _Structure | None = None
+        # which joined tensors of the model can be made again
+        self._joins: dict[Hashable, bool] = {}
         self.note_structure()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,7 +145,7 @@ class PatchedForward:
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, stock, args, kwargs)
         on = self.config.net and self.config.derive_linear
-        net = netted(CODECS[self.config.other]) if on else nullcontext()
+        net = netted(CODECS[self.config.other], self._joins) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
         with frame(), dropping(rows), choosing(choice), net:
             yield

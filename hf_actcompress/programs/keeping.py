@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ..codecs import IDENTITY, Codec
 from ..private_apis import above_autograd
 from ..records import Record, Stored, is_dropped, known_record, parameter, record_of, stored_exact
-from ..records.saving import Leaves, Slot, slot_of, slot_of_new
+from ..records.saving import Leaves, Slot, count, slot_of, slot_of_new
 from .left_out import Left, LeftOut
 
 
@@ -127,7 +127,9 @@ def taken_apart(
         fewer = fewer and left_out is not None
         record = known_record(x) if codec == IDENTITY and not fewer else record_of(x, codec)
         if record is not None and not _is_itself(record) and (fewer or not is_dropped(record)):
-            take(i, slot_of(record, leaves))
+            slot = slot_of(record, leaves)
+            count(slot)
+            take(i, slot)
     for i, value in enumerate(values):
         if type(value) is Stored:
             take(i, slot_of_new(value, leaves))

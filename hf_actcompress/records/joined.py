@@ -211,31 +211,35 @@ class Slotted:
         return self.slot.value(kept)
 
 
-_proved: dict[Hashable, bool] = {}
-
-
-def gives(held: Made, x: Tensor, kind: Hashable, outside: Hooks | None, readable: bool) -> bool:
-    """Whether `held` gives x bit by bit, in a chain that is not too long. It is tried once for each kind of join.
+class Trials:
+    """Tries whether the joins of one forward give their tensors bit by bit, each of them once for a model.
 
     A summand may have been written on without a gradient, which no node shows.
 
     Args:
-        held: The way to make x.
-        x: The tensor.
-        kind: The kind of join.
+        proved: For each join that an earlier forward tried, whether it gives its tensor; filled here.
         outside: The hooks outside of the net.
-        readable: Whether what these hooks have packed may be read now.
+        readable: Whether what these hooks have packed may be read in the forward.
     """
-    if length(held) > LONGEST:
-        return False
-    key = kind, x.dtype, x.dim(), x.device.type
-    if isinstance(x, FakeTensor):
-        return _proved.get(key, True)
-    if key not in _proved:
-        if not readable:
+
+    def __init__(self, proved: dict[Hashable, bool], outside: Hooks | None, readable: bool) -> None:
+        self._proved, self._outside, self._readable = proved, outside, readable
+        # how many joins the forward has had
+        self._count = 0
+
+    def pass_for(self, held: Made, x: Tensor, kind: Hashable) -> bool:
+        """Whether `held`, a join of this kind, gives x, in a chain that is not too long."""
+        self._count += 1
+        if length(held) > LONGEST:
             return False
-        with torch.no_grad():
-            again = value_of(held, outside)
-            same = again.dtype == x.dtype and again.shape == x.shape and again.stride() == x.stride()
-            _proved[key] = same and bool(((again == x) | ((again != again) & (x != x))).all())
-    return _proved[key]
+        join = self._count, kind, x.dtype, x.dim(), x.device.type
+        if isinstance(x, FakeTensor):
+            return self._proved.get(join, True)
+        if join not in self._proved:
+            if not self._readable:
+                return False
+            with torch.no_grad():
+                again = value_of(held, self._outside)
+                same = again.dtype == x.dtype and again.shape == x.shape and again.stride() == x.stride()
+                self._proved[join] = same and bool(((again == x) | ((again != again) & (x != x))).all())
+        return self._proved[join]

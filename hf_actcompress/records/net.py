@@ -14,14 +14,14 @@ max-pooling are kept in as few bytes as the image needs.
 Under a lossy preset, the large activations that are left are kept through a codec.
 
 Hooks switch torch's own check for in-place writes off, so the net compares versions and raises torch's error itself.
-Outer hooks (`save_on_cpu`, a report) get the tensors that the net keeps. Inside of a checkpointed region
-the hooks of the checkpoint are the innermost, and the net sees nothing.
+Outer hooks (`save_on_cpu`, a report) get the tensors that the net keeps. Inside of a checkpointed region the hooks of
+the checkpoint are the innermost, and the net sees nothing.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from ._current import Netting, current
 from .activations import codec_for, is_activation
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .joined import Slotted, gives, is_exact, is_joined_map, joined, made, made_exactly, made_in_order, unsharded
+from .joined import Slotted, Trials, is_exact, is_joined_map, joined, made, made_exactly, made_in_order, unsharded
 from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped, rows_left_out
@@ -55,7 +55,7 @@ _SMALL = 256
 class Net(Netting):
     """The hooks of one forward. Autograd holds them as long as the graph, so nothing here may hold a tensor."""
 
-    def __init__(self, codec: Codec | None) -> None:
+    def __init__(self, codec: Codec | None, proved: dict[Hashable, bool]) -> None:
         self.codec = codec
         # the hooks that were active before the net; they get what the net keeps
         self.outside = hooks_outside()
@@ -63,7 +63,9 @@ class Net(Netting):
         self.hooks = self.pack, self.unpack
         # parts are copied only if it is known who holds the whole tensor; among outer hooks, only those of a report are
         # known to hold their input
-        self._parts = Parts(self.outside) if self.outside is None or current.watcher is not None else None
+        readable = self.outside is None or current.watcher is not None
+        self._parts = Parts(self.outside) if readable else None
+        self._trials = Trials(proved, self.outside, readable)
         # number of a node -> what it saved, in order
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
         # number of a node and of its output -> that output, saved by this node or by another one
@@ -153,7 +155,7 @@ class Net(Netting):
 
     def _by_record(self, record: Record) -> Kept | Made:
         leaves = Leaves()
-        slot = slot_of(record, leaves, counted=False)
+        slot = slot_of(record, leaves)
         known = [None if x.grad_fn is None else self._known(x) for x in leaves.tensors]
         if any(known):
             sources = [self._kept(x) if held is None else held for held, x in zip(known, leaves.tensors, strict=True)]
@@ -209,15 +211,13 @@ class Net(Netting):
         if found is None:
             return None
         held = made_in_order(found.compute, found.sources, x, joined=True)
-        readable = self.outside is None or current.watcher is not None
-        return held if gives(held, x, found.kind, self.outside, readable) else None
+        return held if self._trials.pass_for(held, x, found.kind) else None
 
     def _output(self, x: Tensor, node: Any, number: int) -> Held | None:
         """What is held for the output of a node with that number; x is what is made of it."""
         if isinstance(weight := getattr(node, "variable", None), Parameter):
             return unsharded(self._kept(weight), x)
-        held = self._saved(node, number)
-        if held is not None and is_exact(held):
+        if (held := self._saved(node, number)) is not None and is_exact(held):
             return held
         declared = self._by_declared(record_by_node(node, number))
         found = self._pointwise(node, x) if declared is None and number == 0 else None
@@ -279,16 +279,17 @@ class Net(Netting):
 
 
 @contextmanager
-def netted(codec: Codec) -> Iterator[None]:
+def netted(codec: Codec, proved: dict[Hashable, bool]) -> Iterator[None]:
     """While the block runs, autograd in this thread keeps nothing that can be computed again. For one forward.
 
     Args:
         codec: How activations are stored that stock code saves and that cannot be computed again.
+        proved: What earlier forwards of the model have found out about its joined tensors (`joined.gives`).
     """
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield
         return
-    net, before = Net(None if codec == IDENTITY else codec), current.net
+    net, before = Net(None if codec == IDENTITY else codec, proved), current.net
     try:
         with saved_tensors_hooks(*net.hooks):
             current.net = net

@@ -140,7 +140,8 @@ def known_record(x: Tensor) -> Record | None:
 
 def record_by_node(node: object, number: int) -> Record | None:
     """The record of the live tensor that is the output of an autograd node with that number; None if there is none."""
-    for entry in [*_entries().values()]:
+    # the newest first: what a sum is made of has just been made. A tensor may die meanwhile, hence the list
+    for entry in reversed([*_entries().values()]):
         x = entry.tensor()
         if x is not None and x.grad_fn is node and x.output_nr == number:
             return known_record(x)

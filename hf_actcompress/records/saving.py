@@ -111,20 +111,14 @@ def slot_of_new(record: Stored, leaves: Leaves) -> Slot:
     return _StoredSlot(record.codec, record.meta, tuple(range(first, len(leaves.tensors))))
 
 
-def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
-    """How the record's value is computed from `leaves`, to which its tensors are added."""
+def slot_of(record: Record, leaves: Leaves) -> Slot:
+    """How the record's value is computed from `leaves`, to which its tensors are added. Counts no consumer."""
     if isinstance(record, Pending):
         record = record.packed()
     if isinstance(record, Stored):
         return _StoredSlot(record.codec, record.meta, tuple([leaves.add(t) for t in record.tensors]))
     assert not isinstance(record, Pending), "what packs makes a stored or a derived record"
-    first = False
-    if counted:
-        record.recipe.uses += 1
-        # only the consumer that rebuilds first in a backward reads the sources, so they count one use, not one per
-        # consumer
-        first = record.recipe.uses == 1
-    sources = tuple([slot_of(source, leaves, first) for source in record.sources])
+    sources = tuple([slot_of(source, leaves) for source in record.sources])
     back = record.recipe.recompute
     if isinstance(back, RealRows):
         order = sources[1]
@@ -133,10 +127,12 @@ def slot_of(record: Record, leaves: Leaves, counted: bool = True) -> Slot:
     return _DerivedSlot(record.recipe, sources)
 
 
-def count(slot: Slot) -> None:
-    """Count one more consumer of the value of a slot that `slot_of` has not counted."""
+def count(slot: Slot | None) -> None:
+    """Count one more consumer of the slot's value."""
     if isinstance(slot, _DerivedSlot):
         slot.recipe.uses += 1
+        # only the consumer that rebuilds first in a backward reads the sources, so they count one use, not one per
+        # consumer
         if slot.recipe.uses == 1:
             for source in slot.sources:
                 count(source)
@@ -153,6 +149,8 @@ def save(ctx: Any, *records: Record | None) -> None:
         return
     leaves = Leaves()
     ctx.slots = tuple(None if record is None else slot_of(record, leaves) for record in records)
+    for slot in ctx.slots:
+        count(slot)
     ctx.dropped = tuple(leaves.dropped.values())
     own_tensors.note(leaves.tensors, range(len(leaves.tensors)))
     ctx.save_for_backward(*leaves.tensors)

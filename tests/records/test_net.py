@@ -23,7 +23,7 @@ SHAPE = (24, 32)
 
 @contextmanager
 def net() -> Iterator[None]:
-    with frame(), netted(IDENTITY):
+    with frame(), netted(IDENTITY, {}):
         yield
 
 
