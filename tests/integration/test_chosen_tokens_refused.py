@@ -17,12 +17,8 @@ from transformers import (
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.errors import UnknownOptionError, UnsupportedModelError
 from tests.families import BY_NAME, step
-from tests.integration.test_chosen_tokens import (
-    CLASSES,
-    SHARE,
-    classifier,
-    scores_of,
-)
+from tests.integration.test_chosen_tokens import SHARE, scores_of
+from tests.integration.test_token_choice import CLASSES, classifier
 
 
 @pytest.mark.parametrize(
