@@ -32,6 +32,8 @@ class Pointwise:
         options: Names of the saved values that are no tensors.
         make: The function that makes such a node; by default `compute`.
         draws: Whether it draws random numbers and saves nothing else; its input is then added as the last source.
+        pools: Whether it pools pixels. With a stride its output is kept: it is smaller than its input, which backward
+            would have to make first, and the peak would rise by more than what is saved.
     """
 
     compute: Callable[..., Tensor]
@@ -39,6 +41,7 @@ class Pointwise:
     options: tuple[str, ...] = ()
     make: Callable[..., Tensor] | None = None
     draws: bool = False
+    pools: bool = False
 
 
 _AVERAGE = "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
@@ -92,7 +95,7 @@ def _average_pool(x: Tensor, kernel_size: tuple[int, int], **options: Any) -> Te
 
 POINTWISE_NODES: dict[str, Pointwise] = {
     "AbsBackward0": Pointwise(torch.abs),
-    "AvgPool2DBackward0": Pointwise(F.avg_pool2d, options=_AVERAGE, make=_average_pool),
+    "AvgPool2DBackward0": Pointwise(F.avg_pool2d, options=_AVERAGE, make=_average_pool, pools=True),
     "CosBackward0": Pointwise(torch.cos),
     "DivBackward0": Pointwise(_divided, 2),
     "GeluBackward0": Pointwise(_gelu, options=("approximate",)),
@@ -100,7 +103,7 @@ POINTWISE_NODES: dict[str, Pointwise] = {
     "HardswishBackward0": Pointwise(F.hardswish),
     "LeakyReluBackward0": Pointwise(F.leaky_relu, options=("negative_slope",)),
     "LogBackward0": Pointwise(torch.log),
-    "MaxPool2DWithIndicesBackward0": Pointwise(_pooled, 2, make=_max_pool),
+    "MaxPool2DWithIndicesBackward0": Pointwise(_pooled, 2, make=_max_pool, pools=True),
     "MishBackward0": Pointwise(F.mish),
     # for a product with a dropout's mask, the net adds the tensor that was multiplied with it
     "MulBackward0": Pointwise(torch.mul, 2),
@@ -114,9 +117,10 @@ POINTWISE_NODES: dict[str, Pointwise] = {
 }
 
 
-def pointwise(node: object) -> Pointwise | None:
-    """The row of the table for a node. None if the table has none, or if there is no node."""
-    return POINTWISE_NODES.get(type(node).__name__)
+def pointwise(node: Any) -> Pointwise | None:
+    """The row of the table for a node. None if the table has none for it, or if there is no node."""
+    row = POINTWISE_NODES.get(type(node).__name__)
+    return None if row is not None and row.pools and set(node._saved_stride) != {1} else row
 
 
 class InOrder(NamedTuple):
