@@ -20,6 +20,7 @@ BF16 = torch.bfloat16
 ERRORS = {
     "exact": 0.01,
     "offload": 0.01,
+    "long": 0.01,
     "int8": 0.03,
     "fp8": 0.08,
     "int4": 0.25,

@@ -145,7 +145,8 @@ class PatchedForward:
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, stock, args, kwargs)
         on = self.config.net and self.config.derive_linear
-        net = netted(CODECS[self.config.other], self._joins) if on else nullcontext()
+        other = CODECS[self.config.other].drawing_from(self.generators)
+        net = netted(other, self._joins) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
         with frame(), dropping(rows), choosing(choice), net:
             yield
