@@ -12,7 +12,7 @@ from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
 from .activations import is_feature_map
 from .joined import is_joined_map
-from .nodes import attention_in_order, pointwise
+from .nodes import POINTWISE_NODES, attention_in_order
 from .parts import is_part
 from .saving import own_tensors
 
@@ -85,8 +85,12 @@ def is_made_again(x: Tensor) -> bool:
 
 
 def _is_made(x: Tensor) -> bool:
-    """Whether a node of the tables, or a convolution, made x or the tensor of which x is a view."""
+    """Whether a node of the tables, or a convolution, made x or the tensor of which x is a view.
+
+    The net then notes what is held for x, also where it is x itself: what is made of x need not be kept.
+    """
     base = x._base if x._base is not None else x
     if is_joined_map(base) or is_feature_map(base):
         return True
-    return pointwise(base.grad_fn) is not None or attention_in_order(base) is not None
+    # a pooled map that is kept may be a part of a sum that is not
+    return type(base.grad_fn).__name__ in POINTWISE_NODES or attention_in_order(base) is not None
