@@ -134,7 +134,8 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
 
 def _copied(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy, also of a layer that FSDP2 shards, whose class and state refuse to be copied."""
-    kind, state = type(layer), vars(layer)
+    # what `module.compile()` and a report of kept tensors put in place of the call belongs to the layer alone
+    kind, state = type(layer), {name: value for name, value in vars(layer).items() if name != "_compiled_call_impl"}
     if _refuses_copies(layer):
         # in the MRO, the class that FSDP2 made and FSDPModule come before the layer's own class
         kind = kind.__mro__[2]
