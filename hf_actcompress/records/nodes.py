@@ -96,6 +96,7 @@ def _average_pool(x: Tensor, kernel_size: tuple[int, int], **options: Any) -> Te
 POINTWISE_NODES: dict[str, Pointwise] = {
     "AbsBackward0": Pointwise(torch.abs),
     "AvgPool2DBackward0": Pointwise(F.avg_pool2d, options=_AVERAGE, make=_average_pool, pools=True),
+    "ClampBackward1": Pointwise(torch.clamp, options=("min", "max")),
     "CosBackward0": Pointwise(torch.cos),
     "DivBackward0": Pointwise(_divided, 2),
     "GeluBackward0": Pointwise(_gelu, options=("approximate",)),
