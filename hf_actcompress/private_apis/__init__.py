@@ -56,6 +56,7 @@ __all__ = [
     "min_cut_partition",
     "next_sequence_number",
     "not_a_view",
+    "output_metadata",
     "partitioner_ops",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -89,6 +90,11 @@ push_saved_tensor_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_s
 def next_sequence_number() -> int:
     """The number that the next autograd node of this thread gets."""
     return torch._C._autograd._get_sequence_nr()
+
+
+def output_metadata(node: Any, number: int) -> Any:
+    """The `shape`, `dtype` and `device` of an output of an autograd node."""
+    return node._input_metadata[number]
 
 
 def saved_tensor_hooks_allowed() -> bool:

@@ -34,10 +34,20 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.ones(1, 1, requires_grad=True).transpose(0, 1).grad_fn._saved_dim0", _T, "which dimensions a "
                "transposition exchanges"),
     PrivateAPI("torch.ones(1, 1, requires_grad=True).transpose(0, 1).grad_fn._saved_dim1", _T, "the same"),
-    PrivateAPI("torch.ones(1, requires_grad=True).view(1, 1).grad_fn._saved_self_sym_sizes", _T, "what was viewed"),
     PrivateAPI("torch.cat([torch.ones(1, requires_grad=True)]).grad_fn._saved_dim", _T, "along which dimension"),
     PrivateAPI("torch.ones(1, 1, requires_grad=True).permute(1, 0).grad_fn._saved_dims", _T, "in which order"),
     PrivateAPI("torch.add(torch.ones(1, requires_grad=True), 1).grad_fn._saved_alpha", _T, "a sum without a factor"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).exp().grad_fn._input_metadata", _T, "which shape an output has"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).select(0, 0).grad_fn._saved_index", _T, "which row was taken"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True)[:1].grad_fn._saved_start", _T, "which rows were taken"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True)[:1].grad_fn._saved_end", _T, "the same"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True)[:1].grad_fn._saved_step", _T, "the same"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).split(1)[0].grad_fn._saved_split_size", _T, "the same"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).split([1])[0].grad_fn._saved_split_sizes", _T, "the same"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).repeat(1, 1).grad_fn._saved_repeats", _T, "how often"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).mul(2).grad_fn._saved_other", _T, "the factor of a product"),
+    PrivateAPI("torch.nn.functional.pad(torch.ones(1, 1, requires_grad=True), (0, 1)).grad_fn._saved_pad", _T, "what "
+               "was added to each side"),
     PrivateAPI("torch.ones(1, requires_grad=True)[torch.zeros(1, dtype=int)].grad_fn._saved_indices", _T, "which rows "
                "were taken"),
     PrivateAPI("torch.max_pool2d(torch.ones(1, 1, 1, requires_grad=True), 1).grad_fn._saved_stride", _T, "pooled maps "

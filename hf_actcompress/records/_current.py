@@ -21,6 +21,8 @@ class Netting:
 
     hooks: Any
     outside: Hooks | None
+    # the registry's entries of what nodes have made (`entry.Noted`); None if nobody asks for them
+    declared: Any = None
 
     def makes(self, x: Tensor) -> bool:
         """Whether x, which is saved next, is made again and not kept."""
@@ -71,6 +73,8 @@ class _Current(threading.local):
         self.net: Netting | None = None
         self.call: Calling | None = None
         self.watcher: Watching | None = None
+        # what the op that runs has declared, with the registry's entries; None outside of such ops
+        self.declared: list[tuple[Tensor, Any]] | None = None
         # patched modules run their stock code, because what they would save is gone when this block ends
         self.stock_only = False
         # a linear layer whose output nobody reads: only its gradient is used

@@ -2,8 +2,9 @@
 
 The node of a sum saves nothing, so it does not have what the sum is made from. But what went into the sum is often
 kept or made again: the sum of a BatchNorm's output and a shortcut, or of a layer's input and its scaled output. Then
-the sum need not be kept. A chain of sums (the residual stream) is kept at every `LONGEST`-th sum, so that backward
-never makes more than that many sums at a time.
+the sum need not be kept. So it is with windows of a norm's output, and with a norm's output that is rotated. A chain
+of sums (the residual stream) is kept at every `LONGEST`-th sum, so that backward never makes more than that many sums
+at a time.
 """
 
 from __future__ import annotations
@@ -18,64 +19,56 @@ from torch.nn import Parameter
 
 from ..private_apis import FakeTensor
 from .held import Again, Held, Kept, Made, value_of
+from .joining import (
+    COPIES,
+    JOINING_NODES,
+    VIEWS,
+    Compute,
+    by_number,
+    compute_of,
+    inputs_of,
+    moved,
+    padded,
+    padding_of,
+    product_of,
+)
+from .nodes import POINTWISE_NODES
 from .outside import Hooks
 from .record import Recipe
 from .saving import Slot, is_lossless_slot
 
 # how many joined tensors are made one from the other
 LONGEST = 4
-# how many nodes lie between a joined tensor and what is kept
-_NODES = 12
-
-_Compute = Callable[..., Tensor]
+# how many nodes, without views, lie between a joined tensor and what is kept
+_NODES = 16
 
 
-def _sum(node: Any) -> _Compute | None:
-    return torch.add if node._saved_alpha == 1 else None
+class Finder(NamedTuple):
+    """What is held of the graph of a tensor.
+
+    Attributes:
+        x: The tensor, which is to be made again.
+        output: What is held for the output of a node with that number; None if it is not kept.
+        factor: What is held for the one tensor that a product has saved; None if there is none.
+        keep: Keeps a tensor.
+    """
+
+    x: Tensor
+    output: Callable[[Any, int], Held | None]
+    factor: Callable[[Any], Held | None]
+    keep: Callable[[Tensor], Held]
 
 
-def _difference(node: Any) -> _Compute | None:
-    return torch.sub if node._saved_alpha == 1 else None
+def is_joined(x: Tensor) -> bool:
+    """Whether a node that copies made x, or another one of the table made x [B, C, H, W]."""
+    kind = type(x.grad_fn).__name__
+    return kind in COPIES or (x.dim() == 4 and kind in JOINING_NODES)
 
 
-def _joined_along(*parts: Tensor, dim: int) -> Tensor:
-    return torch.cat(parts, dim)
-
-
-def _cat(node: Any) -> _Compute:
-    return partial(_joined_along, dim=_signed(node._saved_dim))
-
-
-def _permute(node: Any) -> _Compute:
-    return partial(torch.permute, dims=tuple(map(_signed, node._saved_dims)))
-
-
-def _copy(node: Any) -> _Compute:
-    return _itself
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
-
-
-def _signed(saved: int) -> int:
-    # a node has a dimension as an unsigned number
-    return saved if saved < 2**63 else saved - 2**64
-
-
-# kinds of nodes that save no tensor -> how the output is made from the inputs; None if this node does something else
-JOINING_NODES: dict[str, Callable[[Any], _Compute | None]] = {
-    "AddBackward0": _sum,
-    "CatBackward0": _cat,
-    "CloneBackward0": _copy,
-    "PermuteBackward0": _permute,
-    "SubBackward0": _difference,
-}
-
-
-def is_joined_map(x: Tensor) -> bool:
-    """Whether x [B, C, H, W] is made by a node of the table."""
-    return x.dim() == 4 and type(x.grad_fn).__name__ in JOINING_NODES
+def is_asked(x: Tensor) -> bool:
+    """Whether our own ops ask the net about x before they keep it, because a node of a table made it."""
+    # a pooled map that is kept may be a part of a sum that is not
+    return is_joined(x) or type(x.grad_fn).__name__ in POINTWISE_NODES
 
 
 class Joined(NamedTuple):
@@ -88,41 +81,70 @@ class Joined(NamedTuple):
         nodes: How many nodes of the table lie between the tensor and its sources.
     """
 
-    compute: _Compute
+    compute: Compute
     sources: tuple[Held, ...]
     kind: Hashable
     nodes: int
 
 
-def joined(node: Any, kept: Callable[[Any, int], Held | None], first: Held | None = None) -> Joined | None:
-    """How the output of a node of the table is made again; None if a part of it is not kept.
+def joined(
+    node: Any, number: int, finder: Finder, first: Held | None = None, way: tuple[Any, ...] = ()
+) -> Joined | None:
+    """How an output of a node is made again; None if a part of it is not kept.
 
     Args:
         node: The node.
-        kept: Finds what is held for an output of another node, by the number of the output.
+        number: Which of its outputs.
+        finder: Finds what is held.
         first: What is held for the node's first input, if that is known already.
+        way: The nodes between this one and the tensor x, from x on.
     """
-    make = JOINING_NODES.get(type(node).__name__)
-    compute = None if make is None else make(node)
-    if compute is None:
+    inputs = inputs_of(node, number)
+    step = None if inputs is None else _step(node, number, finder, way)
+    if inputs is None or step is None:
         return None
     sources: list[Held] = []
     kinds: list[Hashable] = []
-    nodes = 1
-    for before, number in node.next_functions:
-        held, first = first, None
+    nodes = int(type(node).__name__ not in VIEWS)
+    # the last summand is more often the one that is not kept: the first is that of all layers before
+    for at, (before, output) in reversed([*enumerate(inputs)]):
+        held = finder.output(before, output) if at or first is None else first
         if held is None:
-            held = None if before is None else kept(before, number)
-        if held is None:
-            inner = joined(before, kept) if before is not None and number == 0 else None
+            inner = joined(before, output, finder, way=(*way, node))
             if inner is None:
                 return None
             held, nodes = made(inner.compute, inner.sources), nodes + inner.nodes
             kinds.append(inner.kind)
-        sources.append(held)
+        sources.insert(0, held)
         if nodes > _NODES:
             return None
-    return Joined(compute, tuple(sources), (type(node).__name__, compute_options(node), *kinds), nodes)
+    compute, further = step
+    kind = type(node).__name__, compute_options(node), len(sources), *kinds
+    return Joined(compute, (*sources, *further()), kind, nodes)
+
+
+def _step(
+    node: Any, number: int, finder: Finder, way: tuple[Any, ...]
+) -> tuple[Compute, Callable[[], list[Held]]] | None:
+    """How a node's output is made from its inputs and further sources, and these sources."""
+    compute = compute_of(node, number)
+    if compute is not None:
+        return compute, list
+    product = product_of(node)
+    if product is not None:
+        factor = finder.factor(node)
+        if factor is not None:
+            return product, lambda: [factor]
+        scaled = by_number(node)
+        return None if scaled is None else (scaled, list)
+    padding = padding_of(node)
+    place = None if padding is None else padding.place
+    for after in reversed(way):
+        place = None if place is None else moved(after, place)
+    if padding is None or place is None:
+        return None
+    # the node does not say what it has filled in, so an element of the padding is kept
+    return partial(padded, widths=padding.widths), lambda: [finder.keep(finder.x.detach()[tuple(place)].clone())]
 
 
 def compute_options(node: Any) -> str:
@@ -130,7 +152,7 @@ def compute_options(node: Any) -> str:
     return f"{getattr(node, '_saved_dim', '')} {getattr(node, '_saved_dims', '')}"
 
 
-def made(compute: _Compute, sources: Iterable[Held], *, joined: bool = False) -> Made:
+def made(compute: Compute, sources: Iterable[Held], *, joined: bool = False) -> Made:
     """A tensor that is computed in backward from these sources."""
     return Made(Recipe(compute), tuple(sources), joined)
 
@@ -149,7 +171,7 @@ def length(held: Held) -> int:
     return held.joined + max(map(length, held.sources), default=0)
 
 
-def made_exactly(compute: _Compute, sources: Iterable[Held], x: Tensor) -> Made | None:
+def made_exactly(compute: Compute, sources: Iterable[Held], x: Tensor) -> Made | None:
     """As `made`, for a part of x; None if its bits would not be those of the part."""
     found = [unsharded(source, x) if is_exact(source) else None for source in sources]
     held = [source for source in found if source is not None]
@@ -184,7 +206,7 @@ class InMemoryOrder:
 
     __slots__ = ("compute", "stride")
 
-    def __init__(self, compute: _Compute, stride: tuple[int, ...]) -> None:
+    def __init__(self, compute: Compute, stride: tuple[int, ...]) -> None:
         self.compute, self.stride = compute, stride
 
     def __call__(self, *sources: Tensor) -> Tensor:
@@ -194,7 +216,7 @@ class InMemoryOrder:
         return torch.empty_strided(y.shape, self.stride, dtype=y.dtype, device=y.device).copy_(y)
 
 
-def made_in_order(compute: _Compute, sources: Iterable[Held], x: Tensor, *, joined: bool = False) -> Made:
+def made_in_order(compute: Compute, sources: Iterable[Held], x: Tensor, *, joined: bool = False) -> Made:
     """As `made`, for x, whose dimensions then lie in memory as they do in x."""
     return made(InMemoryOrder(compute, x.stride()), sources, joined=joined)
 

@@ -36,15 +36,17 @@ from ..private_apis import next_sequence_number, saved_tensor_hooks_allowed
 from ..reference.bits import pack_mask
 from ._current import Netting, current
 from .activations import codec_for, is_activation
+from .entry import Noted
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .joined import Slotted, Trials, is_exact, is_joined_map, joined, made, made_exactly, made_in_order, unsharded
-from .nodes import Pointwise, attention_in_order, computation, gathered_from, pointwise, proved, rows
+from .joined import Finder, Slotted, Trials, is_asked, is_exact, joined, made, made_exactly, made_in_order, unsharded
+from .joining import itself
+from .nodes import Pointwise, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped, rows_left_out
-from .parts import Parts
+from .parts import Parts, is_part
 from .record import Derived, Recipe, Record, is_lossless, is_pending
-from .registry import known_record, record_before_write, record_by_node, whole_record_of
+from .registry import known_record, record_before_write, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
 from .views import SameMemory, extent
 
@@ -70,6 +72,8 @@ class Net(Netting):
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
         # number of a node and of its output -> that output, saved by this node or by another one
         self._outputs: dict[tuple[int, int], weakref.ref[Held]] = {}
+        # outer hooks may move away what entries hold
+        self.declared = Noted(self._parts is not None)
         # how the tensor is computed again about which an op of ours has asked last
         self._asked: Held | None = None
         # id of a tensor object -> how it is computed again; an entry ends with the object
@@ -101,6 +105,7 @@ class Net(Netting):
     def close(self) -> None:
         """Drop what only a forward in progress needs. The hooks are methods of this object and keep it alive."""
         del self.hooks
+        self.declared.clear()
         if self._parts is not None:
             self._parts.close()
         self._asked = None
@@ -168,11 +173,9 @@ class Net(Netting):
         Our own ops keep gathered rows of a weight as they are, because without a report they do not ask the net about
         them. Checkpointing does the same, because its codec must not take more than what it replaces.
         """
-        base = x._base if x._base is not None else x
+        base = x if x._base is None or x._base.numel() != x.numel() else x._base
         # stack frames between this one and the function that saves
-        if base.numel() != x.numel() or (
-            gathered_from(base.grad_fn) is not None and (own or is_saved_by_checkpointing(3))
-        ):
+        if gathered_from(base.grad_fn) is not None and (own or is_saved_by_checkpointing(3)):
             return None
         held = self._known(base) or self._by_its_node(base, own)
         if held is None or (x.shape == base.shape and x.stride() == base.stride()):
@@ -190,9 +193,9 @@ class Net(Netting):
 
     def _by_its_node(self, x: Tensor, own: bool) -> Made | None:
         # it may have been modified in place under no_grad, which its node does not show
-        found = None if x._version else self._copied(x) or self._gathered(x) or self._pointwise(x.grad_fn, x)
-        # without a report, our own ops ask about joined maps alone
-        joins = found is None and (is_joined_map(x) or not own)
+        found = None if x._version else self._gathered(x) or self._pointwise(x.grad_fn, x)
+        # without a report, our own ops ask about these alone
+        joins = found is None and (not own or is_asked(x) or is_part(x))
         held = made_in_order(*found, x) if found else self._joined(x) if joins else None
         if held is not None:
             key = id(x)
@@ -205,10 +208,10 @@ class Net(Netting):
         if x._version:
             # a sum in place is the only write since the record was declared, so this record gives the first summand
             first = self._by_declared(record_before_write(x)) if rows_left_out(x) is None else None
-            if first is None:
-                return None
-        found = joined(x.grad_fn, partial(self._output, x), first)
-        if found is None:
+        if x._version and first is None:
+            return None
+        finder = Finder(x, partial(self._output, x), partial(self._factor, x), self._kept)
+        if (found := joined(x.grad_fn, x.output_nr, finder, first)) is None:
             return None
         held = made_in_order(found.compute, found.sources, x, joined=True)
         return held if self._trials.pass_for(held, x, found.kind) else None
@@ -219,9 +222,14 @@ class Net(Netting):
             return unsharded(self._kept(weight), x)
         if (held := self._saved(node, number)) is not None and is_exact(held):
             return held
-        declared = self._by_declared(record_by_node(node, number))
+        declared = self._by_declared(self.declared.record(node, number))
         found = self._pointwise(node, x) if declared is None and number == 0 else None
         return declared if found is None else made_exactly(*found, x)
+
+    def _factor(self, x: Tensor, node: Any) -> Held | None:
+        """What is held for the only tensor that a node has saved, which is a factor in x."""
+        found = made_exactly(itself, self._saved_by(node), x)
+        return found.sources[0] if found is not None and len(found.sources) == 1 else None
 
     def _saved(self, node: Any, number: int) -> Held | None:
         """What is held for an output of a node that was saved as a whole."""
@@ -240,13 +248,6 @@ class Net(Netting):
         if row is None or sources is None or not proved(node, row, x.dtype, x.device):
             return None
         return computation(row, node), sources
-
-    def _copied(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """How x [B, S, H, D] is made again, if it is a copy of outputs [B, H, S, D] of torch's attention; else None."""
-        if (found := attention_in_order(x)) is None:
-            return None
-        sources = [source for node in found.nodes if (source := self._saved(node, 0)) is not None]
-        return (found.compute, sources) if len(sources) == len(found.nodes) else None
 
     def _gathered(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
         """How x is made again, if it is rows of a weight (an expert's weight for each token); else None."""

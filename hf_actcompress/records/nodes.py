@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,37 +124,6 @@ def pointwise(node: Any) -> Pointwise | None:
     return None if row is not None and row.pools and set(node._saved_stride) != {1} else row
 
 
-class InOrder(NamedTuple):
-    """How a tensor [B, S, H, D] is made again from outputs [B, H, S, D] of torch's attention.
-
-    Attributes:
-        nodes: The attention's nodes.
-        compute: Takes their outputs.
-    """
-
-    nodes: list[Any]
-    compute: Callable[..., Tensor]
-
-
-def attention_in_order(x: Tensor) -> InOrder | None:
-    """How x is made, if it is a copy [B, S, H, D] of an attention's output [B, H, S, D] or joins several; else None.
-
-    The kernels write the output in the memory order of the query. If that is [B, H, S, D], the next layer reads a copy.
-    Vision models join the outputs of several images.
-    """
-    node: Any = x.grad_fn
-    kind = type(node).__name__
-    if x.dim() != 4 or kind not in ("CloneBackward0", "CatBackward0"):
-        return None
-    if kind == "CloneBackward0":
-        attention = _exchanged(_made_of(node), x, x.size(1))
-        return None if attention is None else InOrder([attention], tokens_first)
-    before = [each for each, _ in node.next_functions]
-    before = [_made_of(each) if type(each).__name__ == "CloneBackward0" else each for each in before]
-    found = [attention for each in before if (attention := _exchanged(each, x)) is not None]
-    return InOrder(found, _joined) if len(found) == len(before) and _dim(node._saved_dim) == 1 else None
-
-
 def gathered_from(node: Any) -> Parameter | None:
     """The parameter from which a node gathered rows by one index tensor, as batched experts do; None for other nodes.
 
@@ -172,35 +141,8 @@ def rows(weight: Tensor, index: Tensor) -> Tensor:
     return weight[index]
 
 
-def _exchanged(node: Any, x: Tensor, tokens: int | None = None) -> Any:
-    """The attention's node, if `node` makes x [B, S, H, D] from its output [B, H, S, D]; else None."""
-    if type(node).__name__ != "TransposeBackward0" or {_dim(node._saved_dim0), _dim(node._saved_dim1)} != {1, 2}:
-        return None
-    node = _made_of(node)
-    if type(node).__name__ in ("ViewBackward0", "ReshapeAliasBackward0"):
-        batch, heads, length, width = [*node._saved_self_sym_sizes, 0, 0, 0, 0][:4]
-        if (batch, heads, width) != (x.size(0), x.size(2), x.size(3)) or tokens not in (None, length):
-            return None
-        node = _made_of(node)
-    return node if type(node).__name__.startswith("ScaledDotProduct") else None
-
-
 def _made_of(node: Any) -> Any:
     return node.next_functions[0][0] if node.next_functions else None
-
-
-def _dim(saved: int) -> int:
-    # the node has the dimension as an unsigned number
-    return (saved if saved < 2**63 else saved - 2**64) % 4
-
-
-def tokens_first(out: Tensor) -> Tensor:
-    """An attention's output [B, H, S, D] copied to [B, S, H, D]."""
-    return out.transpose(1, 2).contiguous()
-
-
-def _joined(*outs: Tensor) -> Tensor:
-    return torch.cat([out.transpose(1, 2) for out in outs], 1)
 
 
 def computation(row: Pointwise, node: Any) -> Callable[..., Tensor]:

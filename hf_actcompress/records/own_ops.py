@@ -11,8 +11,7 @@ from torch import Tensor
 from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
 from .activations import is_feature_map
-from .joined import is_joined_map
-from .nodes import POINTWISE_NODES, attention_in_order
+from .joined import is_asked
 from .parts import is_part
 from .saving import own_tensors
 
@@ -54,9 +53,14 @@ def applied(function: _Function, *inputs: Any) -> Any:
     else:
         pop_saved_tensor_hooks()
     own_tensors.asked = off.needed
+    before, current.declared = current.declared, []
     try:
-        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+        out = function.apply(*inputs)  # type: ignore[no-untyped-call]
+        for y, entry in current.declared:
+            net.declared.note(y, entry)
+        return out
     finally:
+        current.declared = before
         if not off.on:
             push_saved_tensor_hooks(*net.hooks)
         own_tensors.forget()
@@ -90,7 +94,4 @@ def _is_made(x: Tensor) -> bool:
     The net then notes what is held for x, also where it is x itself: what is made of x need not be kept.
     """
     base = x._base if x._base is not None else x
-    if is_joined_map(base) or is_feature_map(base):
-        return True
-    # a pooled map that is kept may be a part of a sum that is not
-    return type(base.grad_fn).__name__ in POINTWISE_NODES or attention_in_order(base) is not None
+    return is_asked(base) or is_feature_map(base)

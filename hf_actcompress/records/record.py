@@ -99,6 +99,13 @@ def versions(record: Record) -> list[int]:
     return found
 
 
+def tensors(record: Record) -> list[Tensor]:
+    """The tensors that the record is made of, if it is packed."""
+    if isinstance(record, Derived):
+        return [x for source in record.sources for x in tensors(source)]
+    return [*record.tensors] if isinstance(record, Stored) else []
+
+
 def is_lossless(record: Record) -> bool:
     """Whether the record gives the activation back bit by bit."""
     if isinstance(record, Stored):

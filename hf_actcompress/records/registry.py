@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
+from ._current import current
 from .entry import Entry
 from .outside import hooks_outside
 from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
@@ -119,7 +120,7 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
 def declare_as(y: Tensor, record: Derived) -> None:
     """Say that y need not be kept: `record` rebuilds it, same shape, dtype, values. Ignored unless y is contiguous."""
     if y.is_contiguous():
-        _insert(y, record)
+        _note(y, _insert(y, record))
 
 
 def declare_in_order(y: Tensor, order: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
@@ -127,6 +128,17 @@ def declare_in_order(y: Tensor, order: Tensor, recompute: Callable[..., Tensor],
     entry = _insert(y, None) if order.is_contiguous() else None
     if entry is not None:
         entry.describe(order, Derived(Recipe(recompute), sources))
+        _note(y, entry)
+
+
+def _note(y: Tensor, entry: Entry | None) -> None:
+    """Tell the net what node makes y. An op of ours declares y before it has a node."""
+    if entry is None or current.net is None or current.net.declared is None:
+        return
+    if current.declared is not None:
+        current.declared.append((y, entry))
+    else:
+        current.net.declared.note(y, entry)
 
 
 def known_record(x: Tensor) -> Record | None:
@@ -136,16 +148,6 @@ def known_record(x: Tensor) -> Record | None:
         return None
     assert entry.record is not None
     return _viewed(entry, entry.record, x)
-
-
-def record_by_node(node: object, number: int) -> Record | None:
-    """The record of the live tensor that is the output of an autograd node with that number; None if there is none."""
-    # the newest first: what a sum is made of has just been made. A tensor may die meanwhile, hence the list
-    for entry in reversed([*_entries().values()]):
-        x = entry.tensor()
-        if x is not None and x.grad_fn is node and x.output_nr == number:
-            return known_record(x)
-    return None
 
 
 def record_before_write(x: Tensor) -> Record | None:
