@@ -28,6 +28,10 @@ class Netting:
         """Whether x, which is saved next, is made again and not kept."""
         raise NotImplementedError
 
+    def is_made(self, x: Tensor) -> bool:
+        """Whether x, which has been saved, is made again and not kept."""
+        raise NotImplementedError
+
     def is_innermost(self) -> bool:
         """Whether no other hooks have been installed since, such as those of a checkpointed region."""
         top = innermost_saved_tensor_hooks()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .parts import is_part
-from .record import Derived, Recipe, Record, tensors, versions
+from .record import Derived, Recipe, Record, parts, versions
 from .views import View, dense, extent
 
 
@@ -20,7 +19,7 @@ class Entry:
     Nothing here may hold the tensor itself, because an entry ends when its tensor dies.
     """
 
-    __slots__ = ("copies", "derivations", "record", "shape", "stride", "tensor", "versions")
+    __slots__ = ("__weakref__", "copies", "derivations", "record", "shape", "stride", "tensor", "versions")
 
     def __init__(self, x: Tensor, record: Record | None, on_death: Callable[[Any], None]) -> None:
         self.tensor = weakref.ref(x, on_death)
@@ -34,9 +33,9 @@ class Entry:
         self.shape, self.stride = x.shape, x.stride()
         self.versions = _versions(record)
 
-    def sources(self) -> list[Tensor]:
-        """The tensors that the record is made of."""
-        return [] if self.record is None else tensors(self.record)
+    def is_made_of(self, kept: Iterable[Tensor | None]) -> bool:
+        """Whether all that the record is made of is among these tensors."""
+        return self.record is not None and {*map(id, parts(self.record))} <= {*map(id, kept)}
 
     def record_as(self, shape: torch.Size, stride: tuple[int, ...]) -> Record | None:
         """The record of this tensor, which has or had that shape; None if a source was modified since."""
@@ -58,7 +57,7 @@ class Entry:
 
 
 class Noted:
-    """Entries by the nodes that made their tensors, which may be gone.
+    """Entries by the nodes that made their tensors. Of an op's output that is gone, if the op keeps its sources anyway.
 
     Args:
         holds: Whether it may hold the tensors from which these are made.
@@ -66,21 +65,27 @@ class Noted:
 
     def __init__(self, holds: bool) -> None:
         self._holds = holds
-        self._entries: dict[tuple[int, int], tuple[Entry, torch.Size, tuple[int, ...]]] = {}
+        # of each output: its entry, or a weak reference to it; its shape, its strides and its version
+        self._notes: dict[tuple[int, int], tuple[Any, torch.Size, tuple[int, ...], int]] = {}
 
-    def note(self, y: Any, entry: Entry) -> None:
-        """Note the entry of y. Not if that would hold a part of a tensor, and with it the whole."""
-        if self._holds and y.grad_fn is not None and not any(map(is_part, entry.sources())):
-            self._entries[y.grad_fn._sequence_nr(), y.output_nr] = entry, y.shape, y.stride()
+    def note(self, y: Any, entry: Entry, kept: Iterable[Tensor | None] = ()) -> None:
+        """Note the entry of y, the output of an op that keeps these tensors for its backward."""
+        if y.grad_fn is not None:
+            known = entry if self._holds and entry.is_made_of(kept) else weakref.ref(entry)
+            self._notes[y.grad_fn._sequence_nr(), y.output_nr] = known, y.shape, y.stride(), y._version
 
     def record(self, node: Any, number: int) -> Record | None:
         """The record of the output of a node with that number; None if there is none."""
-        found = self._entries.get((node._sequence_nr(), number))
-        return None if found is None else found[0].record_as(found[1], found[2])
+        known, shape, stride, version = self._notes.get((node._sequence_nr(), number), (None, None, (), 0))
+        entry = known() if isinstance(known, weakref.ref) else known
+        if entry is None or shape is None:
+            return None
+        y = entry.tensor()
+        return entry.record_as(shape, stride) if y is None or y._version == version else None
 
     def clear(self) -> None:
         """Forget all entries."""
-        self._entries.clear()
+        self._notes.clear()
 
 
 def _versions(record: Record | None) -> list[int]:

@@ -9,6 +9,7 @@ at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,10 +28,12 @@ from .joining import (
     by_number,
     compute_of,
     inputs_of,
+    itself,
     moved,
     padded,
     padding_of,
     product_of,
+    shape_of,
 )
 from .nodes import POINTWISE_NODES
 from .outside import Hooks
@@ -41,6 +44,9 @@ from .saving import Slot, is_lossless_slot
 LONGEST = 4
 # how many nodes, without views, lie between a joined tensor and what is kept
 _NODES = 16
+# how many times as many elements as the joined tensor what is made on the way to it may have: for a small part of a
+# large tensor, backward would need more memory at a time than is saved
+_WIDER = 2
 
 
 class Finder(NamedTuple):
@@ -49,13 +55,13 @@ class Finder(NamedTuple):
     Attributes:
         x: The tensor, which is to be made again.
         output: What is held for the output of a node with that number; None if it is not kept.
-        factor: What is held for the one tensor that a product has saved; None if there is none.
+        saved: What is held for the tensors that a node has saved.
         keep: Keeps a tensor.
     """
 
     x: Tensor
     output: Callable[[Any, int], Held | None]
-    factor: Callable[[Any], Held | None]
+    saved: Callable[[Any], list[Held]]
     keep: Callable[[Tensor], Held]
 
 
@@ -109,6 +115,10 @@ def joined(
     # the last summand is more often the one that is not kept: the first is that of all layers before
     for at, (before, output) in reversed([*enumerate(inputs)]):
         held = finder.output(before, output) if at or first is None else first
+        if not _is_there(held) and math.prod(shape_of(before, output)) > _WIDER * finder.x.numel():
+            held = None
+            if type(before).__name__ not in VIEWS:
+                return None
         if held is None:
             inner = joined(before, output, finder, way=(*way, node))
             if inner is None:
@@ -123,6 +133,11 @@ def joined(
     return Joined(compute, (*sources, *further()), kind, nodes)
 
 
+def _is_there(held: Held | None) -> bool:
+    """Whether the value need not be made."""
+    return isinstance(held, Kept) and held.slot is None
+
+
 def _step(
     node: Any, number: int, finder: Finder, way: tuple[Any, ...]
 ) -> tuple[Compute, Callable[[], list[Held]]] | None:
@@ -132,9 +147,9 @@ def _step(
         return compute, list
     product = product_of(node)
     if product is not None:
-        factor = finder.factor(node)
-        if factor is not None:
-            return product, lambda: [factor]
+        factor = made_exactly(itself, finder.saved(node), finder.x)
+        if factor is not None and len(factor.sources) == 1:
+            return product, lambda: [*factor.sources]
         scaled = by_number(node)
         return None if scaled is None else (scaled, list)
     padding = padding_of(node)

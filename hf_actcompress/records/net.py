@@ -40,7 +40,6 @@ from .entry import Noted
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
 from .joined import Finder, Slotted, Trials, is_asked, is_exact, joined, made, made_exactly, made_in_order, unsharded
-from .joining import itself
 from .nodes import Pointwise, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped, rows_left_out
@@ -97,6 +96,10 @@ class Net(Netting):
         """See `Netting`."""
         self._asked = self._computed(x, own=True)
         return self._asked is not None
+
+    def is_made(self, x: Tensor) -> bool:
+        """See `Netting`."""
+        return self._known(x if x._base is None else x._base) is not None
 
     def unpack(self, held: Held) -> Tensor:
         """x again. Raises RuntimeError, as torch does, if a kept tensor was written in place."""
@@ -208,9 +211,10 @@ class Net(Netting):
         if x._version:
             # a sum in place is the only write since the record was declared, so this record gives the first summand
             first = self._by_declared(record_before_write(x)) if rows_left_out(x) is None else None
-        if x._version and first is None:
+        # a tensor that sees an element twice cannot be copied in its order in memory
+        if (x._version and first is None) or 0 in x.stride():
             return None
-        finder = Finder(x, partial(self._output, x), partial(self._factor, x), self._kept)
+        finder = Finder(x, partial(self._output, x), self._saved_by, self._kept)
         if (found := joined(x.grad_fn, x.output_nr, finder, first)) is None:
             return None
         held = made_in_order(found.compute, found.sources, x, joined=True)
@@ -225,11 +229,6 @@ class Net(Netting):
         declared = self._by_declared(self.declared.record(node, number))
         found = self._pointwise(node, x) if declared is None and number == 0 else None
         return declared if found is None else made_exactly(*found, x)
-
-    def _factor(self, x: Tensor, node: Any) -> Held | None:
-        """What is held for the only tensor that a node has saved, which is a factor in x."""
-        found = made_exactly(itself, self._saved_by(node), x)
-        return found.sources[0] if found is not None and len(found.sources) == 1 else None
 
     def _saved(self, node: Any, number: int) -> Held | None:
         """What is held for an output of a node that was saved as a whole."""
@@ -285,7 +284,7 @@ def netted(codec: Codec, proved: dict[Hashable, bool]) -> Iterator[None]:
 
     Args:
         codec: How activations are stored that stock code saves and that cannot be computed again.
-        proved: What earlier forwards of the model have found out about its joined tensors (`joined.gives`).
+        proved: What earlier forwards of the model have found out about its joined tensors (`joined.Trials`).
     """
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield

@@ -26,12 +26,15 @@ class _Off:
     or is a part of a larger tensor.
     """
 
-    __slots__ = ("hooks", "on")
+    __slots__ = ("hooks", "on", "saved")
 
     def __init__(self, net: Netting) -> None:
         self.hooks, self.on = net.hooks, False
+        # what the op saves
+        self.saved: Sequence[Tensor | None] = ()
 
     def needed(self, saved: Sequence[Tensor | None], outside: Sequence[int]) -> bool:
+        self.saved = saved
         if not self.on:
             for i in outside:
                 x = saved[i]
@@ -40,6 +43,15 @@ class _Off:
                     self.on = True
                     break
         return self.on
+
+    def kept(self, net: Netting) -> Sequence[Tensor | None]:
+        """The saved tensors that stay as they are: the net makes others again, or copies them."""
+        if current.call is not None:
+            # what a call saves that runs again is gone when it ends
+            return ()
+        if not self.on:
+            return self.saved
+        return [x for x in self.saved if x is not None and not is_part(x) and not net.is_made(x)]
 
 
 def applied(function: _Function, *inputs: Any) -> Any:
@@ -57,7 +69,7 @@ def applied(function: _Function, *inputs: Any) -> Any:
     try:
         out = function.apply(*inputs)  # type: ignore[no-untyped-call]
         for y, entry in current.declared:
-            net.declared.note(y, entry)
+            net.declared.note(y, entry, off.kept(net))
         return out
     finally:
         current.declared = before

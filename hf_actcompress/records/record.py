@@ -99,11 +99,14 @@ def versions(record: Record) -> list[int]:
     return found
 
 
-def tensors(record: Record) -> list[Tensor]:
-    """The tensors that the record is made of, if it is packed."""
-    if isinstance(record, Derived):
-        return [x for source in record.sources for x in tensors(source)]
-    return [*record.tensors] if isinstance(record, Stored) else []
+def parts(record: Record) -> list[object]:
+    """The tensors that the record is made of, and records that may be packed later."""
+    if not isinstance(record, Derived):
+        return [*record.tensors] if isinstance(record, Stored) else [record]
+    found: list[object] = []
+    for source in record.sources:
+        found += source.tensors if type(source) is Stored else parts(source)
+    return found
 
 
 def is_lossless(record: Record) -> bool:

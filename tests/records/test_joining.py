@@ -10,17 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_actcompress.ops import layer_norm
-from hf_actcompress.records import frame, joined
+from hf_actcompress.records import frame
 from hf_actcompress.records.joining import JOINING_NODES, VIEWS
 from tests.records.test_net import assert_same, kept, net, stock
 
 # images, rows, columns, channels
 SHAPE = (2, 5, 7, 8)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "_proved", {})
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:
@@ -120,7 +115,7 @@ def test_of_something_that_is_not_kept() -> None:
 
 
 def test_a_write_that_no_node_shows() -> None:
-    """Each kind of chain is compared once, so a write under no_grad is seen."""
+    """Each chain of a model is compared once, so a write under no_grad is seen."""
     a, weight, gain = leaf(*SHAPE), leaf(8, 6, seed=1), leaf(8, seed=2)
 
     def forward() -> Tensor:
