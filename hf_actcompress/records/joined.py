@@ -25,11 +25,11 @@ from .joining import (
     JOINING_NODES,
     VIEWS,
     Compute,
-    by_number,
     compute_of,
     inputs_of,
     itself,
     moved,
+    number_of,
     padded,
     padding_of,
     product_of,
@@ -150,8 +150,8 @@ def _step(
         factor = made_exactly(itself, finder.saved(node), finder.x)
         if factor is not None and len(factor.sources) == 1:
             return product, lambda: [*factor.sources]
-        scaled = by_number(node)
-        return None if scaled is None else (scaled, list)
+        number = number_of(node)
+        return None if number is None else (product, lambda: [finder.keep(number)])
     padding = padding_of(node)
     place = None if padding is None else padding.place
     for after in reversed(way):

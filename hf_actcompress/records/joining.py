@@ -27,6 +27,10 @@ def signed(saved: int) -> int:
     return saved if saved < 2**63 else saved - 2**64
 
 
+def _bound(saved: int | None) -> int | None:
+    return None if saved is None else signed(saved)
+
+
 def _sum(node: Any, number: int) -> Compute | None:
     return torch.add if node._saved_alpha == 1 else None
 
@@ -104,7 +108,7 @@ def _select(node: Any, number: int) -> Compute:
 
 
 def _slice(node: Any, number: int) -> Compute:
-    where = slice(signed(node._saved_start), signed(node._saved_end), node._saved_step)
+    where = slice(_bound(node._saved_start), _bound(node._saved_end), node._saved_step)
     return partial(_sliced, dim=signed(node._saved_dim), where=where)
 
 
@@ -188,16 +192,10 @@ def product_of(node: Any) -> Compute | None:
     return _PRODUCTS[name] if name in _PRODUCTS and sum(without) == 1 and (without[-1] or name in _SWAPPED) else None
 
 
-def by_number(node: Any) -> Compute | None:
-    """How a product with a number is made, or a quotient by one; None if the second factor is no number."""
-    number = None if node.next_functions[1][0] is not None else node._saved_other
-    if number is None or number.dim() or number.device.type != "cpu":
-        return None
-    return partial(_with_number, compute=_PRODUCTS[type(node).__name__], number=number.item())
-
-
-def _with_number(x: Tensor, compute: Compute, number: float) -> Tensor:
-    return compute(x, number)
+def number_of(node: Any) -> Tensor | None:
+    """The number [] by which a node multiplies or divides; None if its second factor is no number."""
+    number: Tensor | None = None if node.next_functions[1][0] is not None else node._saved_other
+    return None if number is None or number.dim() else number
 
 
 class Widths(NamedTuple):

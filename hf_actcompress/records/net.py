@@ -99,7 +99,7 @@ class Net(Netting):
 
     def is_made(self, x: Tensor) -> bool:
         """See `Netting`."""
-        return self._known(x if x._base is None else x._base) is not None
+        return any(t is not None and self._known(t) is not None for t in (x, x._base))
 
     def unpack(self, held: Held) -> Tensor:
         """x again. Raises RuntimeError, as torch does, if a kept tensor was written in place."""
@@ -212,7 +212,7 @@ class Net(Netting):
             # a sum in place is the only write since the record was declared, so this record gives the first summand
             first = self._by_declared(record_before_write(x)) if rows_left_out(x) is None else None
         # a tensor that sees an element twice cannot be copied in its order in memory
-        if (x._version and first is None) or 0 in x.stride():
+        if (x._version and first is None) or 0 in x.stride() or isinstance(x._base, Parameter):
             return None
         finder = Finder(x, partial(self._output, x), self._saved_by, self._kept)
         if (found := joined(x.grad_fn, x.output_nr, finder, first)) is None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_actcompress.ops import layer_norm
-from hf_actcompress.records import frame
+from hf_actcompress.codecs import IDENTITY
+from hf_actcompress.ops import dropout, layer_norm
+from hf_actcompress.private_apis import FakeTensorMode
+from hf_actcompress.records import frame, netted
 from hf_actcompress.records.joining import JOINING_NODES, VIEWS
 from tests.records.test_net import assert_same, kept, net, stock
 
@@ -125,6 +130,64 @@ def test_a_write_that_no_node_shows() -> None:
         return (windows(y, 3) @ weight).square().sum()
 
     assert_same(forward, (a, gain, weight))
+
+
+def test_a_write_in_a_later_forward() -> None:
+    """A norm's output that is alive has a version, which says that it was written on."""
+    a, weight, gain = leaf(*SHAPE), leaf(8, 6, seed=1), leaf(8, seed=2)
+    proved: dict[Hashable, bool] = {}
+
+    def gradients(context: AbstractContextManager[None], written: bool) -> tuple[Tensor, ...]:
+        with context:
+            y = layer_norm(a + 1, (8,), gain, None, 1e-5)
+            if written:
+                with torch.no_grad():
+                    y.clamp_(max=0.5)
+            loss = (windows(y, 3) @ weight).square().sum()
+        return torch.autograd.grad(loss, (a, weight, gain))
+
+    for written in (False, True):
+        with frame():
+            ours = gradients(netted(IDENTITY, proved), written)
+        assert all(map(torch.equal, ours, gradients(frame(), written)))
+
+
+def test_what_no_backward_keeps_is_held_no_longer() -> None:
+    """A dropout's input could give its output again, but dies before the forward ends."""
+    a = leaf(*SHAPE)
+    with net():
+        x = a + 1
+        y = dropout(x, 0.5)
+        of = weakref.ref(x)
+        del x
+        assert of() is not None
+        del y
+        assert of() is None
+
+
+def test_a_small_part_of_a_norms_output_is_kept() -> None:
+    """To make the whole output again would take more memory at a time than the part."""
+    a, weight, gain = leaf(8, 32, 8), leaf(8, 6, seed=1), leaf(8, seed=2)
+
+    def forward(length: int) -> Tensor:
+        return (layer_norm(a + 1, (8,), gain, None, 1e-5)[:, :length].contiguous() @ weight).square().sum()
+
+    for length, saved in ((8, 0), (20, 8 * 20 * 8 * 4)):
+        part = partial(forward, length)
+        assert_same(part, (a, gain, weight))
+        assert kept(part, frame) - kept(part, net) == saved
+
+
+def test_chains_of_tensors_without_data() -> None:
+    """An estimate runs on such tensors."""
+    with FakeTensorMode():
+        a, weight = torch.randn(SHAPE).requires_grad_(), torch.randn(8, 6).requires_grad_()
+        for chain in CHAINS.values():
+            with net():
+                x = a + 1
+                read = x.sin().sum()
+                loss = (chain(x) @ weight).square().sum() + read
+            loss.backward()
 
 
 def test_every_node_of_the_tables_is_tried() -> None:
