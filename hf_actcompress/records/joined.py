@@ -150,8 +150,8 @@ def _step(
         factor = made_exactly(itself, finder.saved(node), finder.x)
         if factor is not None and len(factor.sources) == 1:
             return product, lambda: [*factor.sources]
-        number = number_of(node)
-        return None if number is None else (product, lambda: [finder.keep(number)])
+        scale = number_of(node)
+        return None if scale is None else (product, lambda: [finder.keep(scale)])
     padding = padding_of(node)
     place = None if padding is None else padding.place
     for after in reversed(way):
