@@ -165,6 +165,21 @@ def test_what_no_backward_keeps_is_held_no_longer() -> None:
         assert of() is None
 
 
+def test_a_norms_input_that_is_made_again_is_not_held() -> None:
+    a, gain = leaf(*SHAPE), leaf(8, seed=2)
+    with net():
+        x = a + 1
+        read = x.sin()
+        joined = torch.cat([x, x], 1)
+        y = layer_norm(joined, (8,), gain, None, 1e-5)
+        of = weakref.ref(joined)
+        del joined
+        z = y.sum() + read.sum()
+        del y
+        assert of() is None
+    z.backward()
+
+
 def test_a_small_part_of_a_norms_output_is_kept() -> None:
     """To make the whole output again would take more memory at a time than the part."""
     a, weight, gain = leaf(8, 32, 8), leaf(8, 6, seed=1), leaf(8, seed=2)
