@@ -207,9 +207,9 @@ class Widths(NamedTuple):
 
 def padding_of(node: Any) -> Widths | None:
     """The padding that a node adds; None for other nodes, and if it takes something off."""
-    if type(node).__name__ != "ConstantPadNdBackward0" or min(node._saved_pad) < 0 or not any(node._saved_pad):
+    widths = tuple(map(signed, node._saved_pad)) if type(node).__name__ == "ConstantPadNdBackward0" else ()
+    if min(widths, default=-1) < 0 or not any(widths):
         return None
-    widths: tuple[int, ...] = node._saved_pad
     shape = shape_of(node, 0)
     i = next(i for i, width in enumerate(widths) if width)
     dim = len(shape) - 1 - i // 2

@@ -119,6 +119,18 @@ def test_of_something_that_is_not_kept() -> None:
         assert kept(forward, net) <= kept(forward, stock)
 
 
+def test_a_padding_that_takes_something_off() -> None:
+    a, weight = leaf(*SHAPE), leaf(8, 6, seed=1)
+
+    def forward() -> Tensor:
+        x = a + 1
+        read = x.sin().sum()
+        return (F.pad(x, (0, 0, 1, -1)) @ weight).square().sum() + read
+
+    assert_same(forward, (a, weight))
+    assert kept(forward, net) <= kept(forward, stock)
+
+
 def test_a_write_that_no_node_shows() -> None:
     """Each chain of a model is compared once, so a write under no_grad is seen."""
     a, weight, gain = leaf(*SHAPE), leaf(8, 6, seed=1), leaf(8, seed=2)
