@@ -22,7 +22,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # compile, so none has fewer than LARGE elements. Smaller logits, and those of small vocabularies, stay whole
 PIECES, _TILE, LARGE, _TIMES_HIDDEN = 8, 128, 1 << 20, 4
 # ops that treat each column by itself, beside those that torch tags as pointwise
-_SHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default}
+_SHAPES = {aten.view.default, aten.reshape.default, aten.expand.default}
 _COPIES = {aten.clone.default, prims.convert_element_type.default}
 
 # (kind, node, the logits' gradient that it reads). "weight" and "hidden": products of the gradient with hidden states

@@ -33,7 +33,7 @@ _REGION = 2**30
 _LARGE = 16
 # ops that are pointwise, reductions or compositions of these, and are missing in torch's own list
 _CHEAP = {
-    "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "_unsafe_view", "cat", "constant_pad_nd", "flip",
+    "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "cat", "constant_pad_nd", "flip",
     "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm",
     "native_layer_norm", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
 }  # fmt: skip
@@ -68,6 +68,10 @@ def apply_policy(graph: Graph, outputs: int) -> None:
             op makes to keep, get no tag: torch keeps the smallest set of them.
     """
     held = _held_by_caller(graph, outputs)
+    for node in graph.nodes:
+        if node.target is torch.ops.aten._unsafe_view.default:
+            # the same in a graph without autograd, but the partitioner computes only views again
+            node.target = torch.ops.aten.view.default
     for node in list(graph.nodes):
         if node.target is _MARK:
             _take_out(graph, node, held)
@@ -123,7 +127,7 @@ def _is_fresh(x: Node) -> bool:
         for user in pending.pop().users:
             if user.op == "output":
                 return False
-            if is_view(user) or _name(user) == "_unsafe_view":
+            if is_view(user):
                 pending.append(user)
     return True
 
@@ -162,7 +166,7 @@ def _tag(node: Node) -> None:
 
 def made_by(x: Node) -> Node:
     """The node that computes the tensor that x is a view of."""
-    while x.op == "call_function" and (is_view(x) or _name(x) == "_unsafe_view"):
+    while x.op == "call_function" and is_view(x):
         x = x.all_input_nodes[0]
     return x
 
