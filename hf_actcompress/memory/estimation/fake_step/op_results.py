@@ -28,6 +28,8 @@ from ....private_apis import (
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+# our kernels' results are made by it: its arguments say all about the tensor that it returns
+_EMPTY = torch.ops.aten.empty_strided.default
 # stands for the result of a call that is not known yet
 _NEW: Any = object()
 _PLAIN = frozenset(
@@ -117,7 +119,10 @@ class OpCalls:
             kind = None
             if found is _NEW:
                 kind, found = _kind(func, args, kwargs, arguments), None
-                if self._known.kinds.get(kind):
+                if func is _EMPTY and kwargs.get("dtype") is not None and kwargs.get("device") in (None, _CPU):
+                    made = _Made(tuple(args[0]), tuple(args[1]), 0, kwargs["dtype"], None)
+                    found = self._known[key] = _Result((made,), None)
+                elif self._known.kinds.get(kind):
                     found = self._known[key] = _on_meta(func, args, kwargs)
             if found is not None and mode is not None:
                 return self._made(found, arguments, mode)
@@ -184,9 +189,11 @@ def _storages(arguments: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _kind(func: Any, args: Any, kwargs: Any, arguments: Sequence[Any]) -> Hashable | None:
-    """A value that is equal for calls which differ in sizes only; None for a call that makes no new tensors."""
-    schema = getattr(func, "_schema", None)
-    if not arguments or schema is None or schema.is_mutable:
+    """A value that is equal for calls which differ in sizes only.
+
+    None for a call without tensors, which would make real ones, and for one that changes the shape of an argument.
+    """
+    if not arguments or not isinstance(func, torch._ops.OpOverload) or torch.Tag.inplace_view in func.tags:
         return None
     try:
         return func, kind_of(args), kind_of(tuple(kwargs.items()))
