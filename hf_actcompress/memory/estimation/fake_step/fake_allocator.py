@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +38,12 @@ _LITERALS, _MOST_KNOWN = (
 )
 # results of torch's op that chooses a CPU's attention kernel
 _MATH, _FUSED = 0, 1
+
+
+@cache
+def _draws(func: Any) -> bool:
+    """Whether an op draws random numbers. A higher-order op has no `tags`; to read them takes as long as many ops."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,8 +118,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if all(x.numel() <= _MOST_KNOWN and not x.is_floating_point() for x in tensors):
                 self.know(tensors)
                 return result
-        # a higher-order op has no `tags`
-        self.draws += torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.draws += _draws(func)
         answer = self._answer(func, args)
         if answer is not None:
             return answer()
