@@ -32,10 +32,8 @@ _DEVICE = torch.ops.prim.device.default
 
 IGNORE_INDEX = -100
 # ops that make tensors with known values from nothing, and the most elements for which values are computed
-_LITERALS, _MOST_KNOWN = (
-    (aten.lift_fresh.default, aten.arange.default, aten.arange.start, aten.arange.start_step),
-    2**16,
-)
+_LITERALS = (aten.lift_fresh.default, aten.arange.default, aten.arange.start, aten.arange.start_step)
+_MOST_KNOWN = 2**16
 # results of torch's op that chooses a CPU's attention kernel
 _MATH, _FUSED = 0, 1
 
