@@ -170,8 +170,7 @@ ProfilerEvent = torch._C._profiler._EventType
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 # in this context no TorchFunctionMode sees calls, not even those on tensors
 without_torch_function_modes = torch._C.DisableTorchFunction
-# in this context no dispatch mode and no tensor subclass sees an op
-without_torch_dispatch = torch._C._DisableTorchDispatch
+without_torch_dispatch = torch._C._DisableTorchDispatch  # in it no dispatch mode and no tensor subclass sees an op
 
 
 def active_fake_mode() -> FakeTensorMode | None:
