@@ -71,6 +71,7 @@ __all__ = [
     "transforms_active",
     "unset_fake_temporarily",
     "without_dispatch_modes",
+    "without_torch_dispatch",
     "without_torch_function",
     "without_torch_function_modes",
 ]
@@ -169,6 +170,7 @@ ProfilerEvent = torch._C._profiler._EventType
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 # in this context no TorchFunctionMode sees calls, not even those on tensors
 without_torch_function_modes = torch._C.DisableTorchFunction
+without_torch_dispatch = torch._C._DisableTorchDispatch  # in it no dispatch mode and no tensor subclass sees an op
 
 
 def active_fake_mode() -> FakeTensorMode | None:

@@ -89,6 +89,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._get_dispatch_mode", _T, "estimates: whether what is made becomes a fake tensor"),
     PrivateAPI("torch._C._TorchDispatchModeKey.FAKE", _T, "the same"),
     PrivateAPI("torch._C.DisableTorchFunction", _T, "estimates: shapes asked for without the modes of a step"),
+    PrivateAPI("torch._C._DisableTorchDispatch", _T, "estimates: tensors made without the modes of a step"),
     PrivateAPI("torch.utils._python_dispatch.TorchDispatchMode", _T, "estimates: every op of a step is seen"),
     PrivateAPI("torch.utils._pytree.tree_map_only", _T, "tensors in nested arguments"),
     PrivateAPI("torch.utils._device._device_constructors", _T, "estimates: functions that make tensors"),

@@ -65,8 +65,33 @@ def test_a_result_of_another_size_is_as_torch_makes_it(name: str) -> None:
                 assert mine.storage_offset() == torch_s.storage_offset() and mine.device == torch_s.device
                 shared = torch_s.untyped_storage()._cdata == y.untyped_storage()._cdata
                 assert (mine.untyped_storage()._cdata == x.untyped_storage()._cdata) == shared
-    # what writes on its argument is asked of torch each time
-    assert list(known.kinds.values()) == ([] if name == "in place" else [True])
+    assert list(known.kinds.values()) == [True]
+
+
+def test_an_op_that_gives_an_argument_another_shape_is_asked_of_torch() -> None:
+    known = OpResults()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        calls = OpCalls(known)
+        for rows, out_rows in ((4, 4), (6, 6), (8, 0)):
+            x, out = torch.empty(rows, 6), torch.empty(out_rows, 6)
+            assert calls(aten.mul.out, (x, x), {"out": out}) is out
+            assert out.shape == (rows, 6) and out.untyped_storage().nbytes() == rows * 6 * 4
+    # only of the last one it is not known what it returns
+    assert [found is None for found in known.values()] == [False, False, True]
+
+
+def test_an_empty_tensor_is_what_its_arguments_say() -> None:
+    known = OpResults()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        calls = OpCalls(known)
+        for dtype in (torch.bfloat16, torch.complex64):
+            found = calls(aten.empty_strided.default, ([4, 6], [8, 1]), {"dtype": dtype, "device": torch.device("cpu")})
+            torchs = torch.empty_strided([4, 6], [8, 1], dtype=dtype)
+            assert type(found) is FakeTensor and found.fake_mode is mode and found.device == torchs.device
+            assert (found.shape, found.stride(), found.dtype) == (torchs.shape, torchs.stride(), torchs.dtype)
+            assert found.untyped_storage().nbytes() == torchs.untyped_storage().nbytes()
+        on_meta = calls(aten.empty_strided.default, ([4], [1]), {"dtype": dtype, "device": torch.device("meta")})
+        assert on_meta.device.type == "meta"
 
 
 def test_what_the_meta_device_says_otherwise_is_asked_of_torch() -> None:

@@ -25,7 +25,7 @@ from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
 from .optimizers import optimizer_rule
 from .reserved.repeated import Trace
-from .reserved.replay import STEPS, reserved_share
+from .reserved.replay import STEPS, Held, reserved_share
 from .reserved.trace import trace_of
 from .result import Estimate
 from .states import DDP_NOTE, States, context_bytes, frozen_elsewhere, held_by, in_buckets, state_bytes
@@ -146,7 +146,8 @@ class Estimates:
     ) -> Estimate:
         """The estimate, with the shares of `reserved_share`."""
         case = batch_size, seq_len, config, gradient_checkpointing
-        shares = [self.reserved_share(*case, expandable=expandable, lengths=lengths) for expandable in (False, True)]
+        training = self._training(*case, lengths)
+        shares = [None if training is None else reserved_share(*training, expandable) for expandable in (False, True)]
         return replace(self.estimate(*case), reserved_share=shares[0], reserved_share_expandable=shares[1])
 
     def reserved_share(
@@ -170,6 +171,13 @@ class Estimates:
             The share, 1 or more; None where no step can be replayed: on a CPU, compiled, with several processes, or if
             the layers are not alike.
         """
+        training = self._training(batch_size, seq_len, config, gradient_checkpointing, lengths)
+        return None if training is None else reserved_share(*training, expandable)
+
+    def _training(
+        self, batch_size: int, seq_len: int, config: Any, gradient_checkpointing: bool, lengths: Sequence[int]
+    ) -> tuple[Held, list[Trace]] | None:
+        """What `reserved_share` replays; None where no step can be replayed."""
         setting = self._case(batch_size, seq_len, config)
         if not setting.cuda or setting.compiled or setting.ranks > 1 or self._ddp or self._zero is not None:
             return None
@@ -178,9 +186,7 @@ class Estimates:
             found = self._step(replace(setting, seq_len=length), gradient_checkpointing, roles=True)
             traces[length] = trace_of(found, BLOCK)
         steps = [trace for length in lengths or [seq_len] * STEPS if (trace := traces[length]) is not None]
-        if None in traces.values():
-            return None
-        return reserved_share(held_by(self._model(gradient_checkpointing), self._rule), steps, expandable)
+        return None if None in traces.values() else (held_by(self._model(gradient_checkpointing), self._rule), steps)
 
     def guess(
         self,

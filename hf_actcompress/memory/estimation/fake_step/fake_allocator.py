@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -31,12 +32,16 @@ _DEVICE = torch.ops.prim.device.default
 
 IGNORE_INDEX = -100
 # ops that make tensors with known values from nothing, and the most elements for which values are computed
-_LITERALS, _MOST_KNOWN = (
-    (aten.lift_fresh.default, aten.arange.default, aten.arange.start, aten.arange.start_step),
-    2**16,
-)
+_LITERALS = (aten.lift_fresh.default, aten.arange.default, aten.arange.start, aten.arange.start_step)
+_MOST_KNOWN = 2**16
 # results of torch's op that chooses a CPU's attention kernel
 _MATH, _FUSED = 0, 1
+
+
+@cache
+def _draws(func: Any) -> bool:
+    """Whether an op draws random numbers. A higher-order op has no `tags`; to read them takes as long as many ops."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
 class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,8 +116,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if all(x.numel() <= _MOST_KNOWN and not x.is_floating_point() for x in tensors):
                 self.know(tensors)
                 return result
-        # a higher-order op has no `tags`
-        self.draws += torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.draws += _draws(func)
         answer = self._answer(func, args)
         if answer is not None:
             return answer()

@@ -20,9 +20,9 @@ from ....private_apis import FakeTensor, unset_fake_temporarily
 from .fake_allocator import FakeAllocator
 
 # the functions with which transformers checks; all other functions get fake tensors
-_ASKS = (
+_ASKS = frozenset({
     Tensor.__getitem__, Tensor.__eq__, Tensor.eq, Tensor.__invert__, Tensor.sum, Tensor.all, torch.all, Tensor.__bool__,
-)  # fmt: skip
+})  # fmt: skip
 
 
 class KnownMasks(TorchFunctionMode):

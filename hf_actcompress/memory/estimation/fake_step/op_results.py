@@ -23,11 +23,14 @@ from ....private_apis import (
     active_fake_mode,
     fake_tensor,
     unset_fake_temporarily,
+    without_torch_dispatch,
     without_torch_function_modes,
 )
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+# our kernels' results are made by it: its arguments say all about the tensor that it returns
+_EMPTY = torch.ops.aten.empty_strided.default
 # stands for the result of a call that is not known yet
 _NEW: Any = object()
 _PLAIN = frozenset(
@@ -117,7 +120,10 @@ class OpCalls:
             kind = None
             if found is _NEW:
                 kind, found = _kind(func, args, kwargs, arguments), None
-                if self._known.kinds.get(kind):
+                if func is _EMPTY and kwargs.get("dtype") is not None and kwargs.get("device") in (None, _CPU):
+                    made = _Made(tuple(args[0]), tuple(args[1]), 0, kwargs["dtype"], None)
+                    found = self._known[key] = _Result((made,), None)
+                elif self._known.kinds.get(kind):
                     found = self._known[key] = _on_meta(func, args, kwargs)
             if found is not None and mode is not None:
                 return self._made(found, arguments, mode)
@@ -133,7 +139,7 @@ class OpCalls:
         return result
 
     def _made(self, result: _Result, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
-        with unset_fake_temporarily():
+        with without_torch_dispatch():
             found = [self._leaf(leaf, arguments, mode) for leaf in result.leaves]
         return found[0] if result.several is None else result.several(found)
 
@@ -184,9 +190,10 @@ def _storages(arguments: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _kind(func: Any, args: Any, kwargs: Any, arguments: Sequence[Any]) -> Hashable | None:
-    """A value that is equal for calls which differ in sizes only; None for a call that makes no new tensors."""
-    schema = getattr(func, "_schema", None)
-    if not arguments or schema is None or schema.is_mutable:
+    """A value that is equal for calls which differ in sizes only; None for a call without tensors, which would make
+    real ones, and for higher-order ops.
+    """
+    if not arguments or getattr(func, "_schema", None) is None:
         return None
     try:
         return func, kind_of(args), kind_of(tuple(kwargs.items()))
@@ -195,11 +202,14 @@ def _kind(func: Any, args: Any, kwargs: Any, arguments: Sequence[Any]) -> Hashab
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> _Result | None:
-    """The result that the call has on the meta device."""
+    """The result that the call has on the meta device; None if it gives an argument another shape or other memory."""
     over: list[Tensor] = []
     with unset_fake_temporarily(), suppress(*REFUSALS):
-        result = func(*aliases(args, over), **{name: aliases(x, over) for name, x in kwargs.items()})
-        return _described(result, over, _storages(over), is_plain_meta)
+        args, kwargs = aliases(args, over), aliases(kwargs, over)
+        before, shapes = _storages(over), [(x.shape, x.stride()) for x in over]
+        result = func(*args, **kwargs)
+        if _storages(over) == before and [(x.shape, x.stride()) for x in over] == shapes:
+            return _described(result, over, before, is_plain_meta)
     return None
 
 

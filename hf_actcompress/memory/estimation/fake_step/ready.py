@@ -79,7 +79,7 @@ def fake_copy(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Mo
     if not setting.compiled:
         # `OpCalls` remembers what ops return, so torch's own cache would only do the same work again
         mode.cache_enabled = False
-    with mode:
+    with mode, FakeAllocator(results=setting.ops):
         fakes = {id(x): empty_like(x, "cpu") for x in chain(model.parameters(), model.buffers())}
     fake = copy.deepcopy(model, fakes)
     unpatch_model(fake)
