@@ -11,7 +11,8 @@ from ..codecs import Codec, on_feature_maps
 
 # the fewest elements, in all and in each row, for which a codec is worth its cost
 _LARGE, _ROW = 512, 16
-_CONVOLUTIONS = {"ConvolutionBackward0", "Conv2dFunctionBackward"}
+# the nodes of convolutions
+CONVOLUTIONS = frozenset(("ConvolutionBackward0", "Conv2dFunctionBackward"))
 # these ops make losses, and sums and powers over many steps, in which an error grows
 _EXACT = {"CumsumBackward0", "CumprodBackward0", "ExpBackward0", "LogSoftmaxBackward0", "LogcumsumexpBackward0"}
 # these ops change weights before they are used: views, casts, norms, sums with adapters
@@ -50,7 +51,7 @@ def codec_for(x: Tensor, codec: Codec) -> Codec:
 
 def is_feature_map(x: Tensor) -> bool:
     """Whether x is ``[B, C, H, W]`` of a convolution: a codec's row is then an image, not the last axis (a line)."""
-    return x.dim() == 4 and x.size(0) > 0 and type(x.grad_fn).__name__ in _CONVOLUTIONS
+    return x.dim() == 4 and x.size(0) > 0 and type(x.grad_fn).__name__ in CONVOLUTIONS
 
 
 def _made_of_weights(node: Any) -> bool:

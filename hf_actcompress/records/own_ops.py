@@ -10,13 +10,17 @@ from torch import Tensor
 
 from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
-from .activations import is_feature_map
+from .activations import CONVOLUTIONS, is_feature_map
 from .joined import is_asked
+from .joining import COPIES, JOINING_NODES
+from .nodes import POINTWISE_NODES
 from .parts import is_part
 from .saving import own_tensors
 
 # the type of `torch.autograd.Function.apply`
 _Function = type[torch.autograd.Function]
+# the nodes that may have made a tensor about which the net is asked
+_KINDS = COPIES | CONVOLUTIONS | JOINING_NODES.keys() | POINTWISE_NODES.keys()
 
 
 class _Off:
@@ -38,7 +42,12 @@ class _Off:
         if not self.on:
             for i in outside:
                 x = saved[i]
-                if x is not None and x.grad_fn is not None and (_is_made(x) or (x._base is not None and is_part(x))):
+                if x is None or x.grad_fn is None:
+                    continue
+                # most tensors are ruled out without a call: this runs for each of our ops
+                base = x if x._base is None else x._base
+                made = type(base.grad_fn).__name__ in _KINDS and _is_made(base)
+                if made or (x.nbytes < base.nbytes and is_part(x)):
                     push_saved_tensor_hooks(*self.hooks)
                     self.on = True
                     break
@@ -73,9 +82,11 @@ def applied(function: _Function, *inputs: Any) -> Any:
         return out
     finally:
         current.declared = before
-        if not off.on:
+        if off.on:
+            own_tensors.forget()
+        else:
             push_saved_tensor_hooks(*net.hooks)
-        own_tensors.forget()
+            own_tensors.asked = None
 
 
 def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -91,4 +91,4 @@ def test_the_net_costs_a_layer_few_function_calls(name: str) -> None:
             assert calls(model) == [3] * layers
         slopes.append(at[1] - at[0])
     # a layer has some hundreds
-    assert (slopes[0] - slopes[1]) / 2 <= 18, slopes
+    assert (slopes[0] - slopes[1]) / 2 <= (13 if name == "bert" else 5), slopes
