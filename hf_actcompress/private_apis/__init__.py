@@ -22,7 +22,13 @@ from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 from .autograd_keys import above_autograd, below_autograd
-from .hooks import accumulation_hooks, hooks_on_every_module, is_idle_capture
+from .hooks import (
+    accumulation_hooks,
+    captured_kinds,
+    hooks_on_every_module,
+    is_idle_capture,
+    with_captured_kinds,
+)
 from .names import PRIVATE_APIS, PrivateAPI
 
 __all__ = [
@@ -41,6 +47,7 @@ __all__ = [
     "at_end_of_backward",
     "bare_apply",
     "below_autograd",
+    "captured_kinds",
     "compile_for_inductor",
     "current_backward",
     "delayed_error",
@@ -70,6 +77,7 @@ __all__ = [
     "tracing_for_compiler",
     "transforms_active",
     "unset_fake_temporarily",
+    "with_captured_kinds",
     "without_dispatch_modes",
     "without_torch_dispatch",
     "without_torch_function",
