@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import compilation, ops
 from ..codecs import IDENTITY
-from ..private_apis import captured_kinds, with_captured_kinds
+from ..private_apis import captured_alike
 from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
@@ -64,17 +64,8 @@ def function_of(layer: Any, settings: CheckpointSettings | None) -> Callable[...
         return partial(_checkpoint, settings.function, settings)
     if CHECKPOINT_FUNCTION not in layer.__dict__:
         raise AttributeError(f"{type(layer).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
-    checkpoint: Callable[..., Any] = layer.__dict__[CHECKPOINT_FUNCTION]
-    if kinds := captured_kinds():
-        checkpoint = partial(_captured_alike, checkpoint, kinds)
+    checkpoint = captured_alike(layer.__dict__[CHECKPOINT_FUNCTION])
     return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings)
-
-
-def _captured_alike(
-    checkpoint: Callable[..., Any], kinds: frozenset[str], layer: Callable[..., Any], *args: Any
-) -> Any:
-    """``checkpoint(layer, *args)``, whose recomputation goes the way of the first run, although it captures nothing."""
-    return checkpoint(partial(with_captured_kinds, kinds, layer), *args)
 
 
 def _checkpoint(

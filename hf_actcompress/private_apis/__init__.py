@@ -22,13 +22,7 @@ from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 from .autograd_keys import above_autograd, below_autograd
-from .hooks import (
-    accumulation_hooks,
-    captured_kinds,
-    hooks_on_every_module,
-    is_idle_capture,
-    with_captured_kinds,
-)
+from .hooks import accumulation_hooks, captured_alike, hooks_on_every_module, is_idle_capture
 from .names import PRIVATE_APIS, PrivateAPI
 
 __all__ = [
@@ -47,7 +41,7 @@ __all__ = [
     "at_end_of_backward",
     "bare_apply",
     "below_autograd",
-    "captured_kinds",
+    "captured_alike",
     "compile_for_inductor",
     "current_backward",
     "delayed_error",
@@ -77,7 +71,6 @@ __all__ = [
     "tracing_for_compiler",
     "transforms_active",
     "unset_fake_temporarily",
-    "with_captured_kinds",
     "without_dispatch_modes",
     "without_torch_dispatch",
     "without_torch_function",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,24 +38,37 @@ def is_idle_capture(hook: Any) -> bool:
     """
     if getattr(hook, "__module__", None) != _CAPTURES or torch.compiler.is_compiling():
         return False
-    kinds = captured_kinds()
+    kinds = _captured_kinds()
     return not kinds or _kind_of(hook) not in {*kinds, None}
 
 
-def captured_kinds() -> frozenset[str]:
-    """What transformers captures in this call, such as "hidden_states"; in a recomputation, what the first run did."""
-    if _CAPTURES not in sys.modules or torch.compiler.is_compiling():
-        return frozenset()
-    return frozenset(sys.modules[_CAPTURES]._active_collector.get() or ()) or _of_first_run.get()
+def captured_alike(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """A checkpoint function that runs a layer again with the hooks wanted that were wanted in its first run.
+
+    Backward captures nothing. A hook that is idle there would let the layer run another way, and save other tensors.
+    """
+    kinds = _captured_kinds()
+    return partial(_checkpoint, checkpoint, kinds) if kinds else checkpoint
 
 
-def with_captured_kinds(kinds: frozenset[str], function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, in which hooks of these kinds count as wanted, although backward captures nothing."""
+def _checkpoint(checkpoint: Callable[..., Any], kinds: frozenset[str], layer: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(partial(_run, kinds, layer), *args)
+
+
+def _run(kinds: frozenset[str], layer: Callable[..., Any], *args: Any) -> Any:
     token = _of_first_run.set(kinds)
     try:
-        return function(*args)
+        return layer(*args)
     finally:
         _of_first_run.reset(token)
+
+
+def _captured_kinds() -> frozenset[str]:
+    """What transformers captures in this call, such as "hidden_states"; in a recomputation, what the first run did."""
+    if torch.compiler.is_compiling() or _CAPTURES not in sys.modules:
+        return frozenset()
+    collected = sys.modules[_CAPTURES]._active_collector.get()
+    return _of_first_run.get() if collected is None else frozenset(collected)
 
 
 def _kind_of(hook: Any) -> str | None:
