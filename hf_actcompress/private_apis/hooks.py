@@ -1,4 +1,4 @@
-"""Hooks of others: on gradients, on every module, and those by which transformers captures outputs."""
+"""Hooks: on saved tensors, on gradients, on every module, and those by which transformers captures outputs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ from torch.nn.modules import module as torch_module
 _CAPTURES = "transformers.utils.output_capturing"
 # what the first run of a checkpointed layer captured, while the layer runs
 _of_first_run: ContextVar[frozenset[str]] = ContextVar("captured in the first run", default=frozenset())
+
+# The pack and unpack hooks that are on in this thread, or None. These three are not functions of ours, because
+# the net calls them around each of our ops, and a call costs time
+innermost_saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = partial(
+    torch._C._autograd._top_saved_tensors_default_hooks, False
+)
+# takes the innermost saved-tensor hooks off
+pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+# puts saved-tensor hooks on: pack, unpack
+push_saved_tensor_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether saved-tensor hooks may be installed here: torch.func forbids them inside of its transforms."""
+    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return allowed
 
 
 def accumulation_hooks(x: Tensor) -> bool:
