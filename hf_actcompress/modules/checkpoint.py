@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import compilation, ops
 from ..codecs import IDENTITY
+from ..private_apis import captured_alike
 from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
@@ -63,7 +64,7 @@ def function_of(layer: Any, settings: CheckpointSettings | None) -> Callable[...
         return partial(_checkpoint, settings.function, settings)
     if CHECKPOINT_FUNCTION not in layer.__dict__:
         raise AttributeError(f"{type(layer).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
-    checkpoint: Callable[..., Any] = layer.__dict__[CHECKPOINT_FUNCTION]
+    checkpoint = captured_alike(layer.__dict__[CHECKPOINT_FUNCTION])
     return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings)
 
 

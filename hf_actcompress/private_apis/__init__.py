@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,16 @@ from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 from .autograd_keys import above_autograd, below_autograd
-from .hooks import accumulation_hooks, hooks_on_every_module, is_idle_capture
+from .hooks import (
+    accumulation_hooks,
+    captured_alike,
+    hooks_on_every_module,
+    innermost_saved_tensor_hooks,
+    is_idle_capture,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
+)
 from .names import PRIVATE_APIS, PrivateAPI
 
 __all__ = [
@@ -41,6 +50,7 @@ __all__ = [
     "at_end_of_backward",
     "bare_apply",
     "below_autograd",
+    "captured_alike",
     "compile_for_inductor",
     "current_backward",
     "delayed_error",
@@ -77,17 +87,6 @@ __all__ = [
 ]
 
 
-# The pack and unpack hooks that are on in this thread, or None. These three are not functions of ours, because
-# the net calls them around each of our ops, and a call costs time
-innermost_saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = partial(
-    torch._C._autograd._top_saved_tensors_default_hooks, False
-)
-# takes the innermost saved-tensor hooks off
-pop_saved_tensor_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-# puts saved-tensor hooks on: pack, unpack
-push_saved_tensor_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
-
-
 def next_sequence_number() -> int:
     """The number that the next autograd node of this thread gets."""
     return torch._C._autograd._get_sequence_nr()
@@ -96,12 +95,6 @@ def next_sequence_number() -> int:
 def output_metadata(node: Any, number: int) -> Any:
     """The `shape`, `dtype` and `device` of an output of an autograd node."""
     return node._input_metadata[number]
-
-
-def saved_tensor_hooks_allowed() -> bool:
-    """Whether saved-tensor hooks may be installed here: torch.func forbids them inside of its transforms."""
-    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return allowed
 
 
 def tensors_holding(storage: int) -> int:

@@ -153,7 +153,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
     *(PrivateAPI(f"transformers.integrations.moe.{name}", _H, "experts: the products that stock would run here")
       for name in ("_grouped_linear", "_grouped_mm", "_can_use_grouped_mm")),
-    PrivateAPI("transformers.utils.output_capturing._active_collector", _H, "whether hooks capture outputs now"),
+    PrivateAPI("transformers.utils.output_capturing._active_collector", _H, "which outputs hooks capture now; "
+               "of a hook, the name `key` in its closure says which"),
     PrivateAPI("transformers.PreTrainedModel.loss_function", _H, "whether a model has a loss of its own, which it has "
                "in _loss_function; a model without one is given the default loss while it is traced"),
     PrivateAPI("transformers.PreTrainedModel._supports_sdpa", _H, "whether to advise it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,3 +145,34 @@ def test_a_layer_that_is_unpatched_before_its_backward(config: Any, reentrant: b
         results.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
     assert torch.equal(results[1][0], results[0][0])
     torch.testing.assert_close(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("reentrant", (True, False), ids=("reentrant", "plain"))
+@pytest.mark.parametrize("used", (True, False), ids=("in the loss", "unused"))
+@pytest.mark.parametrize("asked", (("hidden_states",), ("attentions",), ("hidden_states", "attentions")), ids="+".join)
+@pytest.mark.parametrize("name", ("bert", "vit"))
+def test_captured_outputs(name: str, asked: tuple[str, ...], used: bool, reentrant: bool) -> None:
+    """Backward captures nothing, but goes the way of the forward. Captured hidden states alone stop no program."""
+    batch, results = BY_NAME[name].make_batch(), []
+    for patched in (False, True):
+        model = BY_NAME[name].build(attn_implementation="eager")
+        # as an argument of the call it would reach the layers, too, which then run leaf by leaf in backward anyway
+        for kind in asked:
+            setattr(model.config, f"output_{kind}", True)
+        if patched:
+            patch_model(model, replace(PROGRAMS, loss_head=False))
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        out = model(**batch)
+        found = {kind: out[kind] for kind in asked}
+        loss = out.loss + sum(x.square().mean() for kind in asked if used for x in out[kind])
+        loss.backward()
+        results.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}, found))
+    assert "attentions" in asked or set(calls(model)) == {1}
+    for kind in asked:
+        assert all(map(torch.equal, results[1][2][kind], results[0][2][kind]))
+    if used and not reentrant and asked == ("hidden_states",):
+        # the program gives its input one gradient, where stock adds several to that of the hidden state
+        torch.testing.assert_close(results[1][1], results[0][1])
+    else:
+        assert same(results[1][:2], results[0][:2])
