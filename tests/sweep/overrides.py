@@ -59,6 +59,8 @@ OVERRIDES: dict[str, Row] = {
     "recurrent_gemma": {"": {"num_hidden_layers": 3}},
     "step3p7_text": {"": {"sliding_window": 6}},
     "step3p7": {"text_config": {"sliding_window": 6}},
+    "mobilebert": {"": {"intra_bottleneck_size": 64}},
+    "xmod": {"": {"default_language": "en_XX"}},
     "t5": {"": {"decoder_start_token_id": 0}},
     "mt5": {"": {"decoder_start_token_id": 0}},
     "umt5": {"": {"decoder_start_token_id": 0}},
