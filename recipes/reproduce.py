@@ -2,7 +2,7 @@
 
     python recipes/reproduce.py --list
     python recipes/reproduce.py --paper actnn
-    python recipes/reproduce.py --paper all          # five minutes on one core
+    python recipes/reproduce.py --paper all          # ten minutes on a busy CPU
     python recipes/reproduce.py --paper all --full   # larger batches, on a GPU
 
 Each claim has its source, our setting, our number and a verdict: "reproduced" where ours is at least nine tenths of the

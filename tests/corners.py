@@ -57,7 +57,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of corners.json and corners.md")
     out: Path = parser.parse_args().out
     counts = Counts()
-    files = [str(path) for part in SUBSET for path in sorted(HERE.glob(part))]
+    files = []
+    for part in SUBSET:
+        found = sorted(HERE.glob(part))
+        if not found:
+            raise SystemExit(f"no file matches {part!r}, which the subset names")
+        files += map(str, found)
     pytest.main(["-q", "-p", "no:warnings", "--tb=short", *files], plugins=[counts])
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     row = {

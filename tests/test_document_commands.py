@@ -13,7 +13,7 @@ from tests.cli.invoke import run
 from tests.documents import ROOT, commands
 
 RECIPES = "tests/recipes/"
-# the beginning of a command -> the file that runs it, and how; of several beginnings the longest counts
+# the beginning of a command -> the file that runs it, and how
 ELSEWHERE = {
     "python3 -m venv": ".ci/run: the commands that make an environment and run the suite are read from README.md",
     "pip install -q": ".ci/run: the same; '.[recipes]' is a part of '.[test]'",
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "python recipes/chosen_tokens.py": f"{RECIPES}test_measurements.py: small sizes; this takes hours",
     "python recipes/keys_before_rotation.py": f"{RECIPES}test_measurements.py: small sizes; this takes seven minutes",
     "python recipes/finetune_image.py": f"{RECIPES}test_papers.py: few steps; this takes an hour",
-    "python recipes/reproduce.py": f"{RECIPES}test_papers.py: some claims; all take an hour",
+    "python recipes/reproduce.py": f"{RECIPES}test_papers.py: some claims; all take ten minutes",
     "python recipes/block_picture.py": f"{RECIPES}test_readme_tables.py: compared with its committed result",
     "python recipes/measure_on_gpu.py": f"{RECIPES}test_measure_on_gpu.py: its rehearsal; the rest needs a GPU",
     "pytest": "tests/documents.py: the suite has these tests; here, that the file has what -k asks for",

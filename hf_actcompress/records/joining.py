@@ -164,11 +164,6 @@ _SWAPPED = frozenset(("MulBackward0",))
 _RESHAPING = frozenset(name for name, make in VIEWS.items() if make is _reshape)
 
 
-def is_part_of_a_result(x: Tensor) -> bool:
-    """Whether x is some rows of another tensor."""
-    return VIEWS.get(type(x.grad_fn).__name__) in (_select, _slice, _split)
-
-
 def inputs_of(node: Any, number: int) -> list[tuple[Any, int]] | None:
     """The nodes and outputs from which a node makes its output; None if it reads another tensor without a gradient."""
     before = [] if node is None else [*node.next_functions]

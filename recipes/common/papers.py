@@ -41,7 +41,7 @@ class Claim:
         unit: A row of UNITS.
         setting: Our setting, at the scale "default".
         measure: Measures our number at a scale; with "exact" as a further argument, that of the preset `exact` alone.
-        method_alone: Nothing but the method is patched, so that `exact` has no share in our number.
+        method_alone: Nothing but the method is patched, so that `exact` has no share in our number; or ours is `exact`.
         incomparable: Why the two numbers do not measure the same thing; empty if they do.
         reason: What a reader has to know beside the verdict: where our setting differs, and why our number does.
     """

@@ -15,7 +15,7 @@ BATCH, LENGTH = 2, 256
 BUILDERS = {"llama": llama, "gpt2": gpt2, "bert": bert}
 EXACT = {"llama": 23.5, "gpt2": 20.5, "bert": 20.5}
 OTHERS = {"int8": 12.5, "int4": 7.8, "checkpointed": 2.1}
-# bits of the masks of two dropouts per layer; Inductor makes the masks again from seeds
+# this backend keeps the bits of the masks of two dropouts per layer. Inductor, for which the bars are, keeps seeds
 MASKS = {"llama": 0.0, "gpt2": 2 / 8, "bert": 2 / 8}
 BARS = [*((name, "exact", bar) for name, bar in EXACT.items())]
 BARS += [(name, how, bar) for name in BUILDERS for how, bar in OTHERS.items()]
