@@ -33,10 +33,6 @@ class Entry:
         self.shape, self.stride = x.shape, x.stride()
         self.versions = _versions(record)
 
-    def is_made_of(self, kept: Iterable[Tensor | None]) -> bool:
-        """Whether all that the record is made of is among these tensors."""
-        return self.record is not None and {*map(id, parts(self.record))} <= {*map(id, kept)}
-
     def record_as(self, shape: torch.Size, stride: tuple[int, ...]) -> Record | None:
         """The record of this tensor, which has or had that shape; None if a source was modified since."""
         if self.record is None or self.versions != _versions(self.record):
@@ -57,7 +53,7 @@ class Entry:
 
 
 class Noted:
-    """Entries by the nodes that made their tensors. Of an op's output that is gone, if the op keeps its sources anyway.
+    """Entries by the nodes that made their tensors. Of an output that is gone, if ops keep its sources anyway.
 
     Args:
         holds: Whether it may hold the tensors from which these are made.
@@ -67,12 +63,20 @@ class Noted:
         self._holds = holds
         # of each output: its entry, or a weak reference to it; its shape, its strides and its version
         self._notes: dict[tuple[int, int], tuple[Any, torch.Size, tuple[int, ...], int]] = {}
+        # ids of what the entries are made of that are held
+        self._held: set[int] = set()
 
     def note(self, y: Any, entry: Entry, kept: Iterable[Tensor | None] = ()) -> None:
         """Note the entry of y, the output of an op that keeps these tensors for its backward."""
-        if y.grad_fn is not None:
-            known = entry if self._holds and entry.is_made_of(kept) else weakref.ref(entry)
-            self._notes[y.grad_fn._sequence_nr(), y.output_nr] = known, y.shape, y.stride(), y._version
+        if y.grad_fn is None:
+            return
+        known: Any = weakref.ref(entry)
+        if self._holds and entry.record is not None:
+            sources = {*map(id, parts(entry.record))} - self._held
+            if sources <= {*map(id, kept)}:
+                known = entry
+                self._held |= sources
+        self._notes[y.grad_fn._sequence_nr(), y.output_nr] = known, y.shape, y.stride(), y._version
 
     def record(self, node: Any, number: int) -> Record | None:
         """The record of the output of a node with that number; None if there is none."""
@@ -86,6 +90,7 @@ class Noted:
     def clear(self) -> None:
         """Forget all entries."""
         self._notes.clear()
+        self._held.clear()
 
 
 def _versions(record: Record | None) -> list[int]:
