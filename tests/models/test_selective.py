@@ -63,15 +63,15 @@ def esm() -> Any:
     return hf.EsmForMaskedLM(hf.EsmConfig(**SMALL, intermediate_size=128, pad_token_id=1, mask_token_id=2))
 
 
-# the modules that run again, and the least that they save of what the model keeps without that
+# the modules that run again, and the most that the model keeps then, as a share of what stock keeps
 CASES: dict[str, tuple[Callable[[], Any], str, float]] = {
-    "bert": (bert, "BertSelfAttention", 0.3),
-    "llama": (llama, "LlamaAttention", 0.3),
-    "falcon": (falcon, "FalconAttention", 0.15),
-    "bloom": (bloom, "BloomAttention", 0.2),
-    "falcon_h1": (falcon_h1, "FalconH1Mixer", 0.5),
-    "esm": (esm, "EsmIntermediate", 0.25),
-    "prophetnet": (prophet, "ProphetNetAttention", 0.2),
+    "bert": (bert, "BertSelfAttention", 0.32),
+    "llama": (llama, "LlamaAttention", 0.41),
+    "falcon": (falcon, "FalconAttention", 0.48),
+    "bloom": (bloom, "BloomAttention", 0.53),
+    "falcon_h1": (falcon_h1, "FalconH1Mixer", 0.28),
+    "esm": (esm, "EsmIntermediate", 0.32),
+    "prophetnet": (prophet, "ProphetNetAttention", 0.37),
 }
 
 
@@ -104,8 +104,8 @@ def test_the_code_between_products_runs_again(name: str) -> None:
     ours, off = (patch_model(copy.deepcopy(stock), CompressionConfig(selective=on)) for on in (True, False))
     assert_equal_bits(gradients(ours, **more), gradients(off, **more))
     assert module in selected(ours)
-    kept = [kept_bytes(lambda m=m: m(input_ids=IDS, **more).logits, "cpu") for m in (ours, off)]
-    assert kept[0] < (1 - share) * kept[1]
+    kept = [kept_bytes(lambda m=m: m(input_ids=IDS, **more).logits, "cpu") for m in (ours, off, stock)]
+    assert kept[0] < kept[1] and kept[0] < share * kept[2]
 
 
 def test_a_filled_cache_is_stocks_business() -> None:
