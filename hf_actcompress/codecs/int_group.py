@@ -42,7 +42,8 @@ class IntGroup(Codec):
         rounding: "nearest" or "stochastic".
         outliers: How many channels, those with the largest magnitude, are kept apart as they are.
         keep_sign: Move a code by one where rounding has crossed zero, so that what is decoded is above zero where x is.
-            The format is the same.
+            The format is the same. With few bits that is a bias under stochastic rounding, too: of values between two
+            codes with zero in between, each becomes the one of its own sign.
         generators: The generators that stochastic rounding draws from; not part of the format. None: the process's.
 
     Raises:

@@ -42,6 +42,8 @@ def test_more_bits_where_the_gradient_depends_on_it() -> None:
     # per bit: the same error in a tenth of the elements is ten times as dear
     rows = [Sensitivity("h.0", "mlp", 10_000, 0.1), Sensitivity("h.1", "norm", 1000, 0.1)]
     assert allocate(rows, 2.6) == [2, 8]
+    rows = [Sensitivity("h.0", "mlp", 1000, 0.1), Sensitivity("h.1", "mlp", 1000, 0.1)]
+    assert allocate(rows, 3) == [3, 3]
 
 
 @pytest.mark.parametrize("average", [1.9, 8.1, float("nan")])

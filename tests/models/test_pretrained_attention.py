@@ -79,7 +79,7 @@ def test_five_bits_by_channels(job: Job) -> None:
     channels = job.error(attention="int5_channels", attention_variant="recomputed")
     # in fewer bytes: heads of 32 features have groups of no more
     assert 0 < channels < 0.05 and channels < features
-    assert job.error(attention="int4_channels", attention_variant="recomputed") > 1.5 * channels
+    assert 1.5 * channels < job.error(attention="int4_channels", attention_variant="recomputed") < 0.1
     # everything that is kept
     assert job.error(**vars(PRESETS["int4_attention"])) < 0.15
 
