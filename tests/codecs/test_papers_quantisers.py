@@ -65,6 +65,15 @@ def test_a_range_follows() -> None:
             assert float((roundtrip(other, x) - x).abs().max()) <= float(x.max()) / 255 * 1.01
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_signs_are_kept_where_the_range_has_them(dtype: torch.dtype) -> None:
+    x = torch.randn(400, 7).to(dtype)
+    plain, signed = (roundtrip(codec, x) for codec in (IntRunning(7), IntRunning(7).keeping_sign()))
+    assert torch.equal(signed > 0, x > 0) and not torch.equal(plain > 0, x > 0)
+    step = float((x.max() - x.min()).double()) / 255
+    assert float((signed.double() - x.double()).abs().max()) <= step + 4 * torch.finfo(dtype).eps * float(x.abs().max())
+
+
 def test_each_head_has_its_range() -> None:
     x = torch.rand(2, 5, 3, 8) * torch.tensor([1.0, 100.0, 1.0]).view(3, 1)
     error = (roundtrip(IntRunning(), x) - x).abs()

@@ -33,6 +33,7 @@ class IntRunning(Codec):
     Args:
         group_size: Features that share a range. In a tensor of heads ``[..., H, D]`` each head has one.
         decay: The share of the former range in the new one, in [0, 1).
+        keep_sign: As for `IntGroup`, where the range has values on both sides of zero.
         place: The name of the module, under which its range is known; no part of the format.
         generators: The generators that rounding draws from and that hold the ranges; they are not part of the format.
 
@@ -43,6 +44,7 @@ class IntRunning(Codec):
     takes_rows = True
     group_size: int = 64
     decay: float = 0.9
+    keep_sign: bool = False
     place: str = field(default="", compare=False, repr=False)
     generators: Generators | None = field(default=None, compare=False, repr=False)
 
@@ -63,7 +65,8 @@ class IntRunning(Codec):
         if not x.numel():
             return (x.to(torch.uint8), x.new_zeros(2, -(-features // group), dtype=torch.float32)), meta
         ranges = self._followed(group_ranges(x, group))
-        codes = drawn_from(self.generators, implementation("int_running_pack", x), x, ranges, group)
+        pack = implementation("int_running_pack", x)
+        codes = drawn_from(self.generators, pack, x, ranges, group, self.keep_sign)
         return (codes, ranges), meta
 
     def _followed(self, ranges: Tensor) -> Tensor:
@@ -90,6 +93,9 @@ class IntRunning(Codec):
 
     def drawing_from(self, generators: Generators) -> Codec:
         return replace(self, generators=generators)
+
+    def keeping_sign(self) -> Codec:
+        return replace(self, keep_sign=True)
 
     def used_in(self, module: str, role: str) -> Codec:
         return replace(self, place=module) if role in _ONE_TENSOR else self

@@ -20,14 +20,22 @@ def group_ranges(x: Tensor, group_size: int) -> Tensor:
     return torch.cat(parts, 1).to(work_dtype(x.dtype))
 
 
-def int_running_pack(x: Tensor, ranges: Tensor, group_size: int) -> Tensor:
-    """Codes uint8 [R, D] of x [R, D] with stochastic rounding. Values outside of their range [2, n] are clamped."""
+def int_running_pack(x: Tensor, ranges: Tensor, group_size: int, keep_sign: bool = False) -> Tensor:
+    """Codes uint8 [R, D] of x [R, D] with stochastic rounding. Values outside of their range [2, n] are clamped.
+
+    With `keep_sign` a decoded value is above zero exactly if x is, where the range has such values; a code may then be
+    one step further away.
+    """
     zero, scale = spread(ranges, x.size(1), group_size)
     inverse = scale.reciprocal()
     codes = x.new_empty(x.shape, dtype=torch.uint8)
     for part in row_slices(x.size(0), x.size(1), x.device):
         values = x[part].to(work_dtype(x.dtype), copy=True).sub_(zero).mul_(inverse)
-        codes[part] = values.add_(uniform(values.shape, values.dtype, values.device)).floor_().clamp_(0, LEVELS)
+        values.add_(uniform(values.shape, values.dtype, values.device)).floor_().clamp_(0, LEVELS)
+        if keep_sign:
+            decoded = (values * scale).add_(zero)
+            values.add_((x[part] > 0).to(values.dtype) - (decoded > 0).to(values.dtype)).clamp_(0, LEVELS)
+        codes[part] = values
     return codes
 
 
