@@ -224,6 +224,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if note:
                 self._note_peak(self.live_bytes)
 
+    @property
+    def counts_results_only(self) -> bool:
+        """Whether `results_only` is on."""
+        return self._muted
+
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
         """What is made inside is not counted: it is in host memory, or stands for something that was counted."""
