@@ -51,7 +51,7 @@ class StepRules:
 
         Inside a kernel it is one turn: the loop's results exist before it, and nothing else is counted.
         """
-        if self._allocator.counts_results_only:
+        if self._allocator.is_muted:
             return starts[:1]
         return starts if len(starts) <= 3 else (*starts[:2], starts[-1])
 
@@ -60,7 +60,7 @@ class StepRules:
         if len(every) <= 4:
             yield from every
             return
-        if self._allocator.counts_results_only:
+        if self._allocator.is_muted:
             yield every[0]
             yield slice(every[1].start, every[-1].stop)
             return
