@@ -226,6 +226,21 @@ def frozen_imports() -> Iterator[None]:
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread. An estimate computes on small tensors only, for which further threads do
+    nothing: they wait in busy loops, and take the time of programs beside them.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def busy(what: str) -> Iterator[None]:
     """Show what takes time, if stderr is a terminal."""
     if not sys.stderr.isatty():

@@ -41,6 +41,7 @@ from .common import (
     card_option,
     frozen_imports,
     lora_of,
+    one_thread,
     precision,
     progress,
     quantization_of,
@@ -169,7 +170,7 @@ def _computed(
     with busy(f"estimating {table.model}"):
         # before `frozen_imports`, or each collection goes through all of torch
         from ..memory.estimation import estimates  # noqa: F401
-    with frozen_imports():
+    with frozen_imports(), one_thread():
         _fill(table, not as_json, batch_size, seq_len, max_context, presets, options)
         text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)
         typer.echo(text if as_json else "\n".join(explanation(table)))
@@ -192,7 +193,7 @@ def _fill(
         from ..memory.estimation.estimates import Estimates
 
         several = Estimates(table.model, **options)
-        left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps)
+        left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps, not printed)
         row = next(left, None)
     lines = layout(table.columns)
     if printed:

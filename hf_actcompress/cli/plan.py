@@ -29,6 +29,7 @@ from .common import (
     card_option,
     frozen_imports,
     lora_of,
+    one_thread,
     precision,
     progress,
     quantization_of,
@@ -109,7 +110,7 @@ def _show(found: Plan, as_json: bool, assumptions: str) -> None:
 def _planned(model: str, **options: Any) -> Plan:
     from ..memory.planning.plans import plan as plan_of
 
-    with frozen_imports():
+    with frozen_imports(), one_thread():
         return plan_of(model, **options)
 
 

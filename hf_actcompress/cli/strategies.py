@@ -151,6 +151,7 @@ def rows(
     seq_len: int,
     max_context: bool = False,
     steps: Sequence[int] = (),
+    every_share: bool = False,
 ) -> Iterator[Row]:
     """The estimates, one after the other, because each takes seconds.
 
@@ -161,12 +162,13 @@ def rows(
         batch_size, seq_len: Sequences, and tokens per sequence.
         max_context: Whether to search for the longest sequences as well.
         steps: Tokens per sequence of the steps that the allocator is replayed for; by default equal ones.
+        every_share: Whether to replay `expandable_segments` also where the default setting's share fits.
     """
     from ..errors import ActCompressError
 
     for index, strategy in enumerate(strategies):
         try:
-            row = _row(several, strategy, room, batch_size, seq_len, steps)
+            row = _row(several, strategy, room, batch_size, seq_len, steps, every_share)
             yield replace(row, longest=_longest(several, row, room)) if room is not None and max_context else row
         except ActCompressError as error:
             if index == 0:
@@ -175,7 +177,13 @@ def rows(
 
 
 def _row(
-    several: Estimates, strategy: Strategy, room: int | None, batch_size: int, seq_len: int, steps: Sequence[int]
+    several: Estimates,
+    strategy: Strategy,
+    room: int | None,
+    batch_size: int,
+    seq_len: int,
+    steps: Sequence[int],
+    every_share: bool,
 ) -> Row:
     from ..quick.headroom import MOST_SHARE
 
@@ -185,7 +193,8 @@ def _row(
     if room is None:
         return Row(strategy, found, peaks)
     if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
-        found = several.replayed(batch_size, seq_len, config, strategy.checkpointing, lengths=steps)
+        enough = 0 if every_share else room
+        found = several.replayed(batch_size, seq_len, config, strategy.checkpointing, lengths=steps, room=enough)
 
     def peak(batch_size: int) -> int:
         return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)

@@ -14,7 +14,7 @@ from ..config import CompressionConfig
 from ..modules.base import HOOKS, patch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, GatedMLPSettings, SplitGatedMLPMixin, T5GatedMLPMixin
 from ..roles import Role
-from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .probe import DTYPES, REFUSALS, asked_once, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site
 from .tiled_mlps import tiled_settings
 
@@ -53,7 +53,7 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
         last = row.children[row.children.index(row.act) - 1]
         settings = GatedMLPSettings(Role.GATED_MLP, codec=CODECS[config.mlp], children=row.children, last=last)
         # compared without tiles, because a tile is a call of the same code
-        if _same_with_stand_ins(module, row, settings):
+        if asked_once(module, _same_with_stand_ins, row, settings):
             return Site(row.mixin, tiled_settings(settings, module, config))
         return Declined(Role.GATED_MLP, f"has {', '.join(row.children)} but its forward does something else with them")
     return None

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # magnitude of the rows of `probe_rows`; some squares overflow in fp16, which shows where a module computes in fp32
@@ -49,32 +50,52 @@ def answers_kept(answers: Answers | None = None) -> Iterator[None]:
         _answers.reset(token)
 
 
-def asked_once(module: nn.Module, probe: Callable[[nn.Module, str], _Answer], name: str) -> _Answer:
-    """``probe(module, name)``, or what it has answered for a module of the same class, attributes and weights' sizes.
+def asked_once(module: nn.Module, probe: Callable[..., _Answer], *about: Hashable) -> _Answer:
+    """``probe(module, *about)``, or what it has answered for a module of the same class, attributes and weights' sizes.
 
-    The probe may read nothing else of the module; it reads no weight's values.
+    The probe may read nothing else of the module and its children; it reads no weight's values.
     """
     answers, key = _answers.get(), _likeness(module)
     if answers is None or key is None:
-        return probe(module, name)
-    key = probe, name, key
+        return probe(module, *about)
+    key = probe, about, key
     if key not in answers:
-        answers[key] = probe(module, name)
+        answers[key] = probe(module, *about)
     found: _Answer = answers[key]
     return found
 
 
 def _likeness(module: nn.Module) -> Hashable | None:
-    """A key that modules that are alike share; None for one with children, buffers or values that are not plain."""
+    """A key that modules that are alike share; None for one with buffers or values that are not plain, also below."""
     others = (item for item in vars(module).items() if item[0] not in _OF_EVERY_MODULE and item[0] != "forward")
-    own = tuple((name, type(value), value) for name, value in others)
-    if module._modules or module._buffers or not all(issubclass(kind, _PLAIN) for _, kind, _ in own):
+    own = tuple((name, *_value(value)) for name, value in others)
+    if module._buffers or not all(issubclass(kind, (*_PLAIN, _Itself)) for _, kind, _ in own):
+        return None
+    children = tuple((name, None if child is None else _likeness(child)) for name, child in module._modules.items())
+    if any(child is None for _, child in children):
         return None
     weights = (
         (name, p if p is None else (p.shape, getattr(p, "ds_numel", None), p.dtype, p.device))
         for name, p in module._parameters.items()
     )
-    return type(module), module.training, own, tuple(weights)
+    return type(module), module.training, own, tuple(weights), children
+
+
+class _Itself:
+    """A config as a part of a key: equal to itself alone, and alive as long as the key."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._config is self._config
+
+    def __hash__(self) -> int:
+        return id(self._config)
+
+
+def _value(value: Any) -> tuple[type, Any]:
+    return (_Itself, _Itself(value)) if isinstance(value, PretrainedConfig) else (type(value), value)
 
 
 def probe_rows(width: int) -> Tensor:

@@ -43,6 +43,7 @@ class Question:
         key: The key of the cases: flavour, kind of heads, mode.
         sizes: Sizes of the model, and the adapters' rank.
         window: Tokens that attention reaches back; None: all.
+        reserved: Rows of the table of positions that belong to no token.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Question:
     key: str
     sizes: Mapping[str, int]
     window: int | None
+    reserved: int
 
     @property
     def strategies(self) -> list[str]:
@@ -59,7 +61,7 @@ class Question:
     @property
     def most_tokens(self) -> int:
         """How long a sequence may be."""
-        most = self.sizes["positions"] - int(self.data["reserved"])
+        most = self.sizes["positions"] - self.reserved
         return most if self.window is None or self._windowed in self.data["cases"] else min(most, self.window - 1)
 
     @property
@@ -85,9 +87,12 @@ class Question:
 
     def check_length(self, seq_len: int) -> None:
         """Raise ModelConfigError if the formula does not hold for such a sequence."""
-        positions = self.sizes["positions"] - self.data["reserved"]
+        positions = self.sizes["positions"] - self.reserved
         if self.data["learned_positions"] and seq_len > positions:
-            raise ModelConfigError(f"{self.name} has learned positions for {positions:,} tokens")
+            raise ModelConfigError(
+                f"{self.name} has learned positions for {positions:,} tokens, and {seq_len:,} were asked for; shorten "
+                "the sequences"
+            )
         if self.window is not None and seq_len >= self.window and self._windowed not in self.data["cases"]:
             raise ModelConfigError(
                 f"its attention reaches {self.window:,} tokens back, and the formula holds below that many; "
@@ -117,7 +122,7 @@ def question(
     _check_structure(name, data, values)
     flavour = _flavour(data, values)
     sizes = _sizes(data, values)
-    _check_padding(name, values, sizes["vocab"])
+    reserved = _reserved(name, data, values, sizes)
     if data["head"] not in (None, sizes["head"]):
         raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
     sizes["rank"] = _LORA_RANK if lora is True or not lora else int(lora)
@@ -129,7 +134,7 @@ def question(
     if key not in data["cases"]:
         raise ModelConfigError(f"there is no formula for {name}, {key}; known: {', '.join(data['cases'])}")
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
-    return Question(name, data, key, sizes, window)
+    return Question(name, data, key, sizes, window, reserved)
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
@@ -167,10 +172,23 @@ def _flavour(data: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     raise ModelConfigError(f"there is no formula for such a config; known: {json.dumps(data['flavours'])}")
 
 
-def _check_padding(name: str, values: Mapping[str, Any], vocab: int) -> None:
-    padding = values.get("pad_token_id")
-    if name not in _WITHOUT_PADDING and isinstance(padding, int) and not -vocab <= padding < vocab:
-        raise ModelConfigError(f"pad_token_id {padding} is none of the {vocab} tokens of the vocabulary")
+def _reserved(name: str, data: Mapping[str, Any], values: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
+    """Rows of the table of positions that belong to no token: in RoBERTa those up to the padding token's.
+
+    Raises:
+        ModelConfigError: An embedding has no row for the padding token, or RoBERTa has no such token.
+    """
+    known = int(data["reserved"])
+    padding = values.get("pad_token_id", known - 1)
+    if name in _WITHOUT_PADDING or (padding is None and not known):
+        return known
+    rows = min(sizes["vocab"], sizes["positions"]) if known else sizes["vocab"]
+    if type(padding) is not int:
+        raise ModelConfigError(f"{name} cannot be made from this config: pad_token_id is {padding!r}")
+    if not -rows <= padding < rows:
+        # the words in which torch refuses such a model
+        raise ModelConfigError(f"{name} cannot be made from this config: Padding_idx must be within num_embeddings")
+    return padding % sizes["positions"] + 1 if known else 0
 
 
 def _sizes(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]:

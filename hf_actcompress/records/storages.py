@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ _ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
-def storages_of(x: Tensor) -> Iterator[torch.UntypedStorage]:
+def storages_of(x: Tensor) -> list[torch.UntypedStorage]:
     """The storages of x: one, or those of a sparse tensor's parts; none if torch gives no access to them."""
-    for part in _strided_parts(x):
-        yield part.untyped_storage()
+    return [part.untyped_storage() for part in _strided_parts(x)]
 
 
 def storage_sizes(tensors: Iterable[Any]) -> dict[int, int]:

@@ -14,7 +14,7 @@ from ..private_apis import FakeTensor
 TILE = 2**18
 
 
-# tiles that are run for a tensor without data: all take the same memory, and sums over tiles exist from the second on
+# tiles that are run for a fake tensor: all take the same memory, and sums over tiles exist from the second on
 _FAKE_TILES = 2
 
 
@@ -22,7 +22,10 @@ def tiles(x: Tensor, tile: int) -> Iterator[slice]:
     """The rows of x [..., N, C], `tile` at a time; if x has no data, only the first tiles."""
     rows = x.shape[-2]
     parts = (slice(start, min(start + tile, rows)) for start in range(0, rows, tile))
-    return islice(parts, _FAKE_TILES) if isinstance(x, FakeTensor) or x.is_meta else parts
+    if isinstance(x, FakeTensor):
+        return islice(parts, _FAKE_TILES)
+    # on the meta device nobody counts memory
+    return islice(parts, 1) if x.is_meta else parts
 
 
 def goes_in_tiles(*tensors: Tensor) -> bool:

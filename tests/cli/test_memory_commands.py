@@ -6,6 +6,9 @@ import json
 import re
 import sys
 
+import torch
+
+from hf_actcompress.cli import estimate as estimate_command
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.cli.strategies import DEFAULT
 from hf_actcompress.memory import estimate
@@ -27,6 +30,27 @@ def test_estimate_prints_plain_text_and_says_what_fits(model):
     assumed = next(line for line in lines if line.startswith("assumed: "))
     assert "batch 2 x 16" in assumed and "weights bfloat16" in assumed and "adamw" in assumed
     assert "\x1b" not in result.stdout
+
+
+def test_an_estimate_computes_with_one_thread(model, monkeypatch):
+    """Threads that wait for small probes take more time than the estimate; afterwards the process has its own again."""
+    threads: list[int] = []
+    stock = estimate_command.rows
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(estimate_command, "rows", lambda *args: threads.append(0) or stock(*args))
+    assert run("estimate", model, *SIZES, "--preset", "exact").exit_code == Exit.OK
+    assert threads == [1, 0, 7]
+
+
+def test_json_has_both_shares_of_every_row(model):
+    """Text shows that of expandable segments for a tight row only, so that it is replayed for that row only."""
+    asked = ("estimate", model, *SIZES, "--preset", "exact", "--gpu")
+    needed = estimate(model, config="exact", **{"batch_size": 2, "seq_len": 16}).device_bytes
+    found = json.loads(run(*asked, f"{needed * 101 // 100}B", "--json").stdout)["rows"][1]
+    shares = [found["estimate"][name] for name in ("reserved_share", "reserved_share_expandable")]
+    alone = estimate(model, config="exact", **{"batch_size": 2, "seq_len": 16})
+    assert shares == [alone.reserved_share, alone.reserved_share_expandable] and None not in shares
 
 
 def test_an_estimate_of_compiled_models(model):

@@ -14,6 +14,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from hf_actcompress import patch_model, patch_report, unpatch_model
 from hf_actcompress.config import PRESETS
+from hf_actcompress.models.gated_mlps import find_gated_mlp
 from hf_actcompress.models.probe import DTYPES, Answers, answers_kept
 from hf_actcompress.models.rms_norms import find_rms_norm
 from hf_actcompress.models.sites import Declined, Site
@@ -194,3 +195,15 @@ def test_modules_that_are_alike_are_asked_once_and_others_each() -> None:
     assert len(answers) == 3
     assert found == [find_rms_norm(norm, PRESETS["exact"]) for norm in norms]
     assert isinstance(found[0], Site) and isinstance(found[2], Declined)
+
+
+def test_gated_mlps_are_asked_once_for_each_config_kind_of_child_and_size() -> None:
+    config, wider = (LlamaConfig(hidden_size=WIDTH, intermediate_size=size, num_attention_heads=2) for size in (48, 64))
+    mlps = [LlamaMLP(config), LlamaMLP(config), LlamaMLP(wider), LlamaMLP(config), ClampedMLP(config)]
+    mlps[3].act_fn = nn.GELU()
+    answers: Answers = {}
+    with answers_kept(answers):
+        found = [find_gated_mlp(mlp, PRESETS["exact"]) for mlp in mlps]
+    assert len(answers) == 4
+    assert found == [find_gated_mlp(mlp, PRESETS["exact"]) for mlp in mlps]
+    assert isinstance(found[0], Site) and isinstance(found[4], Declined)

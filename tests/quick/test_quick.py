@@ -27,6 +27,7 @@ CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 WITHIN = 0.03
 ROOM = 24 * 2**30
 LLAMA = PRESETS["Llama-3.2-1B"]
+ROBERTA = PRESETS["RoBERTa base (classification)"]
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 
 
@@ -85,7 +86,11 @@ REFUSED = {
     "nothing": ({}, {}, "no formula for a config without"),
     "structure": ({**LLAMA, "attention_bias": True}, {}, "attention_bias"),
     "type": ({**LLAMA, "model_type": "nope"}, {}, "model_type"),
-    "padding": ({**LLAMA, "pad_token_id": 999_999}, {}, "pad_token_id 999999"),
+    "padding": ({**LLAMA, "pad_token_id": 999_999}, {}, "LlamaForCausalLM cannot be made from this config: Padding"),
+    "padding beyond the positions": ({**ROBERTA, "pad_token_id": 600}, {}, "Padding_idx must be within"),
+    "no padding for positions": ({**ROBERTA, "pad_token_id": None}, {}, "pad_token_id is"),
+    "padding in the last position": ({**ROBERTA, "pad_token_id": -1}, {}, "positions for 0 tokens, and 128 were"),
+    "late padding": ({**ROBERTA, "pad_token_id": 400}, {}, "positions for 113 tokens, and 128 were"),
     "no width of the MLP": ({**LLAMA, "intermediate_size": None}, {}, "intermediate_size"),
     "quantised": ({**LLAMA, "quantization_config": {"bits": 4}}, {}, "QLoRA"),
     "heads": ({**LLAMA, "num_key_value_heads": 7}, {}, "multiple"),
@@ -101,7 +106,7 @@ REFUSED = {
     "layer types": ({**PRESETS["Gemma-3-4B"], "layer_types": ["full_attention"] * 34}, {}, "full attention in each 6"),
     "head": ({**PRESETS["GPT-2"], "n_head": 6}, {"dtype": "bf16"}, "heads of 64"),
     "positions": ({**PRESETS["GPT-2"], "n_positions": 64}, {"dtype": "bf16"}, "learned positions"),
-    "reserved positions": ({**PRESETS["RoBERTa base (classification)"], "max_position_embeddings": 129}, {}, "127 tok"),
+    "reserved positions": ({**ROBERTA, "max_position_embeddings": 129}, {}, "127 tok"),
     "window": ({**PRESETS["Mixtral-8x7B"], "sliding_window": 128}, {}, "tokens back"),
 }
 
@@ -248,6 +253,20 @@ def test_the_command_answers_without_torch(tmp_path):
             <= room
             < asked.answer(strategy, 4, longest + 64).device_bytes
         )
+
+
+@pytest.mark.parametrize("padding", [0, 100, 120, 127, 129, 130, 200, 512, -1, -130, -131])
+def test_a_padding_token_is_refused_as_the_estimate_refuses_it(tmp_path, padding):
+    """RoBERTa's positions begin after the padding token, and that token has a row in both tables."""
+    path = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    sizes |= {"model_type": "roberta", "vocab_size": 512, "max_position_embeddings": 130, "pad_token_id": padding}
+    path.write_text(json.dumps({**ROBERTA, **sizes}))
+    asked = ("estimate", str(path), "--batch-size", "2", "--seq-len", "16")
+    measured, quick = run(*asked, "--no-cache", "--preset", "exact"), run(*asked, "--quick")
+    refusals = [[line for line in done.stderr.splitlines() if line.startswith("error: ")] for done in (measured, quick)]
+    assert measured.exit_code == quick.exit_code and refusals[0] == refusals[1]
+    assert bool(refusals[0]) == (padding not in (0, 100, -130))
 
 
 def test_the_command_says_what_it_cannot(tmp_path):

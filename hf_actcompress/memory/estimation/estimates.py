@@ -143,12 +143,17 @@ class Estimates:
         gradient_checkpointing: bool = False,
         *,
         lengths: Sequence[int] = (),
+        room: int = 0,
     ) -> Estimate:
-        """The estimate, with the shares of `reserved_share`."""
+        """The estimate, with the shares of `reserved_share`; only with the first one if that fits in `room` bytes."""
         case = batch_size, seq_len, config, gradient_checkpointing
-        training = self._training(*case, lengths)
-        shares = [None if training is None else reserved_share(*training, expandable) for expandable in (False, True)]
-        return replace(self.estimate(*case), reserved_share=shares[0], reserved_share_expandable=shares[1])
+        found, training = self.estimate(*case), self._training(*case, lengths)
+        if training is None:
+            return found
+        found = replace(found, reserved_share=(share := reserved_share(*training, False)))
+        if found.reserved_bytes(share) <= room:
+            return found
+        return replace(found, reserved_share_expandable=reserved_share(*training, True))
 
     def reserved_share(
         self,

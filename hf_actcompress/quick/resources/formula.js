@@ -103,11 +103,18 @@ function flavourOf(data, values) {
   throw new Error(`There is no formula for such a config; known: ${JSON.stringify(data.flavours)}`);
 }
 
-function checkPadding(name, values, vocab) {
-  const padding = value(values, "pad_token_id");
-  if (!WITHOUT_PADDING.includes(name) && Number.isInteger(padding) && (padding < -vocab || padding >= vocab)) {
-    throw new Error(`pad_token_id ${padding} is none of the ${vocab} tokens of the vocabulary`);
+// rows of the table of positions that belong to no token: in RoBERTa those up to the padding token's
+function reservedOf(name, { reserved }, values, { vocab, positions }) {
+  const padding = "pad_token_id" in values ? values.pad_token_id : reserved - 1;
+  if (WITHOUT_PADDING.includes(name) || (padding === null && !reserved)) return reserved;
+  const rows = reserved ? Math.min(vocab, positions) : vocab;
+  if (!Number.isInteger(padding)) {
+    throw new Error(`${name} cannot be made from this config: pad_token_id is ${padding}`);
   }
+  if (padding < -rows || padding >= rows) {
+    throw new Error(`${name} cannot be made from this config: Padding_idx must be within num_embeddings`);
+  }
+  return reserved ? (padding + positions) % positions + 1 : 0;
 }
 
 function sizesOf({ fields, defaults }, values) {
@@ -160,7 +167,7 @@ function question(classes, config, training) {
   checkStructure(name, data, values);
   const flavour = flavourOf(data, values);
   const sizes = sizesOf(data, values);
-  checkPadding(name, values, sizes.vocab);
+  const reserved = reservedOf(name, data, values, sizes);
   if (data.head !== null && data.head !== sizes.head) {
     throw new Error(`The formula of ${name} is for heads of ${data.head} features, not ${sizes.head}`);
   }
@@ -175,21 +182,23 @@ function question(classes, config, training) {
     throw new Error(`There is no formula for ${name}, ${key}; known: ${Object.keys(data.cases).join(", ")}`);
   }
   const window = (values.use_sliding_window ?? true) ? value(values, "sliding_window") : null;
-  return { name, data, key, sizes, window };
+  return { name, data, key, sizes, window, reserved };
 }
 
 // the cases of sequences that are longer than what attention reaches
 const windowed = (asked) => `${asked.key}/windowed`;
 
 function mostTokens(asked) {
-  const most = asked.sizes.positions - asked.data.reserved;
+  const most = asked.sizes.positions - asked.reserved;
   return !asked.window || windowed(asked) in asked.data.cases ? most : Math.min(most, asked.window - 1);
 }
 
 function checkLength(asked, seqLen) {
-  const positions = asked.sizes.positions - asked.data.reserved;
+  const positions = asked.sizes.positions - asked.reserved;
   if (asked.data.learned_positions && seqLen > positions) {
-    throw new Error(`${asked.name} has learned positions for ${positions} tokens.`);
+    const [most, wanted] = [positions, seqLen].map((tokens) => tokens.toLocaleString("en"));
+    throw new Error(`${asked.name} has learned positions for ${most} tokens, and ${wanted} were asked for; shorten `
+      + "the sequences");
   }
   if (asked.window && seqLen >= asked.window && !(windowed(asked) in asked.data.cases)) {
     throw new Error(`Its attention reaches ${asked.window} tokens back, and the formula holds below that many; `

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .masks import KnownMasks
+from .masks import SEEN, KnownMasks
 
 aten = torch.ops.aten
 
@@ -35,6 +35,7 @@ IN_FP32 = {aten.native_layer_norm.default: (1, 2)}
 # a mask is padded to a multiple of this many keys
 _MASK_ALIGNMENT = 16
 _FLASH_HEAD = 256
+_SEEN = SEEN | {functional.dropout, functional.scaled_dot_product_attention}
 
 
 class CudaCalls(TorchFunctionMode):
@@ -53,6 +54,8 @@ class CudaRules(KnownMasks):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _SEEN:
+            return func(*args, **kwargs)
         if func is functional.dropout:
             return _dropout(*args, **kwargs)
         if func is functional.scaled_dot_product_attention:

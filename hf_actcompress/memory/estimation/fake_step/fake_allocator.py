@@ -65,6 +65,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         marks: For each entry of the timeline, how many changes there were before it.
         owners: For each change, the number of the storage that changed; no other storage has this number.
         gradients: The numbers of the storages that were added to a weight's gradient.
+        is_muted: Whether `results_only` is on.
     """
 
     # compiled graphs contain such ops, for instance around an op whose generator state is kept
@@ -97,7 +98,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # how many rows of picture features were scattered among those of the text
         self._scattered: int | None = None
         self._appended_labels = 0
-        self._muted = self._elsewhere = False
+        self.is_muted = self._elsewhere = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -216,11 +217,11 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         With `note=False` the results enter the timeline at the next allocation only.
         """
-        muted, self._muted = self._muted, True
+        muted, self.is_muted = self.is_muted, True
         try:
             yield
         finally:
-            self._muted = muted
+            self.is_muted = muted
             if note:
                 self._note_peak(self.live_bytes)
 
@@ -246,7 +247,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_peak(self, nbytes: int) -> None:
-        if not self._muted:
+        if not self.is_muted:
             self.timeline.append(nbytes)
             self.marks.append(len(self.changes))
             self.peak_bytes = max(self.peak_bytes, nbytes)

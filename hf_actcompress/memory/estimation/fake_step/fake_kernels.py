@@ -97,7 +97,7 @@ class Kernels:
         if key is not None and key not in known:
             kind = _kind(name, args, kwargs)
             if known.kinds.get(kind):
-                known[key] = _on_meta(function, args, kwargs)
+                known[key] = self._on_meta(function, args, kwargs)
         result = known.get(key) if key is not None else None
         with self._allocator.results_only():
             made = function(*args, **kwargs) if result is None else result.made()
@@ -106,8 +106,12 @@ class Kernels:
         if key is not None and key not in known:
             found = known[key] = self._described(made, (args, kwargs))
             if kind is not None and kind not in known.kinds:
-                known.kinds[kind] = found is not None and _on_meta(function, args, kwargs) == found
+                known.kinds[kind] = found is not None and self._on_meta(function, args, kwargs) == found
         return made
+
+    def _on_meta(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Result | None:
+        with self._allocator.results_only(note=False):
+            return _on_meta(function, args, kwargs)
 
     def _described(self, made: Any, arguments: Any) -> Result | None:
         """Describe the results; None if one shares memory with another tensor, or has another size on the device."""

@@ -47,13 +47,22 @@ class StepRules:
         return function
 
     def turns(self, starts: range) -> Sequence[int]:
-        """The turns of a loop to run: the first two and the last. Those between hold no more than the second."""
+        """The turns of a loop to run: the first two and the last. Those between hold no more than the second.
+
+        Inside a kernel it is one turn: the loop's results exist before it, and nothing else is counted.
+        """
+        if self._allocator.is_muted:
+            return starts[:1]
         return starts if len(starts) <= 3 else (*starts[:2], starts[-1])
 
     def parts(self, every: list[slice]) -> Iterator[slice]:
         """Likewise for parts whose results are joined: those between are run as one part that is not counted."""
         if len(every) <= 4:
             yield from every
+            return
+        if self._allocator.is_muted:
+            yield every[0]
+            yield slice(every[1].start, every[-1].stop)
             return
         yield from every[:2]
         with self._allocator.elsewhere():
