@@ -227,8 +227,8 @@ def frozen_imports() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread. An estimate computes on small tensors only, for which further threads do
-    nothing: they wait in busy loops, and take the time of programs beside them.
+    """Let torch compute with one thread, because further threads do nothing for small tensors: they wait in busy loops,
+    which costs process time and slows the programs beside them.
     """
     import torch
 

@@ -42,8 +42,8 @@ class IntGroup(Codec):
         rounding: "nearest" or "stochastic".
         outliers: How many channels, those with the largest magnitude, are kept apart as they are.
         keep_sign: Move a code by one where rounding has crossed zero, so that what is decoded is above zero where x is.
-            The format is the same. With few bits that is a bias under stochastic rounding, too: of values between two
-            codes with zero in between, each becomes the one of its own sign.
+            The format is the same. Under stochastic rounding this adds a bias: a value whose two neighbouring codes lie
+            on both sides of zero always becomes the one on its own side.
         generators: The generators that stochastic rounding draws from; not part of the format. None: the process's.
 
     Raises:

@@ -27,6 +27,12 @@ def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.double() if dtype == torch.float64 else x.float()
 
 
+def keep_signs_(codes: Tensor, values: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
+    """Move whole codes by one, in place, where what is decoded is above zero and the value is not, or the reverse."""
+    decoded = codes * scale + zero
+    return codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
+
+
 def rows_features(x: Tensor) -> tuple[int, int]:
     """(R, D) of x [..., D]; a scalar is one row of one feature."""
     # not `Size.numel`, which becomes a fixed number when a compiler traces for any size

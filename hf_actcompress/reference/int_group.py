@@ -14,6 +14,7 @@ from .groups import (
     in_groups,
     is_cpu,
     is_one_chunk,
+    keep_signs_,
     operands,
     row_chunks,
     row_slices,
@@ -104,8 +105,7 @@ def _quantise(
     if keep_sign:
         # the range was rounded outwards, so a code exists on the right side of zero; codes of skipped values are not
         # read
-        decoded = codes.floor_() * scale.unsqueeze(-1) + zero
-        codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
+        keep_signs_(codes.floor_(), values, scale.unsqueeze(-1), zero, levels)
     return codes, scale, zero.squeeze(-1)
 
 

@@ -26,7 +26,8 @@ class IntRunning(Codec):
     up), in compiled graphs and outside of a patched model, the range is that of the tensor itself.
 
     Bytes: ``1`` per element, and 8 per group for the whole tensor.
-    Bias: none inside of the range. What lies outside is clamped, which pulls it towards the range.
+    Bias: none inside of the range, unless signs are kept. What lies outside is clamped, which pulls it towards the
+        range.
     Source: Mesa (arXiv 2111.11124). There ranges are parameters of the model, and a value above its range wraps around
         to the lower end; here ranges belong to the patch, and values are clamped.
 

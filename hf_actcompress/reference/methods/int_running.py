@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..groups import row_slices, spans, within_range, work_dtype
+from ..groups import keep_signs_, row_slices, spans, within_range, work_dtype
 from ..rng import uniform
 
 LEVELS = 255
@@ -33,8 +33,7 @@ def int_running_pack(x: Tensor, ranges: Tensor, group_size: int, keep_sign: bool
         values = x[part].to(work_dtype(x.dtype), copy=True).sub_(zero).mul_(inverse)
         values.add_(uniform(values.shape, values.dtype, values.device)).floor_().clamp_(0, LEVELS)
         if keep_sign:
-            decoded = (values * scale).add_(zero)
-            values.add_((x[part] > 0).to(values.dtype) - (decoded > 0).to(values.dtype)).clamp_(0, LEVELS)
+            keep_signs_(values, x[part], scale, zero, LEVELS)
         codes[part] = values
     return codes
 
