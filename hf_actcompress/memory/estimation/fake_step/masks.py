@@ -23,7 +23,8 @@ from .fake_allocator import FakeAllocator
 _ASKS = frozenset({
     Tensor.__getitem__, Tensor.__eq__, Tensor.eq, Tensor.__invert__, Tensor.sum, Tensor.all, torch.all, Tensor.__bool__,
 })  # fmt: skip
-# the functions that are not just called: a mode sees thousands of calls of others, such as the getters of a tensor
+# the functions that have a rule here; all others, such as the getters of a tensor, of which there are thousands, are
+# called at once
 SEEN = _ASKS | {Tensor.to, Tensor.cumsum}
 
 
