@@ -17,7 +17,7 @@ from torch import nn
 from .codecs import CODECS, Codec
 from .config import PRESETS, CompressionConfig
 from .errors import CodecError, RegistrationError, UnknownOptionError
-from .models.leaves import ACTIVATION_TYPES, Activation
+from .models.leaves import ACTIVATION_TYPES, ActivationRow
 from .models.rules import OTHERS_RULES, Rule
 from .models.sites import Declined, Site
 from .modules.base import PatchedModule, Settings, keeps_for_backward
@@ -128,7 +128,7 @@ def register_activation(kind: type[nn.Module], function: str, attributes: tuple[
         raise UnknownOptionError("activation", function, ACTIVATIONS)
     if kind in ACTIVATION_TYPES:
         raise RegistrationError("activation", kind.__name__, "the class is known")
-    ACTIVATION_TYPES[kind] = Activation(function, attributes)
+    ACTIVATION_TYPES[kind] = ActivationRow(function, attributes)
     return Registration(lambda: ACTIVATION_TYPES.pop(kind, None))
 
 

@@ -52,3 +52,10 @@ def test_every_file_of_a_published_method_is_in_the_readmes_table():
     table = (PACKAGE / "README.md").read_text()
     files = [path for path in FILES if "methods" in path.parts and path.stem != "__init__"]
     assert not [path for path in files if f"{path.stem}`" not in table]
+
+
+def test_no_two_modules_have_a_class_of_one_name():
+    """Who meets a class's name in a traceback knows which class it is; private ones are their module's own."""
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    names = [node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

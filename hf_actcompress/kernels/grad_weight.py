@@ -43,7 +43,7 @@ _SHARE = {"cuda": 512, "cpu": 16}
 _PROCESSORS_ELSEWHERE = 64
 
 
-class Plan(NamedTuple):
+class Launch(NamedTuple):
     """What a launch needs: sums [S, O, D] of the S shares (in dy's dtype if S is 1), the grid, and the tile's sizes."""
 
     sums: Tensor
@@ -59,7 +59,7 @@ def tile_for(dy: Tensor, width: int, short: bool = False) -> Tile:
     return tile._replace(features=features, warps=warps, tokens=tile.tokens // 2 if short else tile.tokens)
 
 
-def plan(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None = None) -> Plan:
+def plan(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None = None) -> Launch:
     """Plan a product of dy [R, O] and `tokens` rows of `features`; no tile crosses a piece of `width` features."""
     width = width or features
     across = triton.cdiv(features, width) * triton.cdiv(width, tile.features)
@@ -69,7 +69,7 @@ def plan(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None =
         processors = torch.cuda.get_device_properties(dy.device).multi_processor_count
     shares = max(min(processors // tiles, tokens // _SHARE[dy.device.type]), 1)
     dtype = dy.dtype if shares == 1 else torch.float32
-    return Plan(dy.new_empty(shares, dy.size(1), features, dtype=dtype), (tiles, shares), tile)
+    return Launch(dy.new_empty(shares, dy.size(1), features, dtype=dtype), (tiles, shares), tile)
 
 
 def added(sums: Tensor, dtype: torch.dtype) -> Tensor:

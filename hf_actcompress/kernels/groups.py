@@ -65,7 +65,7 @@ def nvidia_generation() -> int:
     return int(target.arch) if target.backend == "cuda" else 0
 
 
-class Rows(NamedTuple):
+class RowLayout(NamedTuple):
     """The rows of a tensor [..., D] in its own layout: two inner sizes and three strides, the last one between rows."""
 
     x: Tensor
@@ -74,13 +74,13 @@ class Rows(NamedTuple):
     dense: bool
 
 
-def rows_of(x: Tensor) -> Rows:
+def rows_of(x: Tensor) -> RowLayout:
     """The rows of x without a copy for up to four axes with unit stride in the last, such as q, k and v by head."""
     if x.is_contiguous() or x.dim() > 4 or x.stride(-1) != 1:
-        return Rows(x.contiguous(), (1, 1), (x.size(-1), 0, 0), True)
+        return RowLayout(x.contiguous(), (1, 1), (x.size(-1), 0, 0), True)
     sizes = (1, 1, 1, *x.shape[:-1])[-3:]
     strides = (0, 0, 0, *x.stride()[:-1])[-3:]
-    return Rows(x, sizes[1:], strides, False)
+    return RowLayout(x, sizes[1:], strides, False)
 
 
 @triton.jit

@@ -33,44 +33,44 @@ from .sites import Declined, Site, norm_keeps
 
 
 @dataclass(frozen=True)
-class Activation:
+class ActivationRow:
     """A row: the derivative (of `reference.ACTIVATIONS`) and the attributes that hold its constants."""
 
     kind: str
     attributes: tuple[str, ...] = ()
 
 
-ACTIVATION_TYPES: dict[type, Activation] = {
-    nn.SiLU: Activation("silu"),
-    nn.Mish: Activation("mish"),
-    nn.ReLU: Activation("relu"),
-    nn.ReLU6: Activation("relu6"),
-    nn.LeakyReLU: Activation("leaky_relu", ("negative_slope",)),
-    nn.Hardswish: Activation("hardswish"),
-    nn.Hardsigmoid: Activation("hardsigmoid"),
-    nn.ELU: Activation("elu", ("alpha",)),
-    nn.SELU: Activation("selu"),
-    nn.Softplus: Activation("softplus", ("beta", "threshold")),
-    nn.Softsign: Activation("softsign"),
-    nn.Sigmoid: Activation("sigmoid"),
-    nn.Tanh: Activation("tanh"),
-    hf.GELUActivation: Activation("gelu"),
-    hf.GELUTanh: Activation("gelu_tanh"),
-    hf.NewGELUActivation: Activation("gelu_new"),
-    hf.FastGELUActivation: Activation("gelu_new"),
-    hf.AccurateGELUActivation: Activation("gelu_new"),
-    hf.QuickGELUActivation: Activation("quick_gelu"),
-    hf.ClippedGELUActivation: Activation("gelu_clipped", ("min", "max")),
-    hf.SiLUActivation: Activation("silu"),
-    hf.MishActivation: Activation("mish"),
-    hf.LaplaceActivation: Activation("laplace"),
-    hf.ReLUSquaredActivation: Activation("relu_squared"),
+ACTIVATION_TYPES: dict[type, ActivationRow] = {
+    nn.SiLU: ActivationRow("silu"),
+    nn.Mish: ActivationRow("mish"),
+    nn.ReLU: ActivationRow("relu"),
+    nn.ReLU6: ActivationRow("relu6"),
+    nn.LeakyReLU: ActivationRow("leaky_relu", ("negative_slope",)),
+    nn.Hardswish: ActivationRow("hardswish"),
+    nn.Hardsigmoid: ActivationRow("hardsigmoid"),
+    nn.ELU: ActivationRow("elu", ("alpha",)),
+    nn.SELU: ActivationRow("selu"),
+    nn.Softplus: ActivationRow("softplus", ("beta", "threshold")),
+    nn.Softsign: ActivationRow("softsign"),
+    nn.Sigmoid: ActivationRow("sigmoid"),
+    nn.Tanh: ActivationRow("tanh"),
+    hf.GELUActivation: ActivationRow("gelu"),
+    hf.GELUTanh: ActivationRow("gelu_tanh"),
+    hf.NewGELUActivation: ActivationRow("gelu_new"),
+    hf.FastGELUActivation: ActivationRow("gelu_new"),
+    hf.AccurateGELUActivation: ActivationRow("gelu_new"),
+    hf.QuickGELUActivation: ActivationRow("quick_gelu"),
+    hf.ClippedGELUActivation: ActivationRow("gelu_clipped", ("min", "max")),
+    hf.SiLUActivation: ActivationRow("silu"),
+    hf.MishActivation: ActivationRow("mish"),
+    hf.LaplaceActivation: ActivationRow("laplace"),
+    hf.ReLUSquaredActivation: ActivationRow("relu_squared"),
 }
 if hasattr(hf, "SqrtSoftplusActivation"):  # newer than transformers 5.17
-    ACTIVATION_TYPES[hf.SqrtSoftplusActivation] = Activation("sqrt_softplus")
+    ACTIVATION_TYPES[hf.SqrtSoftplusActivation] = ActivationRow("sqrt_softplus")
 
 # the same types if they compose the function in Python, which in fp32 is more accurate than the kernel
-_COMPOSED = {hf.GELUActivation: Activation("gelu_erf"), hf.GELUTanh: Activation("gelu_new")}
+_COMPOSED = {hf.GELUActivation: ActivationRow("gelu_erf"), hf.GELUTanh: ActivationRow("gelu_new")}
 
 WITH_PARAMETERS = (nn.PReLU, hf.XIELUActivation)
 
@@ -83,7 +83,7 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
     if isinstance(module, nn.Conv2d):
         return _conv2d(module, config)
     if kind is nn.GELU:
-        row = Activation("gelu_tanh" if module.approximate == "tanh" else "gelu")
+        row = ActivationRow("gelu_tanh" if module.approximate == "tanh" else "gelu")
         return _activation(module, config, row)
     if kind in _COMPOSED and inspect.ismethod(module.act):
         return _activation(module, config, _COMPOSED[kind])
@@ -138,7 +138,7 @@ def _dropout(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     return Site(DropoutMixin, Settings(Role.DROPOUT, codec=_linear_codec(config)))
 
 
-def _activation(module: nn.Module, config: CompressionConfig, row: Activation) -> Site | Declined:
+def _activation(module: nn.Module, config: CompressionConfig, row: ActivationRow) -> Site | Declined:
     if getattr(module, "inplace", False):
         return Declined(Role.ACTIVATION, "works in place")
     options = tuple(float(getattr(module, name)) for name in row.attributes)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private_apis import without_torch_function
 from ..records import applied
-from .deferred_values import Step, Values
+from .deferred_values import DeferredOp, Values
 from .first_order import once_differentiable
 
 aten = torch.ops.aten
@@ -150,13 +150,13 @@ def _on_memory(func: Any, args: Any, kwargs: Any) -> Any:
 def _deferred(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an op below autograd on x, still deferred; None if the op needs the values of x."""
     if func in _IN_PLACE_OPS:
-        return _scaled_in_place(x, Step(_IN_PLACE_OPS[func], args, kwargs))
+        return _scaled_in_place(x, DeferredOp(_IN_PLACE_OPS[func], args, kwargs))
     if func in _SPLITTING_OPS:
         return _parts(x, func, args, kwargs)
-    return _child(x, Step(func, args, kwargs))
+    return _child(x, DeferredOp(func, args, kwargs))
 
 
-def _child(x: DeferredLogits, step: Step) -> DeferredLogits | None:
+def _child(x: DeferredLogits, step: DeferredOp) -> DeferredLogits | None:
     """x after the step, if the result is rows of logits or a function of each logit; else None."""
     pointwise = step.func in POINTWISE_OPS
     if pointwise:
@@ -208,13 +208,13 @@ def _parts(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str
     if x.size(-1) < 2 or any(part.dim() == 0 or part.size(-1) != x.size(-1) for part in wholes):
         return None
 
-    def taken(position: int) -> Step:
-        return Step(lambda whole: func(whole, *args, **kwargs)[position])
+    def taken(position: int) -> DeferredOp:
+        return DeferredOp(lambda whole: func(whole, *args, **kwargs)[position])
 
     return [_selected(x, taken(position), like, True) for position, like in enumerate(wholes)]
 
 
-def _scaled_in_place(x: DeferredLogits, step: Step) -> DeferredLogits | None:
+def _scaled_in_place(x: DeferredLogits, step: DeferredOp) -> DeferredLogits | None:
     """x after `x *= scalar`, deferred as before, if nobody else can see it change."""
     before = x.chain
     if before.source.lent:
@@ -233,7 +233,7 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _keeps_device(step: Step, x: Tensor) -> bool:
+def _keeps_device(step: DeferredOp, x: Tensor) -> bool:
     """Drop the step's device, so that the step works on any tensor. False if that device is not x's own."""
     device = step.kwargs.get("device")
     step.kwargs = {name: value for name, value in step.kwargs.items() if name not in ("device", "pin_memory")}

@@ -22,7 +22,7 @@ _IN_PLACE: dict[Any, Any] = {
 }
 
 
-class Step:
+class DeferredOp:
     """One op on logits, with all its arguments except the logits."""
 
     __slots__ = ("args", "func", "kwargs")
@@ -102,7 +102,7 @@ class Values:
     def _stepped(self, parent: Values) -> Tensor:
         assert self.step is not None
         before = parent.get()
-        if not (isinstance(self.step, Step) and self._nobody_else_sees(before)):
+        if not (isinstance(self.step, DeferredOp) and self._nobody_else_sees(before)):
             return self.step(before)
         for earlier in parent.line():
             earlier._made = None

@@ -55,7 +55,7 @@ class Chunk:
         return y
 
 
-class Part:
+class GradientPart:
     """A gradient at the rows of the source from `start` to `stop`, zero elsewhere."""
 
     start: int
@@ -67,7 +67,7 @@ class Part:
         raise NotImplementedError
 
 
-class Leaf(Part):
+class Leaf(GradientPart):
     """The gradient of one function. `gradient` gets a chunk, rows of the source, and their positions in `rows`."""
 
     def __init__(self, rows: RowSet, dtype: torch.dtype, gradient: Callable[[Chunk, Where, Where], Tensor]) -> None:
@@ -89,10 +89,10 @@ def rows_of(dy: Tensor) -> Callable[[Chunk, Where, Where], Tensor]:
     return lambda chunk, rows, own: taken(flat, own)
 
 
-class Total(Part):
+class Total(GradientPart):
     """The sum of several parts."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[GradientPart]) -> None:
         self.parts = parts
         self.start, self.stop = min(part.start for part in parts), max(part.stop for part in parts)
         self.dtype = parts[0].dtype
@@ -102,11 +102,15 @@ class Total(Part):
         return any([part.add_to(out, first, chunk) for part in self.parts])
 
 
-class Mapped(Part):
+class Mapped(GradientPart):
     """A linear function of the gradient of each row. It is defined for `rows` only; None: for all rows."""
 
     def __init__(
-        self, part: Part, function: Callable[[Tensor, Chunk, Where], Tensor], dtype: torch.dtype, rows: RowSet | None
+        self,
+        part: GradientPart,
+        function: Callable[[Tensor, Chunk, Where], Tensor],
+        dtype: torch.dtype,
+        rows: RowSet | None,
     ) -> None:
         self.part, self.function, self.dtype, self.rows = part, function, dtype, rows
         self.start, self.stop = part.start, part.stop

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 from ..private_apis import without_torch_function
 from ..reference.linear_rows import matrix_slices
 from .deferred_logits import POINTWISE_OPS, ROW_OPS
-from .deferred_values import Step
-from .gradient_parts import Chunk, Leaf, Mapped, Part, Total, rows_of
+from .deferred_values import DeferredOp
+from .gradient_parts import Chunk, GradientPart, Leaf, Mapped, Total, rows_of
 from .row_set import RowSet, add_at, shifted, taken
 
 aten = torch.ops.aten
@@ -30,14 +30,14 @@ class LogitsGradient(Tensor):
     other rows are zero. If `at` is None, each row k of this tensor is row ``source_rows[k]`` of `part`.
     """
 
-    part: Part
+    part: GradientPart
     origin: Any
     source_rows: Tensor
     at: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, part: Part, origin: Any, like: Tensor, source_rows: Tensor, at: Tensor | None = None
+        cls, part: GradientPart, origin: Any, like: Tensor, source_rows: Tensor, at: Tensor | None = None
     ) -> LogitsGradient:
         x: LogitsGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, strides=like.stride(), dtype=part.dtype, device=origin.device
@@ -145,7 +145,9 @@ def _scaled(x: LogitsGradient, func: Any, args: tuple[Any, ...], kwargs: dict[st
     device = kwargs.get("device")
     if any(isinstance(a, Tensor) for a in args) or (device is not None and torch.device(device) != x.device):
         return None
-    step = Step(func, args, {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")})
+    step = DeferredOp(
+        func, args, {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+    )
     like = step(_meta(x))
     part = Mapped(x.part, lambda dy, chunk, rows: step(dy), like.dtype, None)
     return LogitsGradient(part, x.origin, like, x.source_rows, x.at)

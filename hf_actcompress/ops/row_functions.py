@@ -18,7 +18,7 @@ from ._linear import no_view
 from .autocast import SameAutocast
 from .deferred_logits import DeferredLogits, mapped
 from .first_order import once_differentiable
-from .gradient_parts import Chunk, Leaf, Mapped, Part, Steps, Times, rows_of
+from .gradient_parts import Chunk, GradientPart, Leaf, Mapped, Steps, Times, rows_of
 from .logits_gradient import LogitsGradient
 from .logits_origin import HeadOrigin, ReturnedSource
 from .row_set import RowSet, Where, taken
@@ -69,7 +69,7 @@ class _Place:
         self.shape, self.dtype, self.steps = x.shape, x.dtype, x.pointwise
         self.count = x.numel() // x.size(-1)
 
-    def gradient(self, index: Tensor | None, make: Callable[[RowSet], Part]) -> LogitsGradient:
+    def gradient(self, index: Tensor | None, make: Callable[[RowSet], GradientPart]) -> LogitsGradient:
         """`make(rows)`, as the gradient of those logits."""
         rows = torch.arange(self.count) if index is None else index.flatten()
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
@@ -80,7 +80,7 @@ class _Place:
     ) -> LogitsGradient:
         """The gradient of those logits, which `back` computes from each row of dy."""
 
-        def part(rows: RowSet) -> Part:
+        def part(rows: RowSet) -> GradientPart:
             of = dy.part if isinstance(dy, LogitsGradient) else Leaf(rows, dy.dtype, rows_of(dy))
             return Mapped(of, back, self.dtype, rows)
 

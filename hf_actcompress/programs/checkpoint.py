@@ -23,11 +23,11 @@ from ..private_apis import bare_apply
 from ..records import current, saved_next
 from ..reference import replayed_rng, rng_state
 from .computation import Computation
-from .emit import Setting
+from .emit import CallSetting
 from .handing import Heads, with_heads
 from .keeping import Outside, opened, put_together, taken_apart
 from .left_out import LeftOut
-from .plan import Plan, assembled, both_ways, forward_of, writing
+from .plan import ProgramPlan, assembled, both_ways, forward_of, writing
 from .stages import Stages, run_backward, running
 
 # the options that a plain checkpoint may have
@@ -61,11 +61,11 @@ class CheckpointPlan:
 
     first: Callable[..., tuple[Any, ...]]
     again: Callable[..., tuple[Any, ...]]
-    plan: Plan
+    plan: ProgramPlan
     draws: bool
 
 
-def make_checkpoint_plan(program: Computation, setting: Setting) -> CheckpointPlan:
+def make_checkpoint_plan(program: Computation, setting: CallSetting) -> CheckpointPlan:
     """Write the code of a program that is made again in backward."""
     with writing(setting):
         forward, backward = both_ways(program, setting)
@@ -120,7 +120,7 @@ class CheckpointedFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        plan: Plan = ctx.made.plan
+        plan: ProgramPlan = ctx.made.plan
         saved = list(ctx.saved_tensors)
         handed = with_heads(grads, ctx.heads, plan.graded)
         if ctx.left is not None:

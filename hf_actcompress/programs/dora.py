@@ -19,7 +19,7 @@ from torch.fx import Node
 from .arithmetic import Cast
 from .backward import Backward
 from .broadcast import Shift
-from .emit import Emitter, Setting
+from .emit import CallSetting, Emitter
 from .operations import Linear
 from .recorder import Recorder
 from .refusal import NotStraight
@@ -29,7 +29,7 @@ from .step import Operation, Step
 class Norms:
     """The norms of the rows of weight + scaling * B A, under the autocast of a setting. It holds no weight."""
 
-    def __init__(self, of: Magnitude, setting: Setting) -> None:
+    def __init__(self, of: Magnitude, setting: CallSetting) -> None:
         self.of, self.device, self.dtype = of, setting.device.type, setting.autocast
         self.__name__, self.__module__ = "norms", __name__
 

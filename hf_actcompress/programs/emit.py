@@ -25,7 +25,7 @@ ESTIMATED, ESTIMATED_CPU = ESTIMATES = ("estimated", "estimated on a CPU")
 
 
 @dataclass(frozen=True)
-class Setting:
+class CallSetting:
     """The conditions under which a program is called.
 
     Attributes:
@@ -60,7 +60,7 @@ class Emitter:
         picks: The node of the rows that are kept of activations; None if all are.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: CallSetting) -> None:
         self.setting = setting
         self.graph = fx.Graph()
         self.values: dict[int, Node] = {}

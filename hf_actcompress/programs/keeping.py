@@ -66,7 +66,7 @@ def know_outside(values: Sequence[Any], outside: Sequence[Outside]) -> None:
             record_of(values[place].flatten(2) if flat else values[place], codec)
 
 
-class Kept(NamedTuple):
+class SavedValues(NamedTuple):
     """What is saved, in the order of the plan and with further tensors behind it.
 
     Attributes:
@@ -104,7 +104,7 @@ def taken_apart(
     keepers: Sequence[str],
     device: torch.device,
     left_out: LeftOut | None = None,
-) -> Kept:
+) -> SavedValues:
     """What to save of values: tensors, records, and activations from outside, which may have a record already.
 
     Args:
@@ -135,7 +135,7 @@ def taken_apart(
             take(i, slot_of_new(value, leaves))
     left = None if left_out is None else Left.of(left_out, device, leaves, len(values))
     names.extend([""] * (len(values) + len(leaves.tensors) - len(names)))
-    return Kept(values + leaves.tensors, slots, names, left)
+    return SavedValues(values + leaves.tensors, slots, names, left)
 
 
 def _is_itself(record: Record) -> bool:

@@ -19,7 +19,7 @@ from ..modules.base import stock_type
 from ..ops.own_weights import alias
 from ..reference import replayed_rng, rng_state
 from .backward import Backward
-from .emit import Emitter, Setting
+from .emit import CallSetting, Emitter
 from .step import Operation, Step
 
 _PLAIN = (bool, int, float, str)
@@ -79,7 +79,7 @@ class _Run:
     """
 
     def __init__(
-        self, code: AttentionCode, setting: Setting, cached: bool, needed: tuple[bool, ...] = (True,) * 3
+        self, code: AttentionCode, setting: CallSetting, cached: bool, needed: tuple[bool, ...] = (True,) * 3
     ) -> None:
         self.code, self.cached, self.needed = code, cached, needed
         self.device, self.dtype = setting.device.type, setting.autocast
@@ -157,7 +157,7 @@ class OwnAttention(Operation):
         both = e.call(First(self.code, e.setting, self.cached), q, k, v, mask, bias, like=self._like(e.setting))
         return e.item(both, 0), e.item(both, 1)
 
-    def _like(self, setting: Setting) -> Callable[..., Any]:
+    def _like(self, setting: CallSetting) -> Callable[..., Any]:
         def like(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
             b, h, t, _d = q.shape
             out = torch.empty(b, t, h, v.size(-1), dtype=setting.autocast or v.dtype, device="meta")

@@ -17,7 +17,7 @@ from torch.fx import Node
 from ..modules.base import stock_type
 from ..ops.own_weights import alias
 from .backward import Backward
-from .emit import Emitter, Setting
+from .emit import CallSetting, Emitter
 from .step import Operation, Step
 from .tape import plain
 
@@ -42,7 +42,7 @@ class OwnCode:
 class UnderAutocast:
     """Own code under the autocast of a setting, whatever autocast is on when it is called."""
 
-    def __init__(self, code: OwnCode, setting: Setting) -> None:
+    def __init__(self, code: OwnCode, setting: CallSetting) -> None:
         self.code, self.device, self.dtype = code, setting.device.type, setting.autocast
         self.__name__, self.__module__ = "own_code", __name__
 

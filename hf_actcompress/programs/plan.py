@@ -17,7 +17,7 @@ from ..private_apis import without_dispatch_modes
 from ..records import declare_in_order
 from .backward import Backward
 from .computation import Computation
-from .emit import Emitter, Setting
+from .emit import CallSetting, Emitter
 from .keeping import Outside, source_of
 from .left_out import LeftOut
 from .shapes import Reshape
@@ -76,7 +76,7 @@ class Rebuilt:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProgramPlan:
     """How a program runs in one setting.
 
     Attributes:
@@ -112,20 +112,20 @@ class Plan:
     differentiates: bool
 
 
-def make_plan(program: Computation, setting: Setting) -> Plan:
+def make_plan(program: Computation, setting: CallSetting) -> ProgramPlan:
     """Write the code of both directions."""
     with writing(setting):
         return assembled(program, *both_ways(program, setting))
 
 
 @contextmanager
-def writing(setting: Setting) -> Iterator[None]:
+def writing(setting: CallSetting) -> Iterator[None]:
     """The context in which code is written down: everything that runs in it runs on tensors without data."""
     with without_dispatch_modes(), torch.no_grad(), torch.autocast(setting.device.type, enabled=False):
         yield
 
 
-def both_ways(program: Computation, setting: Setting) -> tuple[Emitter, Backward]:
+def both_ways(program: Computation, setting: CallSetting) -> tuple[Emitter, Backward]:
     """The graphs of both directions.
 
     Which sums need not be kept is known once everything else that is kept is known. So the graphs are written again if
@@ -152,7 +152,7 @@ def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) ->
     return frozenset(found)
 
 
-def _both_ways(program: Computation, setting: Setting, sums: frozenset[int]) -> tuple[Emitter, Backward]:
+def _both_ways(program: Computation, setting: CallSetting, sums: frozenset[int]) -> tuple[Emitter, Backward]:
     """The graphs if these sums are made again in backward."""
     forward = forward_of(program, setting)
     wanted = _wanted(program, setting.needed)
@@ -174,7 +174,7 @@ def _both_ways(program: Computation, setting: Setting, sums: frozenset[int]) -> 
     return forward, backward
 
 
-def forward_of(program: Computation, setting: Setting, repeated: bool = False) -> Emitter:
+def forward_of(program: Computation, setting: CallSetting, repeated: bool = False) -> Emitter:
     """The graph of the forward, or of its second run, which is a part of a backward."""
     forward = Emitter(setting)
     for i, (meta, dtype) in enumerate(zip(program.metas, setting.dtypes, strict=True)):
@@ -223,7 +223,7 @@ def _made_again(program: Computation, forward: Emitter, backward: Backward) -> d
     return again
 
 
-def assembled(program: Computation, forward: Emitter, backward: Backward) -> Plan:
+def assembled(program: Computation, forward: Emitter, backward: Backward) -> ProgramPlan:
     """The plan that both graphs make."""
     inputs = len(program.metas)
     again = _made_again(program, forward, backward)
@@ -239,7 +239,7 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pla
         return tuple(at.get(value, value) for value in values)
 
     given = [(i, x) for i, x in enumerate(backward.kept) if x < inputs and x not in program.weights]
-    return Plan(
+    return ProgramPlan(
         forward.code(results),
         backward.code([*map(backward.gradients.get, range(inputs))]),
         len(program.outputs),

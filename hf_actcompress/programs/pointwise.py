@@ -19,7 +19,7 @@ from ..reference import dropout_fwd
 from ..reference.activation import gelu_new_bwd, gelu_new_parts
 from ..reference.gated_mlp import gated_product_bwd_of
 from .backward import Backward
-from .emit import ESTIMATES, Bound, Emitter, Setting
+from .emit import ESTIMATES, Bound, CallSetting, Emitter
 from .step import Operation, Step
 from .tape import plain
 
@@ -167,7 +167,7 @@ class Called(Bound):
 class Under:
     """A function that always runs under the autocast of a setting. It reads no weights, so autocast caches nothing."""
 
-    def __init__(self, function: Any, setting: Setting) -> None:
+    def __init__(self, function: Any, setting: CallSetting) -> None:
         self.function, self.device, self.dtype = function, setting.device.type, setting.autocast
         self.__name__, self.__module__ = "under_autocast", __name__
 

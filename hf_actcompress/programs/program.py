@@ -21,11 +21,11 @@ from ..reference.device_rules import device_rules
 from . import stages
 from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
 from .computation import Computation
-from .emit import ESTIMATED, ESTIMATED_CPU, Setting
+from .emit import ESTIMATED, ESTIMATED_CPU, CallSetting
 from .handing import Heads, with_heads
 from .keeping import know_outside, put_together, taken_apart
 from .left_out import LeftOut
-from .plan import Plan, make_plan
+from .plan import ProgramPlan, make_plan
 from .stages import Stages, Stops, run_backward, running, stops_of
 
 
@@ -38,7 +38,7 @@ class Program(Computation):
         checkpoint_plans: The same for calls that backward recomputes.
     """
 
-    plans: dict[Any, Plan] = field(default_factory=dict)
+    plans: dict[Any, ProgramPlan] = field(default_factory=dict)
     checkpoint_plans: dict[Any, CheckpointPlan] = field(default_factory=dict)
 
     def __call__(
@@ -64,7 +64,7 @@ class Program(Computation):
         key = _key(inputs, autocast, stops, kernel, left_out is not None)
         plan = self.plans.get(key)
         if plan is None:
-            plan = self.plans[key] = make_plan(self, Setting(*key))
+            plan = self.plans[key] = make_plan(self, CallSetting(*key))
         run = Stages(stops, inputs) if stops else None
         link = None if run is None else run.linked(inputs)
         return applied(ProgramFunction, plan, sharded, run, heads, left_out, link, *inputs)
@@ -83,7 +83,7 @@ class Program(Computation):
         key = _key(inputs, autocast, stops, kernel)
         plan = self.checkpoint_plans.get(key)
         if plan is None:
-            plan = self.checkpoint_plans[key] = make_checkpoint_plan(self, Setting(*key))
+            plan = self.checkpoint_plans[key] = make_checkpoint_plan(self, CallSetting(*key))
         run = Stages(stops, inputs) if stops else None
         link = None if run is None else run.linked(inputs)
         return applied(CheckpointedFunction, plan, run, heads, len(self.weights), codec, left_out, link, *inputs)
@@ -106,7 +106,7 @@ class Program(Computation):
 def _key(
     inputs: Sequence[Tensor | None], autocast: torch.dtype | None, stops: Stops, kernel: str | None, fewer: bool = False
 ) -> tuple[Any, ...]:
-    """What decides how a program runs: the fields of a `Setting`."""
+    """What decides how a program runs: the fields of a `CallSetting`."""
     x = inputs[0]
     assert x is not None
     dtypes = tuple([None if x is None else x.dtype for x in inputs])
@@ -126,7 +126,7 @@ class ProgramFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        plan: Plan,
+        plan: ProgramPlan,
         sharded: bool,
         stages: Stages | None,
         heads: Heads | None,
@@ -188,7 +188,7 @@ def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
     return x.shape, x.dtype
 
 
-def _with_zeros(plan: Plan, like: list[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _with_zeros(plan: ProgramPlan, like: list[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the outputs, with zeros in place of None where an output is not optional."""
     found = list(grads)
     device = next(g.device for g in grads if g is not None)

@@ -85,7 +85,7 @@ def test_in_shares_of_the_tokens(name: str, dtype: torch.dtype, monkeypatch: pyt
     seen: list[int] = []
     stock = grad_weight.plan
 
-    def plan(*args: object) -> grad_weight.Plan:
+    def plan(*args: object) -> grad_weight.Launch:
         made = stock(*args)
         seen.append(made.sums.size(0))
         return made

@@ -23,7 +23,7 @@ from ..estimation.states import CONTEXT_BYTES
 from .probes import FAMILIES, HEAD, left_over, probe, sizes_of
 from .pruning import points, pruned, shortened
 from .symbols import SYMBOLS, Polynomial, Reader
-from .traces import FEWEST, Trace, by_layers, trace
+from .traces import FEWEST, SymbolicTrace, by_layers, trace
 
 DATA = Path(__file__).parents[2] / "quick" / "data"
 
@@ -136,7 +136,7 @@ def _config(preset: str | None, codec: str | None, tile: int) -> CompressionConf
     return replace(config, tiled_mlp=tile) if config.tiled_mlp else config
 
 
-def _step(found: Trace, at: Sequence[Mapping[str, float]], writer: Writer) -> dict[str, Any]:
+def _step(found: SymbolicTrace, at: Sequence[Mapping[str, float]], writer: Writer) -> dict[str, Any]:
     kept = {role: writer.polynomial(shortened(polynomial, at)) for role, polynomial in found.kept.items()}
     return {"kept": kept, "moments": [writer.polynomial(moment) for moment in pruned(found.moments, at)]}
 

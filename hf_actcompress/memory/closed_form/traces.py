@@ -18,7 +18,7 @@ FEWEST = 2
 
 
 @dataclass(frozen=True)
-class Trace:
+class SymbolicTrace:
     """Bytes of a step as polynomials in the sizes, of which the number of layers is one.
 
     Args:
@@ -30,7 +30,7 @@ class Trace:
     moments: Sequence[Polynomial]
 
 
-def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader, period: int = 1) -> Trace:
+def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader, period: int = 1) -> SymbolicTrace:
     """The trace of a model, from two models on the meta device with two and three times `period` layers."""
     base, more = (run_step(model, setting, roles=True) for model in (short, longer))
     growth = growth_of(base, more)
@@ -54,7 +54,7 @@ def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader,
     for found in kept.values():
         rest.add(found, -1)
     kept["other"] = kept.get("other", Polynomial()).plus(rest)
-    return Trace({role: found for role, found in kept.items() if found}, moments)
+    return SymbolicTrace({role: found for role, found in kept.items() if found}, moments)
 
 
 def by_layers(base: Polynomial, growth: Polynomial, period: int = 1) -> Polynomial:

@@ -13,7 +13,7 @@ from .extrapolation import Extrapolated, whole_step
 from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
 from .fake_step.step import FakeStep, run_step
-from .growth import Unit
+from .growth import UnitPlaces
 from .layers import LayerRun, find_runs, with_names
 from .optimizers import OptimizerRule
 from .quantized import notes_of
@@ -29,7 +29,7 @@ def extrapolated(
     layers: Sequence[LayerRun],
     roles: bool,
     alike: bool | None = None,
-    units: Mapping[LayerRun, Unit] | None = None,
+    units: Mapping[LayerRun, UnitPlaces] | None = None,
     step: RunStep = run_step,
 ) -> Extrapolated:
     """The step of a model on the meta device. The other arguments are those of `whole_step` and `Copies.run_step`."""

@@ -34,7 +34,7 @@ class _Copy:
         return all(self.units[run] >= count for run, count in units.items()) and (not roles or bool(self.ready.roles))
 
 
-class Copies:
+class ModelCopies:
     """The copies of one model, under the config that was asked for last."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError
 from .assembly import assembled, extrapolated
 from .checks import check_processes, is_compiled
-from .copies import Copies
+from .copies import ModelCopies
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.cuda_rules import BLOCK
 from .fake_step.setting import Setting
@@ -79,7 +79,7 @@ class Estimates:
         self._runs: dict[Any, list[LayerRun]] = {}
         # (setting, checkpointing, whether the roles were asked for) -> the step
         self._steps: dict[Any, Extrapolated] = {}
-        self._copies = Copies()
+        self._copies = ModelCopies()
 
     def changed(self, *, optimizer: str | None = None, lora: Any = None, quantization: Any = None) -> Estimates:
         """A copy with other options, which takes over all results that do not depend on these.
@@ -95,7 +95,7 @@ class Estimates:
             source[2], source[4] = lora or source[2], quantization or source[4]
             other._source = tuple(source)
             other._models, other._states, other._latest, other._runs, other._steps = {}, {}, {}, {}, {}
-            other._copies = Copies()
+            other._copies = ModelCopies()
         return other
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from .fake_step.step import FakeStep
-from .growth import Growth, Unit, growth_of, peak_with, unit_of
+from .growth import Growth, UnitPlaces, growth_of, peak_with, unit_of
 from .layers import LayerRun, shortened
 
 # the first layer differs where nothing before it needs a gradient (LoRA), so one layer alone says too little
@@ -37,7 +37,7 @@ class Extrapolated:
     step: FakeStep
     per_layer: int
     alike: bool
-    units: Mapping[LayerRun, Unit] = field(default_factory=dict, compare=False, repr=False)
+    units: Mapping[LayerRun, UnitPlaces] = field(default_factory=dict, compare=False, repr=False)
     base: FakeStep | None = field(default=None, compare=False, repr=False)
     more: Sequence[tuple[Growth, int]] = field(default=(), compare=False, repr=False)
 
@@ -47,7 +47,7 @@ def whole_step(
     run: Run,
     layers: Sequence[LayerRun],
     alike: bool | None = None,
-    units: Mapping[LayerRun, Unit] | None = None,
+    units: Mapping[LayerRun, UnitPlaces] | None = None,
 ) -> Extrapolated:
     """The bytes of a step of the model, computed from shorter models where the layers are of one kind.
 
@@ -73,7 +73,7 @@ def whole_step(
     if read_off is not None:
         return _whole(base, read_off, units or {})
     growths: dict[LayerRun, Growth] = {}
-    found_units: dict[LayerRun, Unit] = {}
+    found_units: dict[LayerRun, UnitPlaces] = {}
     for longer in runs:
         one_more = _with(model, runs, longer, 1, run)
         growth = growths[longer] = growth_of(base, one_more)
@@ -96,7 +96,7 @@ def _all_run(model: nn.Module, run: Run) -> Extrapolated:
 
 
 def _read_off(
-    base: FakeStep, runs: Sequence[LayerRun], units: Mapping[LayerRun, Unit]
+    base: FakeStep, runs: Sequence[LayerRun], units: Mapping[LayerRun, UnitPlaces]
 ) -> dict[LayerRun, Growth] | None:
     """What a further unit of each run adds; None if that is not known for every run."""
     growths: dict[LayerRun, Growth] = {}
@@ -108,7 +108,7 @@ def _read_off(
     return growths
 
 
-def _whole(base: FakeStep, growths: Mapping[LayerRun, Growth], units: Mapping[LayerRun, Unit]) -> Extrapolated:
+def _whole(base: FakeStep, growths: Mapping[LayerRun, Growth], units: Mapping[LayerRun, UnitPlaces]) -> Extrapolated:
     more = [(growth, found.units - FEWEST) for found, growth in growths.items()]
     total = base
     for growth, times in more:

@@ -43,7 +43,7 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitPlaces:
     """Where two units that follow each other are in the backward of the shorter model.
 
     A batch of another size moves these places little: what runs before and after the layers may have more
@@ -92,7 +92,7 @@ def growth_of(base: FakeStep, longer: FakeStep) -> Growth:
     return Growth(step, (forward, at_end), (backward, step.kept), (behind, left), longer)
 
 
-def unit_of(base: FakeStep, longer: FakeStep, growth: Growth) -> Unit | None:
+def unit_of(base: FakeStep, longer: FakeStep, growth: Growth) -> UnitPlaces | None:
     """Where the units are; None if the last unit of the shorter model differs from the one that is added."""
     (reach, at_end), (end, kept) = growth.forward, growth.backward
     behind, apart = len(base.backward), len(longer.backward) - len(base.backward)
@@ -106,7 +106,7 @@ def unit_of(base: FakeStep, longer: FakeStep, growth: Growth) -> Unit | None:
     places = max(rows, key=len)
     if len(places) < _ENOUGH or growth.behind[1]:
         return None
-    return Unit(places, apart, (len(base.forward) - reach, behind - end), at_end - kept)
+    return UnitPlaces(places, apart, (len(base.forward) - reach, behind - end), at_end - kept)
 
 
 def _in_common(shorter: Iterable[int], longer: Iterable[int], apart: int) -> int:
