@@ -61,6 +61,7 @@ def test_exact_is_bit_equal_with_the_loss_head(name: str, padding: str) -> None:
     assert all(torch.equal(gradients[parameter], exact[parameter]) for parameter in exact)
 
 
+@pytest.mark.daily(3)
 @families
 @pytest.mark.parametrize("preset", ERRORS)
 def test_gradient_error(name: str, preset: str) -> None:
@@ -70,6 +71,7 @@ def test_gradient_error(name: str, preset: str) -> None:
     assert report.kept_bytes < report.stock_bytes
 
 
+@pytest.mark.daily(4)
 @families
 @every_preset
 def test_checkpointing_lora_and_autocast(name: str, preset: str) -> None:

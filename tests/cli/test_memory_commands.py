@@ -6,6 +6,7 @@ import json
 import re
 import sys
 
+import pytest
 import torch
 
 from hf_actcompress.cli import estimate as estimate_command
@@ -53,6 +54,7 @@ def test_json_has_both_shares_of_every_row(model):
     assert shares == [alone.reserved_share, alone.reserved_share_expandable] and None not in shares
 
 
+@pytest.mark.daily(3)
 def test_an_estimate_of_compiled_models(model):
     result = run("estimate", model, *SIZES, "--preset", "exact", "--engine", "compile", "--json")
     assert result.exit_code == Exit.OK, result.output
@@ -125,6 +127,7 @@ def test_where_nothing_fits_it_says_what_would(model):
     assert [remedy["fits"] for remedy in data["remedies"]] == [False] * 3
 
 
+@pytest.mark.daily(3)
 def test_frozen_weights_on_the_host_are_offered_with_the_bytes_that_leave_the_card(tmp_path):
     """The last line, as it is printed: to the byte where they would fit and where they would not."""
     from hf_actcompress.memory.estimation.estimates import Estimates

@@ -152,6 +152,7 @@ def measured(model: Any, what: str) -> None:
             steps(model, 2)
 
 
+@pytest.mark.daily(3)
 @every_config
 @pytest.mark.parametrize(
     "what", ["fidelity", "fidelity of another preset", "calibration", "memory report", "training restored"]

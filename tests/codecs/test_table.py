@@ -97,6 +97,7 @@ def test_lossless_and_equality(name: str) -> None:
     assert [other for other, row in CODECS.items() if row == codec] == [name]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "name",
     [

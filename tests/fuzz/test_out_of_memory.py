@@ -14,6 +14,7 @@ EVERY = 97
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("few_objects")]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_usable_after_running_out(subject: Subject) -> None:
     if subject.lora:

@@ -43,6 +43,7 @@ def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[s
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", ["bert", "gpt2-gelu-tanh"])
 def test_killed_and_resumed(name: str, tmp_path: Path) -> None:
     """In a patched model and in a stock one, from the checkpoint that the killed run left; gradients are bit-equal."""

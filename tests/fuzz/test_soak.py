@@ -12,6 +12,7 @@ STEPS = 150
 pytestmark = pytest.mark.usefixtures("few_objects")
 
 
+@pytest.mark.daily(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("subject", SUBJECTS[:3], ids=lambda subject: subject.name)
 def test_memory_is_constant(subject: Subject) -> None:

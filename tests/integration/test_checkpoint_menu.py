@@ -48,6 +48,7 @@ def checkpointed(name: str, mode: str = "fp32", reentrant: bool = False, **optio
     return model
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2-gelu-tanh", "mistral", "t5"])
 @pytest.mark.parametrize("padding", ["none", "right"])
 @pytest.mark.parametrize("reentrant", [False, True])

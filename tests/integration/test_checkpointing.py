@@ -42,6 +42,7 @@ def _assert_like_stock(ours: Any, stock: Any, family: Family, mode: str = "bf16"
     assert live_entries() == 0
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_with_dropout(family: Family, reentrant: bool) -> None:

@@ -216,7 +216,7 @@ def test_without_gradients_and_unpatched_it_is_stock() -> None:
     assert [(type(m), sorted(m.__dict__)) for m in model.modules()] == kinds
 
 
-@pytest.mark.daily(4)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("preset", "limit"), (("exact", 7.65), ("int8", 4.1), ("int4", 2.71), ("int4_attention", 2.35)), ids=str
 )

@@ -17,7 +17,7 @@ from hf_actcompress.compilation.observation import observed
 from tests.families import BY_NAME, Gradients, differing, relative_error, step
 from tests.integration.compiling import build
 
-pytestmark = pytest.mark.daily(4)
+pytestmark = pytest.mark.daily(8)
 
 VOCABULARY = 1000
 GEMMA2 = replace(BY_NAME["gemma"], name="gemma2", config="Gemma2Config", model="Gemma2ForCausalLM")

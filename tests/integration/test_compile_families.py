@@ -17,7 +17,7 @@ from tests.sweep.batches import find_batch, padded, with_labels
 from tests.sweep.catalogue import catalogue, model_class
 from tests.sweep.configs import tiny_config
 
-pytestmark = pytest.mark.daily(8)
+pytestmark = pytest.mark.daily(16)
 
 TYPES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "olmo2", "gpt2", "gpt_neox", "bert", "roberta",

@@ -22,7 +22,7 @@ from tests.families import BY_NAME, relative_error, step
 from tests.integration.compile_worker import Block
 from tests.integration.compiling import build, one_graph
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -9,7 +9,7 @@ from hf_actcompress import patch_model
 from tests.families import BY_NAME, relative_error, step
 from tests.integration.compiling import BACKEND, build, kept_by, one_graph
 
-pytestmark = pytest.mark.daily(4)
+pytestmark = pytest.mark.daily(8)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.compilation.seeds import divide_seeds
 from tests.integration.compile_worker import Block
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from hf_actcompress import patch_model
 from tests.integration.compiling import kept_by, one_graph
 from tests.slopes import VOCAB, bert, gpt2, llama
 
-pytestmark = pytest.mark.daily(2)
+pytestmark = pytest.mark.daily(5)
 
 BATCH, LENGTH = 2, 256
 BUILDERS = {"llama": llama, "gpt2": gpt2, "bert": bert}

@@ -15,7 +15,7 @@ from hf_actcompress.private_apis import compile_for_inductor
 from tests.families import BY_NAME, differing, relative_error, step
 from tests.integration.compiling import kept_by
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 BACKEND = "hf_actcompress"
 LLAMA = BY_NAME["llama"]

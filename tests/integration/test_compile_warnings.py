@@ -13,7 +13,7 @@ from hf_actcompress import CompressionConfig, patch_model, unpatch_model
 from tests.families import BY_NAME, differing, relative_error, step
 from tests.integration.compiling import BACKEND, build, kept_by, one_graph
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.daily(4)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.daily(5)]
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<user>", "<assistant>"]
 # what a user says, and what the assistant answers: only the latter is trained with `assistant_only_loss`

@@ -8,7 +8,7 @@ import torch
 from hf_actcompress.reference import ACTIVATIONS
 from tests.kernels.harness import DTYPES, check, samples
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 NAMES = (
     "activation_bwd",

@@ -21,7 +21,7 @@ from hf_actcompress.kernels.probe import NARROW, differing, every, identity, pai
 from tests.kernels.harness import DEVICE, check, launched, moved, run, samples, specified
 from tests.oracle import assert_equal_bits
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 every_dtype = pytest.mark.parametrize("dtype", NARROW, ids=str)
 

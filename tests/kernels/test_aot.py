@@ -76,7 +76,7 @@ def check(rows: list[dict[str, Any]]) -> None:
             assert row["widest"] > 0.8, row
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(3)
 def test_every_kernel_for_one_generation(tmp_path: Path) -> None:
     rows = compiled(tmp_path, "--capability", "90", "--dtype", "bfloat16", "--samples", "2", "--width", "4096")
     assert {row["name"] for row in rows} == set(KERNELS)

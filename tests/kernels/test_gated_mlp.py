@@ -23,6 +23,7 @@ def test_halves_of_one_projection_are_read_where_they_are(name: str) -> None:
     assert_equal_bits(run(name, args), dense)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("owned", [False, True])
 def test_product_and_gradients_in_one_pass_have_the_bits_of_two(dtype: torch.dtype, owned: bool) -> None:

@@ -15,7 +15,7 @@ from hf_actcompress import dispatch, reference
 from hf_actcompress.kernels import KERNELS, TIMED, grad_weight
 from tests.kernels.harness import DEVICE, Args, check, every_case, poisoned, run, samples, specified
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 every_name = pytest.mark.parametrize("name", TIMED)
 

@@ -16,6 +16,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_shape = pytest.mark.parametrize("shape", ((3, 7), (7, 129)), ids=str)
 
 
+@pytest.mark.daily(4)
 @every_dtype
 @every_shape
 @pytest.mark.parametrize("name", ["int_group_pack", "int_group_unpack"])

@@ -14,7 +14,7 @@ from tests.families import BODY, BY_NAME, Batch, Family, build, oracle_step, rel
 from tests.kernels.harness import DEVICE, launched
 from tests.oracle import EXACT
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 # LayerNorm, a composed activation, RMSNorm and gates
 NAMES = ("bert", "gpt2-gelu-new", "llama", "gemma")

@@ -14,7 +14,7 @@ from hf_actcompress.kernels import rms_norm
 from tests.kernels.harness import DEVICE, check, every_case, launched, present, run, samples, specified
 from tests.oracle import assert_equal_bits
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 Case = tuple[torch.dtype, int, int]
 Terms = list[Tensor | None]

@@ -14,7 +14,7 @@ from tests.kernels.harness import DEVICE, check, every_case, run
 from tests.kernels.harness import samples as samples_of
 from tests.oracle import assert_equal_bits
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 Case = tuple[torch.dtype, int, int]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -12,7 +12,7 @@ from hf_actcompress import estimate, kept_bytes, measure_step, memory_report, pa
 from hf_actcompress.errors import ModelConfigError, UnknownOptionError
 from tests.slopes import gpt2, llama
 
-pytestmark = pytest.mark.daily(4)
+pytestmark = pytest.mark.daily(8)
 
 LAYERS, BATCH, LENGTH = 2, 4, 256
 SIZES = {"batch_size": BATCH, "seq_len": LENGTH}
@@ -66,16 +66,13 @@ def test_an_estimate_is_what_inductor_keeps(case: str) -> None:
     assert sum(found.kept_by_role.values()) == found.kept_bytes
 
 
-def test_more_layers_by_extrapolation() -> None:
+@pytest.mark.parametrize(("device", "checkpointing"), [("cpu", False), ("cuda", False), ("cpu", True)])
+def test_more_layers_by_extrapolation(device: str, checkpointing: bool) -> None:
     """Seven layers out of graphs of two to four; checkpointed, and by the rules of a CUDA device."""
-    model = llama(7, hidden=64, vocab_size=500, pad_token_id=0).bfloat16()
-    for options in ({"device": "cpu"}, {"device": "cuda"}, {"device": "cpu", "gradient_checkpointing": True}):
-        kept = [
-            estimate(m, **SIZES, engine="compile", **options).kept_bytes
-            for m in (llama(2, hidden=64, vocab_size=500, pad_token_id=0).bfloat16(), model)
-        ]
-        found = estimate(model, **SIZES, engine="compile", **options)
-        assert found.kept_bytes - kept[0] == 5 * found.kept_per_layer > 0
+    models = [llama(layers, hidden=64, vocab_size=500, pad_token_id=0).bfloat16() for layers in (2, 7)]
+    options: Any = {**SIZES, "device": device, "gradient_checkpointing": checkpointing, "engine": "compile"}
+    few, found = (estimate(model, **options) for model in models)
+    assert found.kept_bytes - few.kept_bytes == 5 * found.kept_per_layer > 0
 
 
 class _Breaks(nn.Module):

@@ -90,6 +90,7 @@ def check(
     assert sum(found.kept_by_role.values()) == found.kept_bytes
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("config", ["stock", *PRESETS])
 def test_every_preset(config):
     check("bert", config, layers=FEW)
@@ -100,17 +101,20 @@ def test_presets_in_half_precision(config):
     check("llama", config, BF16, layers=FEW)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(("config", "layers"), [("stock", LAYERS), ("exact", LAYERS), ("tempo", FEW), ("int4", FEW)])
 def test_gpt2(config, layers):
     check("gpt2", config, layers=layers)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("config", ["stock", "exact"])
 @pytest.mark.parametrize("family", BUILDS)
 def test_checkpointing(family, config):
     check(family, config, checkpointing=True, layers=LAYERS if config == "exact" else FEW)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("config", ["stock", "exact", "int8"])
 @pytest.mark.parametrize(
     ("dtype", "dropout", "checkpointing"), [(BF16, 0.0, False), (BF16, 0.05, False), (BF16, 0.0, True)]
@@ -170,6 +174,7 @@ ONE_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", ONE_KEY)
 def test_heads_that_share_one_key(name: str) -> None:
     cls, options = ONE_KEY[name]

@@ -21,7 +21,7 @@ from hf_actcompress.memory.estimation.fake_step.step import FakeStep
 from hf_actcompress.memory.estimation.layers import find_runs
 from tests.memory.test_estimate import BF16, BUILDS, check, lora
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(4)
 
 FEW, TIMES, WITHIN = 2, 16, 0.03
 SMALL = {"batch": 1, "length": 32, "hidden": 64, "tolerance": WITHIN}

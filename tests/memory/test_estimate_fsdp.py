@@ -67,6 +67,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_of_several(name: str) -> None:
     build, options = CASES[name]

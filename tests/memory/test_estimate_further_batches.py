@@ -34,6 +34,7 @@ CASES: dict[str, tuple[Any, str | None, bool, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", CASES)
 def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, preset, checkpointing, options = CASES[name]

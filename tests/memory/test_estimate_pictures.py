@@ -115,12 +115,14 @@ def _check(config: Any, preset: str | None, lora: int | None = None) -> None:
     assert "a picture of" in str(found) and "patches" in str(found)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("preset", [None, "exact"])
 def test_kept_bytes_and_peak(name: str, preset: str | None) -> None:
     _check(CONFIGS[name](), preset)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("lora", [None, 4])
 @pytest.mark.parametrize("name", ["llava", "qwen2-vl"])
 def test_deeper_ones(name: str, lora: int | None) -> None:

@@ -11,7 +11,7 @@ import transformers as hf
 from hf_actcompress import patch_model
 from tests.slopes import VOCAB, slope
 
-pytestmark = pytest.mark.daily(1)
+pytestmark = pytest.mark.daily(3)
 
 
 def qwen3_30b(layers: int) -> Any:

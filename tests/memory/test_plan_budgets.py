@@ -18,7 +18,7 @@ from hf_actcompress.memory import Plan, estimate, plan
 from hf_actcompress.memory.planning.options import OPTIONS
 from tests.slopes import bert, gpt2, llama
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 BUILDS = {
     "bert": bert,

@@ -18,7 +18,7 @@ from hf_actcompress.memory.estimation.quantized import quantize
 from hf_actcompress.models.gated_mlps import find_gated_mlp
 from tests.cli.invoke import run
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(4)
 
 SIZES = {"batch_size": 2, "seq_len": 96}
 TINY = {

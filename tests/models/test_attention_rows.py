@@ -80,6 +80,7 @@ def batch_of(family: Family, given: str, seed: int = 0) -> Batch:
     return batch
 
 
+@pytest.mark.daily(3)
 @families
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("given", ["positions", "padding", "packed"])

@@ -27,7 +27,7 @@ from tests.families import (
 )
 from tests.oracle import EXACT
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 TEXT = [family for family in FAMILIES if family.task in ("causal", "masked")]
 MAIN = [BY_NAME[name] for name in ("bert", "gpt2-gelu-tanh", "llama")]

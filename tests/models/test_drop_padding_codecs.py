@@ -13,7 +13,7 @@ from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import BY_NAME, oracle_step, relative_error, step
 from tests.models.test_drop_padding import batch_of, both, main
 
-pytestmark = pytest.mark.daily(3)
+pytestmark = pytest.mark.daily(6)
 
 CODED = {
     "int8": CompressionConfig(linear="int8", norm="int8", mlp="int8", attention="int8"),

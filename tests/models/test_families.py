@@ -40,6 +40,7 @@ def _assert_like_stock(family: Family, mode: str, model: Any, batch: dict[str, A
         assert not differing(ours, stock)
 
 
+@pytest.mark.daily(5)
 @families
 @modes
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -71,6 +72,7 @@ def test_error_against_fp64_oracle(family: Family, mode: str) -> None:
     assert error**0.5 <= EXACT * own**0.5
 
 
+@pytest.mark.daily(3)
 @families
 def test_eager_attention_and_its_outputs(family: Family) -> None:
     """Eager attention runs again in backward, and still returns probabilities and hidden states."""

@@ -17,6 +17,7 @@ from tests.models.loss_head_models import MODELS, batch, bert, error, gemma2, gp
 from tests.oracle import EXACT
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("logits", (True, False), ids=("logits", "no logits"))
 @pytest.mark.parametrize("mode", ("fp32", "bf16", "autocast"))
 @pytest.mark.parametrize("name", MODELS)

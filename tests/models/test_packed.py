@@ -76,6 +76,7 @@ def watched_step(model: Any, batch: Batch, mode: str) -> tuple[Tensor, dict[str,
     return loss, grads, max(size for _, _, size in allocator_events(profiler)[0])
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_sixteen_sequences_of_512_are_sixteen_rows(family: Family, stock_masks: list[int]) -> None:
     """Gradients against those of separate rows in fp64, and no block of memory that is of all tokens by all tokens."""

@@ -43,6 +43,7 @@ def job() -> tuple[Any, dict[str, Tensor]]:
 LIMITS = {"int8": 0.01, "fp8": 0.04, "int4": 0.11, "int4_attention": 0.12, "adaptive": 0.11}
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("preset", "limit"), LIMITS.items())
 def test_gradient_error(job: Any, preset: str, limit: float) -> None:
     report = fidelity_report(*job, preset, seeds=1)
@@ -63,6 +64,7 @@ def test_gradient_error_of_compressed_checkpoints(job: Any) -> None:
     assert plain.relative_error < 1e-5 and report.kept_bytes < plain.kept_bytes
 
 
+@pytest.mark.daily(2)
 def test_calibration_predicts_the_error(job: Any) -> None:
     """Three bits: some groups in 2, some in 4. int8 attention adds a little that is not predicted."""
     found = calibrate(*job, 3)

@@ -66,6 +66,7 @@ def squared_error(found: dict[str, Tensor], exact: dict[str, Tensor], part: str)
     return float((a - b).square().sum() / b.square().sum())
 
 
+@pytest.mark.daily(3)
 def test_gradient_norms_of_the_epoch_before() -> None:
     """The exact model trains for two epochs; the others have its weights, and estimate the second one's gradients."""
     model, batches = job()

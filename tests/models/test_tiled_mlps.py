@@ -220,6 +220,7 @@ def test_an_mlp_keeps_its_input_alone() -> None:
     assert kept("exact") - kept("long") == pytest.approx(14, abs=0.2)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_peak_of_a_checkpointed_layer(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes per token and channel above what is kept, by allocator events, where a tile is a small part of it."""

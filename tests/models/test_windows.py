@@ -63,6 +63,7 @@ def padded(batch: Batch) -> Batch:
     return {"input_ids": batch["input_ids"], "labels": batch["input_ids"], "attention_mask": mask}
 
 
+@pytest.mark.daily(4)
 @families
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("given", ["ones", "positions", "padding"])
@@ -122,6 +123,7 @@ def test_other_calls_get_stocks_mask(family: Family, small: list[int]) -> None:
         assert torch.equal(ours(**plain).logits, stock(**plain).logits)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("family", [BY_NAME["mistral"], GEMMA3, LLAMA4, MODERNBERT], ids=lambda family: family.name)
 def test_memory_grows_with_the_tokens(family: Family, padding: bool) -> None:
@@ -143,6 +145,7 @@ def test_memory_grows_with_the_tokens(family: Family, padding: bool) -> None:
         assert twice <= 2 * once and twice < sizes[1] / 4
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("family", [BY_NAME["mistral"], MODERNBERT], ids=lambda family: family.name)
 def test_an_estimate_makes_no_mask(device: str, family: Family) -> None:

@@ -49,6 +49,7 @@ def test_every_row_has_a_builder():
         assert (Path(__file__).parent / file).exists(), file
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("case", [case for case in CASES if case.gradcheck], ids=lambda case: case.id)
 def test_gradcheck(case):
     inputs = case.inputs(2, torch.float64)

@@ -56,6 +56,7 @@ def rows(names: Iterable[str]) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.daily(3)
 @rows(VARIANTS["activation_variant"])
 def test_activations(name: str, choice: str) -> None:
     keep, tried = ACTIVATION_OPS[name], 0
@@ -109,6 +110,7 @@ PLACES = {
 }
 
 
+@pytest.mark.daily(4)
 @rows(name for name, codec in CODECS.items() if not codec.for_images)
 def test_inputs_of_linear_layers(name: str, choice: str) -> None:
     for place in PLACES.values():

@@ -217,6 +217,7 @@ def test_values_and_dtypes_are_stock_s(name: str, dtype: torch.dtype, autocast: 
 
 
 # in a graph, eager attention is stock's
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "attention_tempo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled(name: str, dtype: torch.dtype) -> None:

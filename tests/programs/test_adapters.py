@@ -40,6 +40,7 @@ def adapted(name: str, dtype: torch.dtype, wide: bool, config: CompressionConfig
     return patch_model(peft.get_peft_model(model, lora, autocast_adapter_dtype=wide), config)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)

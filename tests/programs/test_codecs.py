@@ -17,6 +17,7 @@ PRESETS = ("int8", "int4", "fp8")
 FAMILIES = ("llama", "bert", "gpt2-gelu-new", "gemma", "vit", "qwen3", "modernbert", "phi3", "opt")
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("mode", MODES)

@@ -19,6 +19,7 @@ from tests.families import BY_NAME, cast_batch, step
 from tests.programs.pairs import DTYPES, MODES, PROGRAMS, assert_same, calls, every_family, pair
 
 
+@pytest.mark.daily(3)
 @every_family
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padding", ("none", "right", "left"))

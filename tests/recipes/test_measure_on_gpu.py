@@ -111,6 +111,7 @@ def test_what_time_has_run_out_for_is_named(command: Any, tmp_path: Path) -> Non
     assert set(record["missing"]) <= {"liger-kernel", "peft"}
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_a_session_that_is_killed_leaves_what_it_has_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

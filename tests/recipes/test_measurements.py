@@ -42,6 +42,7 @@ def test_benchmark(tmp_path: Path) -> None:
     assert [row["mode"] for row in estimates] == list(kept) and all(row["estimated_mib"] > 0 for row in estimates)
 
 
+@pytest.mark.daily(3)
 def test_the_benchmark_counts_what_host_time_counts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     modes = ["--models", "llama", "--modes", "stock", "exact", "--rounds", "1", "--out", str(tmp_path)]
@@ -84,6 +85,7 @@ def _scratch(rows: int, inner: int, columns: int) -> int:
     return measure_step(lambda: a @ b, "cpu").peak_bytes - 2 * rows * columns
 
 
+@pytest.mark.daily(3)
 def test_working_peak(tmp_path: Path) -> None:
     """Without their products, the peaks are those with them, but for a kernel's own scratch memory."""
     found = []
@@ -117,6 +119,7 @@ def test_longest_context(tmp_path: Path) -> None:
         assert f"| {name} | {found[name]['longest']['1']:,} |" in (tmp_path / "longest_context.md").read_text()
 
 
+@pytest.mark.daily(2)
 def test_evaluate_presets(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     recipe = importlib.import_module("evaluate_presets")
@@ -150,6 +153,7 @@ def test_evaluate_presets(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before
 
 
+@pytest.mark.daily(3)
 def test_chosen_tokens(tmp_path: Path) -> None:
     recipe = importlib.import_module("chosen_tokens")
     options = ["--jobs", "completion", "--seeds", "2", "--steps", "2", "--rounds", "1", "--output-dir", str(tmp_path)]

@@ -56,6 +56,7 @@ def _bad(rows: list[Row]) -> list[str]:
             for row in rows if not row.good and row.status not in SKIPPED]  # fmt: skip
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("cell", FAILED_BEFORE, ids=", ".join)
 def test_failed_before(cell: tuple[str, str, str, str]) -> None:
     method, subject, scenario, mode = cell
