@@ -18,7 +18,7 @@ from tests.fuzz.compare import ABOVE_LAW, compare, same_bits
 from tests.fuzz.models import attention_mask, plainest
 from tests.fuzz.programs import Seen, run_program
 
-CASES = 24
+CASES = 60
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
