@@ -37,7 +37,7 @@ class CompressionConfig(ConfigFile):
             backward on the stored tensors, which q and k in 4 bits require. "tempo": as "statistics", and eager
             attention keeps its probabilities once.
         loss_head: Patch the language-modelling head so that nothing of vocabulary size is kept for backward.
-        overrides: Codecs of single layers, as (dotted part of a module's name, role, codec): ``("layers.3", "mlp",
+        overrides: Codecs of single layers, as (dotted part of a module's name, field, codec): ``("layers.3", "mlp",
             "int4")`` holds for every module below a "layers.3". A later one replaces an earlier one.
             `checkpoint_attention` may be set in the same way. `calibrate` and `plan` write them.
         logits: Return ``outputs.logits`` as stock does. False: in a forward that computes a loss, in training or under
@@ -156,8 +156,10 @@ class CompressionConfig(ConfigFile):
     token_choice: Any = "random"
 
     def __post_init__(self) -> None:
-        for role in (*CODEC_FIELDS, "other"):
-            object.__setattr__(self, role, name_of(getattr(self, role)))
+        for field in (*CODEC_FIELDS, "other"):
+            object.__setattr__(self, field, name_of(getattr(self, field)))
+        named = tuple((part, field, name_of(value)) for part, field, value in self.overrides)
+        object.__setattr__(self, "overrides", named)
         check(self)
 
     @classmethod
@@ -192,9 +194,9 @@ class CompressionConfig(ConfigFile):
 
     @property
     def codecs(self) -> set[str]:
-        """The codecs of all roles, those of single layers included."""
+        """The codecs of all fields, those of single layers included."""
         single = (value for _, field, value in self.overrides if field in CODEC_FIELDS)
-        return {self.other, *(getattr(self, role) for role in CODEC_FIELDS), *single}
+        return {self.other, *(getattr(self, field) for field in CODEC_FIELDS), *single}
 
 
 # Storage: every role goes through a codec. q, k and v have 8 bits at least, because they have to fit the exact

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .codecs import CODECS, IntMeasured, RowSample
-from .errors import UnknownOptionError
+from .codecs import CODECS, Codec, IntMeasured, RowSample
+from .errors import CodecError, UnknownOptionError
 
 CODEC_FIELDS = ("linear", "norm", "mlp", "attention", "checkpoint_input")
 
@@ -18,6 +18,9 @@ _SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
 
 # how the tokens that get gradients are chosen
 TOKEN_CHOICES = ("random", "last", "loss")
+
+# what each codec must have
+_METHODS = ("pack", "unpack", "nbytes")
 
 # op -> its variants, for ops that can keep different tensors
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -35,11 +38,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 def check(config: Any) -> None:
     """Raise UnknownOptionError if a field of a CompressionConfig has a value that is not allowed."""
-    for role in (*CODEC_FIELDS, "other"):
-        _check_codec(role, getattr(config, role))
+    for field in (*CODEC_FIELDS, "other"):
+        _check_codec(field, getattr(config, field))
     for _, field, value in config.overrides:
         if field not in OVERRIDABLE:
-            raise UnknownOptionError("role of an override", field, OVERRIDABLE)
+            raise UnknownOptionError("field of an override", field, OVERRIDABLE)
         if field in CODEC_FIELDS:
             _check_codec(field, value)
         elif value not in VARIANTS[field]:
@@ -48,7 +51,9 @@ def check(config: Any) -> None:
         raise UnknownOptionError("codec for linear under gradient_norms", config.linear, sampling())
     if config.tiled_mlp != "auto" and not (type(config.tiled_mlp) is int and config.tiled_mlp >= 0):
         raise UnknownOptionError("tiled_mlp", config.tiled_mlp, ["a number of rows", "auto"])
-    if config.refresh_bits and not any(isinstance(CODECS[getattr(config, role)], IntMeasured) for role in CODEC_FIELDS):
+    if config.refresh_bits and not any(
+        isinstance(CODECS[getattr(config, field)], IntMeasured) for field in CODEC_FIELDS
+    ):
         measured = [name for name, codec in CODECS.items() if isinstance(codec, IntMeasured)]
         raise UnknownOptionError("codec under refresh_bits", config.mlp, measured)
     if isinstance(config.checkpoint, str) and not _SHORTHAND.fullmatch(config.checkpoint):
@@ -94,19 +99,47 @@ def _check_tokens(config: Any) -> None:
 
 
 def name_of(codec: Any) -> Any:
-    """The name of a codec that was given as an object. A codec that is not in the table is added under its `repr`."""
+    """The name of a codec that was given as an object. A codec that is not in the table is added under its `repr`.
+
+    Raises:
+        CodecError: See `check_instance`.
+    """
     if isinstance(codec, str) or not callable(getattr(codec, "pack", None)):
         return codec
-    name = next((name for name, row in CODECS.items() if row == codec), repr(codec))
+    check_instance(codec)
+    name = registered_name(codec) or repr(codec)
     CODECS.setdefault(name, codec)
     return name
+
+
+def registered_name(codec: Codec) -> str | None:
+    """The name of an equal codec in the table. A `repr` under which `name_of` added it is not such a name."""
+    return next((name for name, row in CODECS.items() if row == codec and name != repr(codec)), None)
+
+
+def check_instance(codec: Any) -> None:
+    """Raise CodecError if the object is no codec, cannot be a key, or has a `repr` that another process cannot read."""
+    missing = [method for method in _METHODS if not callable(getattr(codec, method, None))]
+    if isinstance(codec, type):
+        raise CodecError(f"{codec!r} is a class, not an instance of it; pass {codec.__name__}(...)")
+    if missing:
+        raise CodecError(f"a codec has {', '.join(_METHODS)}; {codec!r} is without {', '.join(missing)}")
+    # a protocol's `isinstance` compares names of methods alone; the base also gives a codec its default properties
+    if Codec not in type(codec).__mro__:
+        raise CodecError(f"{type(codec).__name__} has not the base hf_actcompress.extension.Codec; derive it from that")
+    try:
+        hash(codec)
+    except TypeError as error:
+        raise CodecError(f"{codec!r} cannot be hashed; make its class a dataclass(frozen=True)") from error
+    if " at 0x" in repr(codec):
+        raise CodecError(f"the repr {codec!r} holds an address; make its class a dataclass(frozen=True)")
 
 
 def sampling() -> list[str]:
     return [name for name, codec in CODECS.items() if isinstance(codec, RowSample)]
 
 
-def _check_codec(role: str, codec: str) -> None:
-    known = [name for name, row in CODECS.items() if role == "linear" or not row.linear_only]
+def _check_codec(field: str, codec: str) -> None:
+    known = [name for name, row in CODECS.items() if field == "linear" or not row.linear_only]
     if codec not in known:
-        raise UnknownOptionError(f"codec for {role}", codec, known)
+        raise UnknownOptionError(f"codec for {field}", codec, [*known, "a codec of your own, once it is registered"])

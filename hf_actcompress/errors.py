@@ -18,10 +18,14 @@ class UnknownOptionError(ActCompressError, ValueError):
 
 
 class RegistrationError(ActCompressError, ValueError):
-    """A name is registered that is taken, or that was registered before."""
+    """A name is registered that is taken, or that was registered before, or for something else than it is for."""
 
-    def __init__(self, what: str, name: str, reason: str) -> None:
-        super().__init__(f"the {what} {name!r} was not registered: {reason}; choose another, or remove() the first")
+    def __init__(self, what: str, name: str, reason: str, do: str = "choose another, or remove() the first") -> None:
+        super().__init__(f"the {what} {name!r} was not registered: {reason}; {do}")
+
+
+class RuleError(ActCompressError, TypeError):
+    """A rule that was registered from outside gave an answer that no module can be patched with."""
 
 
 class NothingPatchedError(ActCompressError, ValueError):
@@ -49,7 +53,7 @@ class CaptureError(ActCompressError, RuntimeError):
 
 
 class CodecError(ActCompressError, ValueError):
-    """A codec got a tensor that it cannot store."""
+    """A codec got a tensor that it cannot store, or an object was given as a codec that is none."""
 
 
 class KernelUnavailableError(ActCompressError, RuntimeError):

@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from .codecs import CODECS, Codec
+from .codecs import CODECS, Codec, TensorMeta
 from .config import PRESETS, CompressionConfig
-from .errors import CodecError, RegistrationError, UnknownOptionError
+from .config_checks import check_instance, registered_name
+from .errors import RegistrationError, UnknownOptionError
 from .models.leaves import ACTIVATION_TYPES, ActivationRow
 from .models.rules import OTHERS_RULES, Rule
 from .models.sites import Declined, Site
@@ -27,6 +28,8 @@ from .reference import ACTIVATIONS
 from .roles import Role
 
 __all__ = [
+    "CODECS",
+    "Codec",
     "Declined",
     "PatchedModule",
     "Registration",
@@ -34,6 +37,7 @@ __all__ = [
     "Rule",
     "Settings",
     "Site",
+    "TensorMeta",
     "applied",
     "declare",
     "keeps_for_backward",
@@ -48,8 +52,6 @@ __all__ = [
     "save",
     "stored_exact",
 ]
-
-_METHODS = ("pack", "unpack", "nbytes")
 
 
 class Registration:
@@ -76,22 +78,16 @@ def register_codec(name: str, codec: Codec) -> Registration:
 
     Args:
         name: A new one.
-        codec: A frozen dataclass with the methods of `Codec`; `Codec` should be its base. `check_codec(codec)` of
+        codec: A frozen dataclass whose base is `Codec`, with `pack`, `unpack` and `nbytes`. `check_codec(codec)` of
             `hf_actcompress.testing` checks that it keeps a codec's promises.
 
     Raises:
         RegistrationError: The name is taken, or an equal codec has a name already.
-        CodecError: It has no `pack`, `unpack` or `nbytes`, or cannot be hashed.
+        CodecError: It lacks the base or one of the methods, is a class, cannot be hashed, or its `repr` holds an
+            address.
     """
-    missing = [method for method in _METHODS if not callable(getattr(codec, method, None))]
-    if missing or isinstance(codec, type):
-        what = "a class, not an instance of it" if isinstance(codec, type) else f"without {', '.join(missing)}"
-        raise CodecError(f"a codec has {', '.join(_METHODS)}; {codec!r} is {what}")
-    try:
-        hash(codec)
-    except TypeError as error:
-        raise CodecError(f"{codec!r} cannot be hashed; make it a dataclass(frozen=True)") from error
-    equal = next((known for known, row in CODECS.items() if row == codec), None)
+    check_instance(codec)
+    equal = registered_name(codec)
     if name in CODECS or equal is not None:
         reason = "the name is taken" if equal is None else f"an equal codec is known as {equal!r}"
         raise RegistrationError("codec", name, reason)
@@ -103,8 +99,10 @@ def register_preset(name: str, config: CompressionConfig) -> Registration:
     """Give a config a name, for `patch_model(model, name)`, `compare_presets` and all else that takes a preset's name.
 
     Raises:
-        RegistrationError: The name is taken.
+        RegistrationError: The name is taken, or `config` is no CompressionConfig.
     """
+    if not isinstance(config, CompressionConfig):
+        raise RegistrationError("preset", name, f"{config!r} is no CompressionConfig", "pass one")
     if name in PRESETS:
         raise RegistrationError("preset", name, "the name is taken")
     PRESETS[name] = config
@@ -144,6 +142,8 @@ def register_rule(rule: Rule) -> Registration:
 
     Raises:
         RegistrationError: The rule is registered already.
+
+    `patch_model` raises RuleError if the rule returns something else.
     """
     if rule in OTHERS_RULES:
         raise RegistrationError("rule", getattr(rule, "__name__", repr(rule)), "it is registered already")

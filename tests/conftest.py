@@ -25,9 +25,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_imports() -> Iterator[None]:
-    """Leaves what is there by now, above all what imports made, out of the collections of this module's tests.
+    """Keep the objects that exist by now, most of them made by imports, out of garbage collections in this module.
 
-    Every measurement of bytes collects garbage before and after. That took more than a second each without this.
+    Every measurement of bytes collects garbage before and after. Without this, each takes over a second longer.
     """
     gc.collect()
     gc.freeze()
@@ -50,17 +50,17 @@ def _fresh() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # the environment reaches the processes of xdist: all of them take the cases of one day, midnight or not
+    # xdist's processes inherit the environment, so all of them run the cases of one day, even past midnight
     os.environ.setdefault("CASES_OF_DAY", str(datetime.datetime.now(datetime.UTC).date().toordinal()))
-    # where no folder can be: no test reads what another one, or the user, has asked `estimate`
+    # os.devnull cannot be a folder: no test reads an answer of `estimate` that another test or the user has stored
     os.environ["ACTCOMPRESS_CACHE"] = os.devnull
     if any(not Path(argument).is_dir() for argument in config.args):
-        # a file or a test was named: all of it
+        # if the command names a file or a test, all of its cases run
         os.environ.setdefault("ALL_CASES", "1")
 
 
 def pytest_unconfigure() -> None:
-    # or libraries find their objects alive when the interpreter ends, and say so
+    # without this, libraries find their objects alive when the interpreter ends, and print messages
     gc.unfreeze()
 
 
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests marked `daily(n)` the cases whose turn it is: each case has one day in n."""
+    """Deselect the cases of tests marked `daily(n)` that do not run today: each case runs on one day in n."""
     if os.environ.get("ALL_CASES"):
         return
     day, left_out = int(os.environ["CASES_OF_DAY"]), []

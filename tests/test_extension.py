@@ -26,9 +26,10 @@ from hf_actcompress import (
 )  # fmt: skip
 from hf_actcompress.codecs import CODECS, Codec, IntGroup
 from hf_actcompress.codecs.codec import TensorMeta, meta_of
-from hf_actcompress.errors import CodecError, RegistrationError, UnknownOptionError
+from hf_actcompress.errors import CodecError, RegistrationError, RuleError, UnknownOptionError
 from hf_actcompress.extension import register_activation, register_codec, register_preset, register_rule
-from hf_actcompress.models.sites import Declined
+from hf_actcompress.models.sites import Declined, Site
+from hf_actcompress.modules.base import Settings
 from hf_actcompress.roles import Role
 from hf_actcompress.testing import check_codec
 from tests.slopes import VOCAB, bert, llama
@@ -82,6 +83,39 @@ def test_a_codec_in_the_place_of_its_name() -> None:
         CODECS.pop(config.mlp)
 
 
+def test_a_codec_of_one_layer_in_the_place_of_its_name() -> None:
+    with register_codec("half", Half()):
+        config = CompressionConfig(overrides=(("layers.1", "mlp", Half()), ("layers.0", "mlp", IntGroup(8))))  # type: ignore[arg-type]
+        assert [codec for *_, codec in config.overrides] == ["half", "int8"]
+
+
+def test_a_name_for_a_codec_that_a_config_has_had() -> None:
+    """The first config is still valid, and the next one has the new name."""
+    before = CompressionConfig(mlp=Half(2.5))
+    try:
+        with register_codec("half", Half(2.5)):
+            assert CompressionConfig(mlp=Half(2.5)).mlp == "half"
+            assert CompressionConfig.from_dict(before.to_dict()) == before
+    finally:
+        CODECS.pop(before.mlp)
+
+
+class Naive:
+    """The methods of a codec, without its base."""
+
+    pack, unpack, nbytes = Half.pack, Half.unpack, Half.nbytes
+
+
+class Hashless(Half):
+    __hash__ = None  # type: ignore[assignment]
+
+
+class NoData(Half):
+    """Its repr is that of any object."""
+
+    __repr__ = object.__repr__
+
+
 @dataclass(frozen=True)
 class HalfOfRows(Half):
     takes_rows = True
@@ -109,6 +143,17 @@ def test_what_is_refused() -> None:
         register_codec("half", Half)  # type: ignore[arg-type]
     with pytest.raises(CodecError, match="without pack, unpack, nbytes"):
         register_codec("none", object())  # type: ignore[arg-type]
+    for codec, what in ((Naive(), "has not the base"), (Hashless(), "cannot be hashed"), (NoData(), "an address")):
+        with pytest.raises(CodecError, match=what):
+            register_codec("own", codec)  # type: ignore[arg-type]
+        with pytest.raises(CodecError, match=what):
+            CompressionConfig(mlp=codec)  # type: ignore[arg-type]
+    with pytest.raises(CodecError, match=r"is a class.*pass Half\(\.\.\.\)"):
+        CompressionConfig(mlp=Half)  # type: ignore[arg-type]
+    # nothing of what was refused is left behind
+    assert CompressionConfig().lossless
+    with pytest.raises(RegistrationError, match="is no CompressionConfig"):
+        register_preset("mine", {"mlp": "int8"})  # type: ignore[arg-type]
     with pytest.raises(RegistrationError, match="'exact'"):
         register_preset("exact", CompressionConfig())
     with pytest.raises(UnknownOptionError, match="gelu"):
@@ -147,6 +192,15 @@ def test_an_activation_and_a_rule_of_ones_own() -> None:
     registration.remove()
     patch_model(model)
     assert "ours to keep" not in str(patch_report(model))
+
+
+@pytest.mark.parametrize("answer", [True, "mlp", Site(nn.ReLU, Settings(role=Role.LINEAR))], ids=str)
+def test_a_rule_with_a_wrong_answer_is_named(answer: Any) -> None:
+    def careless(module: nn.Module, config: CompressionConfig) -> Any:
+        return answer if isinstance(module, nn.Linear) else None
+
+    with register_rule(careless), pytest.raises(RuleError, match=r"the rule careless answered .* for a Linear"):
+        patch_model(llama(2, hidden=64))
 
 
 def test_rules_of_others_are_asked_before_those_of_heads_and_checkpoints() -> None:
@@ -229,3 +283,17 @@ def test_a_run_that_resumes_knows_its_setting(tmp_path: Path, caplog: pytest.Log
         trainer.train(resume_from_checkpoint=checkpoint)
         assert "another config" not in caplog.text
         assert {row.codec for row in patch_report(trainer.model).patched} >= {"int8"}
+
+
+def test_a_run_resumes_where_the_codec_of_its_checkpoint_is_not_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with register_codec("half", Half()):
+        _trainer(tmp_path, CompressionConfig(mlp="half"), steps=2)[0].train()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
+        _trainer(tmp_path, "exact", steps=3)[0].train(resume_from_checkpoint=checkpoint)
+    assert "written under another config" in caplog.text
+    with pytest.raises(UnknownOptionError, match="'half'.*a codec of your own, once it is registered"):
+        trainer, _ = _trainer(tmp_path, "exact", steps=3, restore_callback_states_from_checkpoint=True)
+        trainer.train(resume_from_checkpoint=checkpoint)

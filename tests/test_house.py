@@ -55,7 +55,7 @@ def test_every_file_of_a_published_method_is_in_the_readmes_table():
 
 
 def test_no_two_modules_have_a_class_of_one_name():
-    """Who meets a class's name in a traceback knows which class it is; private ones are their module's own."""
+    """A class's name in a traceback then says which class it is. Private classes are not checked."""
     nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
     names = [node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []

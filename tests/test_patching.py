@@ -155,7 +155,7 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(family: Family) -> None
 
 @three
 def test_another_default_device_changes_nothing(family: Family) -> None:
-    """The probes run where they say; a device that computes nothing would show any that does not."""
+    """Probes run on the CPU, whatever torch's default device is. On "meta" a probe would see no values."""
     expected = patch_report(patch_model(family.build()))
     model = family.build()
     try:

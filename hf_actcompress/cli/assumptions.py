@@ -1,4 +1,4 @@
-"""What figures depend on beside the model, in one line, which each command prints."""
+"""The line in which each command prints its assumptions: what the figures depend on beside the model."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ a row there; the contract tests iterate the rows.
 
 from __future__ import annotations
 
-from .codec import Codec
+from .codec import Codec, TensorMeta
 from .feature_maps import FeatureMaps, on_feature_maps
 from .float8 import Float8
 from .identity import Identity
@@ -40,6 +40,7 @@ __all__ = [
     "Offload",
     "Pooled",
     "RowSample",
+    "TensorMeta",
     "TopK",
     "on_feature_maps",
 ]

@@ -77,7 +77,8 @@ class IntFine(Codec):
         codes, scale, _ = coarse
         work = work_dtype(meta.dtype)
         middle = self._coarse().unpack(tuple(coarse), TensorMeta(torch.Size((codes.size(0), meta.features)), work))
-        # a group of equal numbers has tiny as its scale: with a step of 0 they stay as 8 bits decode them
+        # the scale of a group of equal numbers is `tiny`; its step becomes 0, so that the values decoded from 8 bits
+        # do not change
         step = scale.to(work) - torch.finfo(torch.bfloat16).tiny
         return middle, step.repeat_interleave(self.group_size, 1)[:, : meta.features]
 

@@ -54,7 +54,7 @@ class Ticket:
         return away is not None and all(a is b for a, b in zip(away, tensors, strict=True))
 
 
-# q, k, v and the output of one attention: an op asks for its tensors in the order in which they left. As many are asked
+# an attention asks for four tensors in the order in which they were moved: q, k, v and the output. As many are asked
 # for between the first reader of a norm's input (a linear that rebuilds the norm's output) and the last one (the norm)
 WINDOW = 4
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ..config import CompressionConfig
+from ..errors import RuleError
+from ..modules.base import PatchedModule, Settings
 from ..modules.checkpoint import CheckpointInputMixin
 from .adapters import find_adapter, rank_layers
 from .attention import find_attention
@@ -79,7 +81,7 @@ def find_site(module: nn.Module, config: CompressionConfig, places: Places = _NO
         config = replace(config, linear="identity", derive_linear=True, gradient_norms=0)
     # the probes make small tensors, wherever `torch.set_default_device` would put them
     with torch.device("cpu"):
-        found = next((answer for rule in OTHERS_RULES if (answer := rule(module, config)) is not None), None)
+        found = _by_others(module, config)
         if found is None:
             found = _own(module, config, id(module) in places.heads)
     # a checkpointed layer is patched by its checkpoint function, so a forward bound on the instance does not matter
@@ -90,6 +92,27 @@ def find_site(module: nn.Module, config: CompressionConfig, places: Places = _NO
         "forward is already bound on the instance (device_map or offload hooks, Liger, hub kernels), so a class "
         "swap would be inert; patch before that is applied",
     )
+
+
+def _by_others(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
+    """The first answer of the rules of other packages, once it has been checked."""
+    for rule in OTHERS_RULES:
+        found = rule(module, config)
+        if found is None:
+            continue
+        if isinstance(found, Declined) or (isinstance(found, Site) and _is_whole(found)):
+            return found
+        name = getattr(rule, "__name__", repr(rule))
+        raise RuleError(
+            f"the rule {name} answered {found!r} for a {type(module).__name__}; it must return None, "
+            "Declined(role, reason), or Site(a subclass of PatchedModule, Settings(...))"
+        )
+    return None
+
+
+def _is_whole(site: Site) -> bool:
+    patched = isinstance(site.mixin, type) and issubclass(site.mixin, PatchedModule)
+    return patched and isinstance(site.settings, Settings)
 
 
 def _own(module: nn.Module, config: CompressionConfig, is_head: bool) -> Site | Declined | None:

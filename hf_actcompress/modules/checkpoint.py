@@ -24,7 +24,7 @@ WITH_ATTENTION = "input, results of attention"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings(Settings):
-    """Also the checkpoint function that the model was given, or None: a compiler finds it here."""
+    """Settings with the checkpoint function that the model was given, or None. A compiler reads it from here."""
 
     function: Any
 

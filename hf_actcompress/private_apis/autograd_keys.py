@@ -19,7 +19,7 @@ _AUTOGRAD = reduce(
 
 
 def below_autograd() -> AbstractContextManager[Any]:
-    """In this context ops go past autograd, which has nothing to do in a Function of ours, and costs host time.
+    """In this context ops bypass autograd: inside of our Functions it has nothing to do, and it costs host time.
 
     A mode that sees each op would get composite ops there (linear, reshape), so nothing changes while one is on.
     """

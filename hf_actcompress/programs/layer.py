@@ -90,7 +90,7 @@ class ProgramLayerMixin(ModuleMixin):
         checkpoint = function_of(self, kept)
         if settings is None or torch.compiler.is_compiling() or (kept is not None and kept.keeps == WITH_ATTENTION):
             return checkpoint
-        # any other checkpoint function than torch's plain one runs as somebody has set it up
+        # a checkpoint function other than torch's plain one runs unchanged, as the user has set it up
         plain = is_plain(self.__dict__[CHECKPOINT_FUNCTION])
         return partial(self._checkpointed, checkpoint, kept) if plain else checkpoint
 

@@ -23,7 +23,7 @@ from .views import rows_of, tokens_of
 
 
 def _residual(b: Backward, x: int) -> Node | None:
-    """The gradient that a norm's input has already, to which the norm's backward adds its own: one pass less."""
+    """The gradient that a norm's input already has. The norm's backward adds its own to it, which saves a pass."""
     return b.gradients.pop(x, None)
 
 

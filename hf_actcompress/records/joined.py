@@ -40,12 +40,12 @@ from .outside import Hooks
 from .record import Recipe
 from .saving import Slot, is_lossless_slot
 
-# how many joined tensors are made one from the other
+# the most joined tensors in a chain in which each one is made from the one before it
 LONGEST = 4
 # how many nodes, without views, lie between a joined tensor and what is kept
 _NODES = 16
-# how many times as many elements as the joined tensor what is made on the way to it may have: for a small part of a
-# large tensor, backward would need more memory at a time than is saved
+# the most elements of an intermediate result, in multiples of the joined tensor's: to make a small part of a large
+# tensor again, backward would need more memory at a time than is saved
 _WIDER = 2
 
 

@@ -80,7 +80,7 @@ class Net(Netting):
 
     def pack(self, x: Tensor) -> Held:
         """What autograd holds in place of x [any shape], which is being saved."""
-        # the current node's: it got its number before it saves. Later, a proof may have made nodes
+        # the current node's number, which it has before it saves; read it now, because a proof may make further nodes
         number = next_sequence_number() - 1
         if self._parts is not None:
             self._parts.settle()

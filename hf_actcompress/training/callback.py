@@ -56,8 +56,11 @@ class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[mis
             self._patch(model)
         saved = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
         before = saved and saved["args"]["config"]
-        if before and CompressionConfig.from_dict(before) != self.config:
-            other = {name: value for name, value in self.config.to_dict().items() if _listed(value) != before.get(name)}
+        # values of JSON are compared: the checkpoint's codecs may not be registered in this process
+        stored = {**CompressionConfig().to_dict(), **(before or self.config.to_dict())}
+        ours = self.config.to_dict()
+        other = {name: value for name, value in ours.items() if _listed(value) != _listed(stored[name])}
+        if other:
             logger.warning(
                 "the checkpoint was written under another config than this run's, which has %s; to go on as before, "
                 "set TrainingArguments(restore_callback_states_from_checkpoint=True)", other,

@@ -21,7 +21,7 @@ def test_it_is_group_quantisation_of_the_channels(layout: str, dtype: torch.dtyp
 
 
 def test_what_is_the_same_for_all_tokens_costs_nothing() -> None:
-    """An offset and a magnitude per channel: of groups along features both are in every range."""
+    """Each channel has its own offset and magnitude. In groups along features, both make every range wider."""
     x = torch.randn(2, 4, 256, 32)
     channels = x * torch.logspace(-2, 2, 32) + 100 * torch.randn(32)
     error = (roundtrip(IntChannels(4), channels) - channels) / torch.logspace(-2, 2, 32)

@@ -116,7 +116,7 @@ def test_lossless_and_equality(name: str) -> None:
 )
 def test_it_traces_in_one_graph(name: str) -> None:
     codec: Codec = CODECS[name]
-    # all of these compile one code object, which Dynamo does only so many times
+    # all cases compile the same code object, and Dynamo limits how often it does that
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -155,7 +155,7 @@ ERRORS = {
     "int4": 2 * 4.7 / 15 / 12**0.5,
     "int3": 2 * 4.1 / 7 / 12**0.5,
     "int2": 2 * 4.1 / 3 / 12**0.5,
-    # half a step of 2^-3 of the number, uniform, at worst
+    # at worst the error is uniform within half a step, and a step is 2^-3 of the number
     "fp8_e4m3": 2**-3 / 12**0.5,
     "fp8_e5m2": 2**-2 / 12**0.5,
 }

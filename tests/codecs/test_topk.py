@@ -83,7 +83,7 @@ def test_nsigma_keeps_what_lies_outside() -> None:
     # a normal distribution has a fifth of its mass outside
     bound = 1.2815515655446004 * x.double().std(unbiased=False)
     outside = (x.double() - x.double().mean()).abs() > bound
-    # a row with more than its share loses the last of them, one with less keeps others
+    # a row with more than 102 such entries keeps the first 102; a row with fewer keeps some others, too
     share = outside.cumsum(1) <= 102
     assert torch.equal(y[outside & share], x[outside & share])
     assert int((y != 0).sum()) == 64 * 102

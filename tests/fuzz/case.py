@@ -109,10 +109,10 @@ class Case:
         if self.program == "scaler":
             changes["mode"] = "autocast-fp16"
         if self.program == "unpatched-backward" and self.checkpointing == "non-reentrant":
-            # what is computed again is then stock's, which torch finds out and refuses
+            # the recomputation would then run stock's code; torch notices the difference and raises an error
             changes["checkpointing"] = "reentrant"
         if self.program == "threads":
-            # the masks of two threads come from one generator, in an order that nobody knows
+            # both threads draw dropout masks from one generator, and the order of the draws is not defined
             changes.update(dropout=0.0, lora="plain" if self.lora == "dropout" else self.lora)
         return replace(self, **changes)
 

@@ -105,14 +105,14 @@ def reduce_by(case: Case, plain: Case, fails: Callable[[Case], bool], attempts: 
             if candidate == case or attempts <= 0:
                 continue
             attempts -= 1
-            # tidying may bring back what was taken away, which would go on for ever
+            # `tidy` may undo the change; taking such a candidate would make the loop endless
             if getattr(candidate, field.name) == value and fails(candidate):
                 case, changed = candidate, True
     return case
 
 
 def prepare() -> None:
-    """One thread, for the same sums on every machine; what was imported is taken out of the garbage collector's way."""
+    """Use one thread, so that sums are the same on every machine, and keep imported objects out of collections."""
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()

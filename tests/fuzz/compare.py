@@ -30,7 +30,7 @@ from tests.fuzz.programs import Seen
 # the law is 1.1 over many batches (tests/models/test_families.py); one tiny batch scatters around it, so that what is
 # above this is tried again with other seeds (tests/fuzz/check.py)
 LAW = 2.0
-# of what the loss, the widest sum in a model, may differ where it is taken in pieces
+# by how many roundings the loss, the longest sum in a model, may differ if it is summed in pieces
 LOSS_ROUNDINGS = 8
 EPS = {
     "fp32": torch.finfo(torch.float32).eps,
@@ -231,10 +231,11 @@ def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def _within_bound(case: Case, pairs: list[tuple[Seen, Tensor]]) -> list[Failure]:
-    # one matrix of 500 times the size saturates what comes after it, and then a small error turns whole rows
+    # a matrix multiplied by 500 saturates the ops behind it; then a small error can change whole rows
     bound = BOUNDS[case.preset] if case.special != "large-weight" else float("inf")
     if case.lora != "none" and case.checkpointing != "none" and config_of(case).checkpoint_input != "identity":
-        # adapters alone, whose layer is computed again from a rounded input: int8 errs by 0.35 in one of 20 seeds
+        # only adapters are trained, and their layer is computed again from a rounded input: with int8 the error is
+        # 0.35 for one of 20 seeds
         bound *= 4
     error = _relative([(seen.value, stock) for seen, stock in pairs])
     if error <= bound:
@@ -250,7 +251,7 @@ def _within_law(case: Case, pairs: list[tuple[Seen, Tensor]], oracle: Oracle) ->
     found = [(seen.value, stock, truth[_key(seen)]) for seen, stock in pairs if _key(seen) in truth]
     if len(found) < len(pairs):
         return [Failure("no oracle", f"error against stock {error:.3g}")]
-    # where one of the three is not finite, none counts
+    # an element counts only if all three values are finite
     finite = [(a, b, t, a.isfinite() & b.isfinite() & t.isfinite()) for a, b, t in found]
     own = _relative([(b[at], t[at]) for _, b, t, at in finite])
     ours = _relative([(a[at], t[at]) for a, _, t, at in finite])

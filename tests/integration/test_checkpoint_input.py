@@ -19,7 +19,7 @@ from tests.families import BY_NAME, build, differing, step
 from tests.slopes import bert, gpt2, llama, slope
 
 NAMES = ("bert", "gpt2-gelu-tanh", "llama", "t5")
-# of those that round in the same way every time
+# the codecs that draw no random numbers, so that they round in the same way every time
 STORES = [name for name, row in CODECS.items() if not row.linear_only and row.drawing_from(Generators()) is row]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -103,7 +103,7 @@ def test_bytes_per_layer(model: Any, dtype_bytes: int) -> None:
     assert int8 - rest == pytest.approx(1.0625, abs=0.01)
     assert int8 < outliers <= 1.1 + rest
     assert int4 - rest == pytest.approx(0.5625, abs=0.01)
-    # host memory is the CPU's own
+    # on a CPU, offloaded tensors stay in the same memory
     assert away == pytest.approx(plain, abs=0.01)
 
 

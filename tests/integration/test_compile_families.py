@@ -25,7 +25,7 @@ TYPES = (
 )  # fmt: skip
 CLASSES = ("CausalLM", "MaskedLM", "LMHeadModel", "ImageClassification", "ConditionalGeneration")
 PAIRS = {pair.type: pair for pair in catalogue() if pair.type in TYPES and pair.model.endswith(CLASSES)}
-# the others know no sequences in a row by their positions
+# the other types do not recognise packed sequences by their positions
 PACKED = TYPES[: TYPES.index("bert")]
 CASES = [
     *((name, "padded") for name in TYPES), *((name, "packed") for name in PACKED), *((name, "lora") for name in TYPES),

@@ -34,12 +34,12 @@ def _nothing_shown() -> Iterator[None]:
 
 
 def rounding(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """fp32 as a tensor of that dtype holds it."""
+    """A function that rounds fp32 numbers to that dtype and returns them in fp32."""
     return lambda x: x.to(dtype).float()
 
 
 def in_fp64(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The interpreter's exp and tanh, and erf: of fp32, computed in fp64 and rounded once."""
+    """exp, tanh or erf of fp32 numbers as Triton's interpreter computes it: in fp64, then rounded once to fp32."""
     return function(x.double()).float()
 
 
@@ -105,7 +105,7 @@ def test_stock_functions_that_are_shown(name: str, dtype: torch.dtype, gated: bo
 def test_one_wrong_value_is_refused(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last bit of one of 65,536, and a number in place of NaN, and a zero's sign."""
+    """One of 65,536 results is wrong: its last bit, a number in the place of NaN, or the sign of a zero."""
     x = torch.randn(3, 40, dtype=dtype, device=DEVICE)
     for at in (0x3F81, 0x7FFF, 0x8000):
         activation_forward.forget()

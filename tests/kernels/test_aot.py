@@ -32,7 +32,7 @@ RESULTS = ROOT / "recipes" / "results" / "aot"
 # KiB of shared memory that a block may have
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 CAPABILITIES = set(SHARED)
-# what moves whole tensors and little else: an access of 16 bytes per thread for all but statistics and partial sums
+# these kernels move whole tensors: a thread accesses 16 bytes at a time, except for statistics and partial sums
 STREAMING = [
     name
     for name, module in KERNELS.items()

@@ -34,7 +34,7 @@ CODED = {
 def test_with_codecs_and_variants(family, name):
     """A row's code does not depend on other rows: the same gradients as with padding kept.
 
-    But for the last bit where what attention decodes lies in another order in memory, in which a product adds up.
+    The last bit may differ: decoded tensors of attention may have another order in memory, which changes sums.
     """
     attention = "eager" if name == "tempo" else "sdpa"
     model = family.build(dropout=0.1, attn_implementation=attention)
@@ -46,7 +46,7 @@ def test_with_codecs_and_variants(family, name):
 
 
 def test_outlier_channels_are_those_of_the_real_rows():
-    """Which channels are kept apart depends on all rows, so the preset's error is another, and no larger one."""
+    """All rows decide which channels are stored separately. Without padding, these fit the real tokens better."""
     family, errors = BY_NAME["llama"], []
     model, batch = family.build(), batch_of(family)
     oracle = oracle_step(model, batch)

@@ -32,7 +32,7 @@ def test_loss_logits_and_gradients(name, mode, logits):
         assert torch.equal(found.loss, expected.loss) and found.loss.dtype == expected.loss.dtype
         assert type(found.logits) is Tensor and torch.equal(found.logits, expected.logits)
     else:
-        # a loss of about log V < 8, which is four roundings of numbers no larger, on either side
+        # the loss is about log V < 8; the tolerance is four roundings of a number of that size
         assert abs(found.loss - expected.loss) <= 4 * torch.finfo(expected.loss.dtype).eps * 8
         assert isinstance(found.logits, ops.DeferredLogits) and not found.logits.chain.made
         assert torch.equal(found.logits, expected.logits)
@@ -56,7 +56,7 @@ def test_a_share_of_targets_reaches_the_head():
     stock, ours = pair(bert, targets=0.8)
     inputs = batch()
     seen = []
-    # the package has a function of that name
+    # the module in which the test replaces a function
     deferred_linear = sys.modules["hf_actcompress.ops._deferred_linear"]
     compute = ops.linear_cross_entropy
     with pytest.MonkeyPatch.context() as patch:
@@ -136,9 +136,9 @@ def test_kept_bytes_and_peak_do_not_grow_with_the_vocabulary(make, dtype):
         grown = 6000 * 512
         weight = 6000 * 32 * dtype.itemsize
         if logits:
-            # the logits themselves, which the caller has, and no fp32 copy of them (a softcap in progress: two more)
+            # the caller's logits, without an fp32 copy of them; while a softcap is computed there are two more copies
             copies = 3 if make is gemma2 else 1
             assert peaks[1] - peaks[0] < grown * (copies * dtype.itemsize + 0.5) + 4 * weight
         else:
-            # the gradient of the weight, twice where it is tied and added to
+            # the weight's gradient; if the weight is tied, there are two gradients until they are added
             assert peaks[1] - peaks[0] < grown / 4 + 4 * weight

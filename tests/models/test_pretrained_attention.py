@@ -74,7 +74,7 @@ def test_four_bits_need_the_statistics_of_what_was_stored(job: Job, others: dict
 
 
 def test_five_bits_by_channels(job: Job) -> None:
-    """Queries, keys and values in groups of tokens, of which each channel has its own: better than tokens' features."""
+    """For q, k and v, groups of tokens of one channel have smaller errors than groups of features of one token."""
     features = job.error(attention=IntGroup(5, 32), attention_variant="recomputed")
     channels = job.error(attention="int5_channels", attention_variant="recomputed")
     # in fewer bytes: heads of 32 features have groups of no more

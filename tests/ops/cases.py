@@ -173,7 +173,8 @@ def dropout_cases() -> list[Case]:
             seeded(partial(functional.dropout, p=p)),
             lambda batch, dtype: [rand(batch, 3, 8, dtype=dtype)],
             1,
-            # the mask is smaller than the generator's state, which is kept where nothing is drawn
+            # the mask is kept, because it is smaller than the generator's state; for p = 1, where nothing is drawn, the
+            # state is kept
             lambda x, p=p: RNG_STATE if p == 1 else x[0].numel(),
             strided=False,
         )
@@ -190,7 +191,7 @@ def cast_cases() -> list[Case]:
             lambda batch, dtype: [rand(batch, 3, 8, dtype=dtype)],
             1,
             lambda x: 0,
-            # a rounding has no finite differences
+            # gradcheck needs finite differences, which are meaningless for a function that rounds
             gradcheck=False,
         )
         for dtype in (torch.float16, torch.float64)

@@ -74,7 +74,7 @@ def test_calls_that_go_leaf_by_leaf(what: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_hooks_of_transformers_count_while_they_capture(name: str, checkpointed: bool) -> None:
-    """They stay on the layers and inside of them after one call that asks for outputs."""
+    """After one call that asks for hidden states or attentions, these hooks stay on the layers and inside of them."""
     leaves, programs = pair(name)
     batch = BY_NAME[name].make_batch("right")
     for model in (leaves, programs):
@@ -168,7 +168,7 @@ def test_the_report_says_which_calls_went_leaf_by_leaf() -> None:
 
 
 class ScaledLayer(type(BY_NAME["llama"].build().model.layers[0])):  # type: ignore[misc]
-    """Does with few tokens what it does not do with many: only trying it can tell."""
+    """Computes something else for up to 100 tokens than for more. Only a trial run can find that out."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         y: Tensor = super().forward(hidden_states, **kwargs)
@@ -195,7 +195,7 @@ def test_a_model_patched_before_it_is_trained() -> None:
     (loss, grads), (expected, wanted) = step(programs, batch), step(leaves, batch)
     assert set(calls(programs)) == {1}
     assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
-    # a step in eval mode, in which nothing is dropped, is not what was written down
+    # the program is written for training: in eval mode, where dropout is off, the layer runs leaf by leaf
     programs.eval()
     step(programs, batch)
     assert set(calls(programs)) == {1}
@@ -203,7 +203,7 @@ def test_a_model_patched_before_it_is_trained() -> None:
 
 @pytest.mark.parametrize(("name", "as_programs"), [("llama", False), ("gpt2-gelu-new", True)])
 def test_an_input_in_the_order_of_channels_gives_stocks_values(name: str, as_programs: bool) -> None:
-    """As a convolution makes of an image. Llama's norm leaves it so, and then stock's product rounds in its own way."""
+    """A convolution makes such an input. Llama's norm keeps its memory order, in which products round differently."""
     family = BY_NAME[name]
     stock, patched = family.build().train(), patch_model(family.build().train())
     batch = family.make_batch()

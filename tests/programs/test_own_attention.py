@@ -43,7 +43,7 @@ def both(name: str, dtype: torch.dtype, **options: Any) -> list[Any]:
 def assert_like(name: str, found: Any, expected: Any, dtype: torch.dtype) -> None:
     (loss, grads), (other_loss, others) = found, expected
     assert torch.equal(loss, other_loss) and grads.keys() == others.keys()
-    # what T5's decoder layers read of the encoder: each of them adds its keys and values up first
+    # T5's encoder may differ: each decoder layer first adds the gradients of these states from keys and values
     encoder = [n for n in differing(grads, others) if name == "gemma2" or "encoder" not in n and "shared" not in n]
     assert not encoder
     assert relative_error(grads, {n: g.double() for n, g in others.items()}) < 4 * torch.finfo(dtype).eps

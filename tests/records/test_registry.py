@@ -43,7 +43,7 @@ def test_entry_ends_with_the_tensor():
 
 
 def test_recycled_address_is_not_found():
-    """Free and allocate in turn until the storage's address comes back: it must be a stranger's."""
+    """Free and allocate until an address is used again: the new tensor at this address must have no record."""
     x = torch.randn(64)
     addresses = set()
     recycled = 0
@@ -60,7 +60,7 @@ def test_recycled_address_is_not_found():
 
 @pytest.mark.parametrize("swap", [lambda y: y.set_(torch.zeros(64)), lambda y: setattr(y, "data", torch.zeros(64))])
 def test_data_swapped_under_a_live_tensor_is_not_found(swap):
-    """`set_` and `.data =` let go of the storage under a tensor that lives on; then it may be anyone's."""
+    """`set_` and `.data =` give a living tensor another storage. The old one may then belong to any tensor."""
     y = declared(torch.randn(64))
     anyone = y.data  # the old storage, with a version counter of its own
     assert is_derived(anyone)
@@ -283,7 +283,7 @@ def test_shared_copy_is_made_once_and_again_after_a_write():
 
 
 def test_a_parameter_is_no_activation():
-    """It goes through no codec, and has no entry: one of a tensor that never dies would never end."""
+    """It goes through no codec and gets no entry, because an entry lives as long as its tensor: here, forever."""
     codec = Half()
     weight = torch.nn.Parameter(torch.randn(4, 6))
     for x in (weight, weight[:2], weight.unsqueeze(0)):

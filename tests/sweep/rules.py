@@ -85,7 +85,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"mm_tokens_per_image", 4),
     (r"num_frames$", 2),
     (r"temporal_patch_size", 2),
-    # widths. the longest list, and what is not on it stays
+    # widths: the longest list. A field that no row matches keeps its value
     (r"moe_intermediate_size|moe_ffn\w*|expert_ffn_hidden_size|shared_expert\w*size|moe_\w*intermediate_size", 24),
     (r"intermediate_\w*(size|dim)$|_ffn_dim$|^ffn_dim$|^d_ff$|^dff$|^dim_ff$|^mlp_dim$|^d_inner$|^n_inner$", 96),
     (
@@ -121,7 +121,7 @@ _SIZES = tuple((re.compile(pattern), size) for pattern, size in SIZES)
 DROPOUT = re.compile(
     r"dropout|_pdrop$|^pdrop$|drop_path|dropout_rate|_dropout_prob|^drop_rate|attention_drop_rate|_drop$"
 )
-# parts of a model that are left out at random: stays zero, the count of layers would change
+# probabilities of leaving out parts of a model: they stay zero, or the number of layers would change
 SKIPPED = re.compile(r"layerdrop|layer_dropout|expert_dropout|token_dropout|classifier_dropout")
 # tokens with a meaning
 TOKEN = re.compile(

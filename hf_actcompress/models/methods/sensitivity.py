@@ -72,7 +72,7 @@ def refresh_bits(
 
 def mean_bits(config: CompressionConfig) -> float:
     """The mean bits that a config asks for: the most bits of its codecs whose bits are measured."""
-    codecs = [CODECS[getattr(config, role)] for role in CODEC_FIELDS]
+    codecs = [CODECS[getattr(config, field)] for field in CODEC_FIELDS]
     return max(codec.bits for codec in codecs if isinstance(codec, IntMeasured))
 
 
