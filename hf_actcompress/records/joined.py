@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..private_apis import FakeTensor
+from ._current import current
 from .held import Again, Held, Kept, Made, value_of
 from .joining import (
+    CAST,
     COPIES,
     JOINING_NODES,
     VIEWS,
@@ -65,16 +67,21 @@ class Finder(NamedTuple):
     keep: Callable[[Tensor], Held]
 
 
-def is_joined(x: Tensor) -> bool:
-    """Whether a node that copies made x, or another one of the table made x [B, C, H, W]."""
-    kind = type(x.grad_fn).__name__
-    return kind in COPIES or (x.dim() == 4 and kind in JOINING_NODES)
-
-
 def is_asked(x: Tensor) -> bool:
-    """Whether our own ops ask the net about x before they keep it, because a node of a table made it."""
+    """Whether our own ops ask the net about x before they keep it.
+
+    They ask if a node that copies made x, or a pointwise one, or another one of the table made x [B, C, H, W]. For a
+    cast, the node before it decides, or a record of what that node made.
+    """
+    node: Any = x.grad_fn
+    if type(node).__name__ == CAST:
+        node, number = node.next_functions[0]
+        declared = None if current.net is None else current.net.declared
+        if declared is not None and declared.record(node, number) is not None:
+            return True
+    kind = type(node).__name__
     # a pooled map that is kept may be a part of a sum that is not
-    return is_joined(x) or type(x.grad_fn).__name__ in POINTWISE_NODES
+    return kind in COPIES or kind in POINTWISE_NODES or (x.dim() == 4 and kind in JOINING_NODES)
 
 
 class Joined(NamedTuple):

@@ -60,6 +60,17 @@ def itself(x: Tensor) -> Tensor:
     return x
 
 
+def _cast(node: Any, number: int) -> Compute | None:
+    """The cast, from the same source. A copy to another device is none."""
+    after = output_metadata(node, number)
+    same = after.device == output_metadata(*node.next_functions[0]).device
+    return partial(_in_dtype, dtype=after.dtype) if same else None
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
 def _no_padding(node: Any, number: int) -> Compute | None:
     return None if any(node._saved_pad) else itself
 
@@ -123,6 +134,7 @@ def _sliced(x: Tensor, dim: int, where: slice) -> Tensor:
     return x[(*[slice(None)] * (dim % x.dim()), where)]
 
 
+CAST = "ToCopyBackward0"
 # kinds of nodes that save no tensor -> how an output is made from the inputs; None if this node does something else
 JOINING_NODES: dict[str, Callable[[Any, int], Compute | None]] = {
     "AddBackward0": _sum,
@@ -133,6 +145,7 @@ JOINING_NODES: dict[str, Callable[[Any, int], Compute | None]] = {
     "RepeatBackward0": _repeat,
     "StackBackward0": _stack,
     "SubBackward0": _difference,
+    CAST: _cast,
 }
 # the same, without memory of their own
 VIEWS: dict[str, Callable[[Any, int], Compute]] = {

@@ -1,4 +1,4 @@
-"""Copies, parts, paddings and rotations of what is kept anyway are not kept, with stock's bits."""
+"""Copies, casts, parts, paddings and rotations of what is kept anyway are not kept, with stock's bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hf_actcompress.codecs import IDENTITY
 from hf_actcompress.ops import dropout, layer_norm
 from hf_actcompress.private_apis import FakeTensorMode
 from hf_actcompress.records import frame, netted
-from hf_actcompress.records.joining import JOINING_NODES, VIEWS
+from hf_actcompress.records.joined import is_asked
+from hf_actcompress.records.joining import JOINING_NODES, VIEWS, compute_of
 from tests.records.test_net import assert_same, kept, net, stock
 
 # images, rows, columns, channels
@@ -66,6 +67,8 @@ CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "squeezed": lambda x: x[:, :1].squeeze(1).transpose(0, 1).repeat(3, 1, 1),
     "product with a number": lambda x: torch.cat([x * 0.3, x / 3], 1),
     "product with a constant": lambda x: torch.cat([x * angles(x), angles(x) * x], 1),
+    "rounded": lambda x: x.to(torch.float16).to(x.dtype),
+    "sum of wider ones": lambda x: (x.double() + x.double()).to(x.dtype),
     "quotient by a constant": lambda x: (x / angles(x)).transpose(1, 2).contiguous(),
 }
 
@@ -106,6 +109,46 @@ def test_of_a_norms_output_that_is_gone(name: str) -> None:
     with torch.no_grad():
         nbytes = CHAINS[name](a.detach()).nbytes
     assert kept(forward, frame) - kept(forward, net) >= nbytes - 8
+
+
+def test_casts_under_autocast() -> None:
+    """Of the product's factors, which autocast has cast."""
+    a, weight = leaf(40, 16), torch.nn.Parameter(leaf(24, 16, seed=1).detach())
+
+    def forward() -> Tensor:
+        x = a + 1
+        read = x.sin().sum()
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(x, weight).float().square().sum() + read
+
+    assert_same(forward, (a, weight))
+    # the factors, and the wider copy of the product
+    assert kept(forward, stock) - kept(forward, net) >= (40 * 16 + 24 * 16) * 2
+
+
+def test_a_cast_is_made_from_its_own_source_alone() -> None:
+    a, weight = leaf(*SHAPE), leaf(8, 6, seed=1)
+
+    def rounded_before(x: Tensor) -> Tensor:
+        # x has more bits than the tensor that is kept
+        return x.bfloat16().sin().sum() + (x @ weight).square().sum()
+
+    def written_on(x: Tensor) -> Tensor:
+        y = x.bfloat16()
+        with torch.no_grad():
+            y.clamp_(max=0.5)
+        return (y.float() @ weight).square().sum() + x.sin().sum()
+
+    assert compute_of((a + 1).to("meta").grad_fn, 0) is None
+    assert_same(lambda: written_on(a + 1), (a, weight))
+    assert_same(lambda: rounded_before(a + 1), (a, weight))
+    assert kept(lambda: rounded_before(a + 1), net) == kept(lambda: rounded_before(a + 1), stock)
+
+
+def test_our_ops_ask_about_a_cast_if_they_would_ask_about_its_source() -> None:
+    x = leaf(*SHAPE) + 1
+    for y, asked in ((torch.cat([x, x]), True), (x + x, True), (x.sin(), True), (x.exp(), False)):
+        assert is_asked(y) == is_asked(y.bfloat16()) == asked
 
 
 def test_of_something_that_is_not_kept() -> None:
