@@ -32,6 +32,10 @@ class Netting:
         """Whether x, which has been saved, is made again and not kept."""
         raise NotImplementedError
 
+    def saved_by(self, node: Any) -> list[Held]:
+        """What autograd holds for a node's saved tensors."""
+        raise NotImplementedError
+
     def is_innermost(self) -> bool:
         """Whether no other hooks have been installed since, such as those of a checkpointed region."""
         top = innermost_saved_tensor_hooks()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .held import Made
 from .record import Derived, Recipe, Record, parts, versions
 from .views import View, dense, extent
 
@@ -61,13 +62,27 @@ class Noted:
 
     def __init__(self, holds: bool) -> None:
         self._holds = holds
-        # of each output: its entry, or a weak reference to it; its shape, its strides and its version
-        self._notes: dict[tuple[int, int], tuple[Any, torch.Size, tuple[int, ...], int]] = {}
+        # of each output: its entry, or a weak reference to it, or what is held for it; a weak reference to the output;
+        # its shape, its strides and its version
+        self._notes: dict[tuple[int, int], tuple[Any, Any, torch.Size, tuple[int, ...], int]] = {}
         # ids of what the entries are made of that are held
         self._held: set[int] = set()
 
-    def note(self, y: Any, entry: Entry, kept: Iterable[Tensor | None] = ()) -> None:
-        """Note the entry of y, the output of an op that keeps these tensors for its backward."""
+    def note(
+        self,
+        y: Any,
+        entry: Entry,
+        kept: Iterable[Tensor | None] = (),
+        held: Callable[[Record], Made | None] = lambda record: None,
+    ) -> None:
+        """Note the entry of y, the output of an op.
+
+        Args:
+            y: The output.
+            entry: Its entry.
+            kept: The tensors that the op keeps for its backward as they are.
+            held: What is held for y, if all that y's record needs is held for the op's backward in some way.
+        """
         if y.grad_fn is None:
             return
         known: Any = weakref.ref(entry)
@@ -76,16 +91,20 @@ class Noted:
             if sources <= {*map(id, kept)}:
                 known = entry
                 self._held |= sources
-        self._notes[y.grad_fn._sequence_nr(), y.output_nr] = known, y.shape, y.stride(), y._version
+            elif (entry.shape, entry.stride) == (y.shape, y.stride()):
+                known = held(entry.record) or known
+        self._notes[y.grad_fn._sequence_nr(), y.output_nr] = known, entry.tensor, y.shape, y.stride(), y._version
 
-    def record(self, node: Any, number: int) -> Record | None:
-        """The record of the output of a node with that number; None if there is none."""
-        known, shape, stride, version = self._notes.get((node._sequence_nr(), number), (None, None, (), 0))
-        entry = known() if isinstance(known, weakref.ref) else known
-        if entry is None or shape is None:
+    def record(self, node: Any, number: int) -> Record | Made | None:
+        """The record of the output of a node with that number, or what is held for it; None if there is neither."""
+        note = self._notes.get((node._sequence_nr(), number))
+        if note is None:
             return None
-        y = entry.tensor()
-        return entry.record_as(shape, stride) if y is None or y._version == version else None
+        known, of, shape, stride, version = note
+        entry = known() if isinstance(known, weakref.ref) else known
+        if entry is None or ((y := of()) is not None and y._version != version):
+            return None
+        return entry if isinstance(entry, Made) else entry.record_as(shape, stride)
 
     def clear(self) -> None:
         """Forget all entries."""

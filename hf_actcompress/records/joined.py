@@ -71,15 +71,18 @@ def is_asked(x: Tensor) -> bool:
     """Whether our own ops ask the net about x before they keep it.
 
     They ask if a node that copies made x, or a pointwise one, or another one of the table made x [B, C, H, W]. For a
-    cast, the node before it decides, or a record of what that node made.
+    cast, the node before it (and before views) decides, or a record of what that node made.
     """
     node: Any = x.grad_fn
-    if type(node).__name__ == CAST:
-        node, number = node.next_functions[0]
+    kind = type(node).__name__
+    if kind == CAST:
+        number = 0
+        while kind == CAST or kind in VIEWS:
+            node, number = node.next_functions[0]
+            kind = type(node).__name__
         declared = None if current.net is None else current.net.declared
         if declared is not None and declared.record(node, number) is not None:
             return True
-    kind = type(node).__name__
     # a pooled map that is kept may be a part of a sum that is not
     return kind in COPIES or kind in POINTWISE_NODES or (x.dim() == 4 and kind in JOINING_NODES)
 

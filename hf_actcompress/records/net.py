@@ -42,9 +42,9 @@ from .held import Held, Kept, Made, Mask, counted, value_of
 from .joined import Finder, Slotted, Trials, is_asked, is_exact, joined, made, made_exactly, made_in_order, unsharded
 from .nodes import Pointwise, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
-from .padding import checkpointed, is_dropped, rows_left_out
+from .padding import checkpointed, is_dropped, keeps_nothing_new, rows_left_out
 from .parts import Parts, is_part
-from .record import Derived, Recipe, Record, is_lossless, is_pending
+from .record import Derived, Recipe, Record, is_lossless
 from .registry import known_record, record_before_write, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
 from .views import SameMemory, extent
@@ -214,7 +214,7 @@ class Net(Netting):
         # a tensor that sees an element twice cannot be copied in its order in memory
         if (x._version and first is None) or 0 in x.stride() or isinstance(x._base, Parameter):
             return None
-        finder = Finder(x, partial(self._output, x), self._saved_by, self._kept)
+        finder = Finder(x, partial(self._output, x), self.saved_by, self._kept)
         if (found := joined(x.grad_fn, x.output_nr, finder, first)) is None:
             return None
         held = made_in_order(found.compute, found.sources, x, joined=True)
@@ -234,11 +234,11 @@ class Net(Netting):
         """What is held for an output of a node that was saved as a whole."""
         return self._outputs.get((node._sequence_nr(), number), lambda: None)()
 
-    def _by_declared(self, record: Record | None) -> Kept | Made | None:
+    def _by_declared(self, record: Record | Made | None) -> Kept | Made | None:
         """What is held by a record that keeps nothing new; None if it may."""
-        if not isinstance(record, Derived) or is_pending(record) or is_dropped(record) or not is_lossless(record):
-            return None
-        return self._by_record(record)
+        if record is None or isinstance(record, Made):
+            return record
+        return self._by_record(record) if keeps_nothing_new(record) else None
 
     def _pointwise(self, node: Any, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
         """How a node's output is made again, if the node saved its inputs; x is that output, or what is made of it."""
@@ -251,17 +251,17 @@ class Net(Netting):
     def _gathered(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
         """How x is made again, if it is rows of a weight (an expert's weight for each token); else None."""
         weight = gathered_from(x.grad_fn)
-        index = None if weight is None else self._saved_by(x.grad_fn)
+        index = None if weight is None else self.saved_by(x.grad_fn)
         return (rows, [self._kept(weight), *index]) if weight is not None and index and len(index) == 1 else None
 
-    def _saved_by(self, node: Any) -> list[Held]:
-        """What autograd holds for a node's saved tensors."""
+    def saved_by(self, node: Any) -> list[Held]:
+        """See `Netting`."""
         saved = [reference() for reference in self._by_node.get(node._sequence_nr(), ())]
         return [held for held in saved if held is not None]
 
     def _sources(self, row: Pointwise, node: Any) -> list[Held] | None:
         """What autograd holds for a node, if the node saved all of its inputs; else None."""
-        found = self._saved_by(node)
+        found = self.saved_by(node)
         if len(found) == 1 and isinstance(found[0], Mask) and found[0].given is not None:
             found.append(found[0].given)
         return found if len(found) == row.tensors else None

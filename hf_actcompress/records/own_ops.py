@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
 from .activations import CONVOLUTIONS, is_feature_map
-from .joined import is_asked
+from .held import Made
+from .joined import Slotted, is_asked, is_exact, made
 from .joining import COPIES, JOINING_NODES
 from .nodes import POINTWISE_NODES
+from .padding import keeps_nothing_new
 from .parts import is_part
-from .saving import own_tensors
+from .record import Record
+from .saving import Leaves, own_tensors, slot_of
 
 # the type of `torch.autograd.Function.apply`
 _Function = type[torch.autograd.Function]
@@ -62,6 +66,19 @@ class _Off:
             return self.saved
         return [x for x in self.saved if x is not None and not is_part(x) and not net.is_made(x)]
 
+    def held(self, net: Netting, node: Any, record: Record) -> Made | None:
+        """What is held for an output with that record, if the net has looked at all that the op saves."""
+        if not self.on or current.call is not None or not keeps_nothing_new(record):
+            return None
+        saved, held = [x for x in self.saved if x is not None], net.saved_by(node)
+        if len(held) != len(saved):
+            return None
+        leaves = Leaves()
+        slot, by_id = slot_of(record, leaves), dict(zip(map(id, saved), held, strict=True))
+        sources = [by_id.get(id(x)) for x in leaves.tensors]
+        found = [source for source in sources if source is not None and is_exact(source)]
+        return made(Slotted(slot), found) if len(found) == len(sources) else None
+
 
 def applied(function: _Function, *inputs: Any) -> Any:
     """``function.apply(*inputs)`` of one of our ops. The net is off, unless outer hooks must get what is kept."""
@@ -78,7 +95,7 @@ def applied(function: _Function, *inputs: Any) -> Any:
     try:
         out = function.apply(*inputs)  # type: ignore[no-untyped-call]
         for y, entry in current.declared:
-            net.declared.note(y, entry, off.kept(net))
+            net.declared.note(y, entry, off.kept(net), partial(off.held, net, y.grad_fn))
         return out
     finally:
         current.declared = before

@@ -27,7 +27,7 @@ from ..errors import PaddingError
 from .copies import Copies, SharedRows
 from .guard import Guard
 from .outside import hooks_outside
-from .record import Derived, Pending, Recipe, Record, Stored, stored_exact
+from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, is_pending, stored_exact
 
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
 _ATTENTION = "an attention mask lets real tokens attend to padding"
@@ -220,3 +220,8 @@ def is_dropped(record: Record) -> bool:
     if isinstance(record, Pending):
         return record.dropped
     return isinstance(record.recipe.recompute, RealRows) or any([is_dropped(source) for source in record.sources])
+
+
+def keeps_nothing_new(record: Record) -> bool:
+    """Whether the record's value is made again bit by bit, from tensors alone that are kept already."""
+    return isinstance(record, Derived) and not (is_pending(record) or is_dropped(record)) and is_lossless(record)
