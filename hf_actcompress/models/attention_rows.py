@@ -1,9 +1,9 @@
 """Eager attention for some rows of queries at a time: the stock forward runs, but finds our function.
 
 The forward of an attention module looks `eager_attention_forward` up among the globals of its modeling file: Gemma 2's
-has a softcap, gpt-oss's has sinks. A patched module runs a copy of that forward (see copies.py). That copy finds our
-function, which calls the file's own one for some queries at a time, with all keys and values, if the mask of the call
-need not be made (see packed_masks.py). All other calls are stock's.
+has a softcap, gpt-oss's has sinks. A patched module runs a copy of that forward (function_copies.py). That copy finds
+our function, which calls the file's own one for some queries at a time, with all keys and values, if the mask of the
+call need not be made (see packed_masks.py). All other calls are stock's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..codecs import IDENTITY
 from ..modules.base import has_hooks, is_sharded, recording, settings_of, stock_type
 from ..private_apis import without_dispatch_modes
 from ..roles import Role
-from .copies import GlobalsCopy, global_names
 from .eager_attention import eager_function_of
+from .function_copies import GlobalsCopy, global_names
 from .probe import REFUSALS, undisturbed
 
 NAME = "eager_attention_forward"

@@ -1,8 +1,8 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5), differentiated a segment of tokens at a time if torch's code computes them.
 
 The forward of such a module looks up the rule among the globals of its modeling file. A patched module that was told
-to compute in tiles runs a copy of that forward (see copies.py), which finds our rule: the same function, with a
-backward for some tokens at a time. The kernels of the package fla keep little by themselves and are left alone.
+to compute in tiles runs a copy of that forward (function_copies.py), which finds our rule: the same function, with
+a backward for some tokens at a time. The kernels of the package fla keep little by themselves and are left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .. import ops
 from ..config import CompressionConfig
 from ..modules.base import keeps_for_backward
 from ..private_apis import transforms_active
-from .copies import GlobalsCopy, global_names
+from .function_copies import GlobalsCopy, global_names
 
 NAME = "torch_chunk_gated_delta_rule"
 # in tokens: a chunk of the rule, and a segment of several chunks, long enough to fill a device

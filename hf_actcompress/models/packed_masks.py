@@ -3,8 +3,9 @@
 transformers makes such a mask for rows of several sequences (their positions start again) if a call has neither a 2-D
 mask nor a cache; for any rows in layers that see a window or a chunk; and for rows with padding. The model's forward
 looks up the function that makes the mask among the globals of the modeling file. A patched model runs a copy of that
-forward (see copies.py) that finds our function under the same name. It returns a `PackedMask`: patched attention reads
-from it where the sequences are, and anything else that reads it gets the mask that stock's function makes.
+forward (function_copies.py) that finds our function under the same name. It returns a `PackedMask`: patched
+attention reads from it where the sequences are, and anything else that reads it gets the mask that stock's function
+makes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..ops import PackedMask
 from ..private_apis import transforms_active
 from ..reference.sequences import Band, Sequences, sequences_of
 from .attention_rows import calls_interface, goes_in_rows
-from .copies import GlobalsCopy, global_names
+from .function_copies import GlobalsCopy, global_names
 
 # stock's mask function -> the config's field that says how far a query sees, and whether it is causal
 _MAKERS = {

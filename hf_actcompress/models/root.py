@@ -24,7 +24,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from .. import compilation
 from ..codecs import CODECS
 from ..config import CompressionConfig
-from ..records import Copies, Padding, dropping, frame, in_frame, netted
+from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .heads import deferred_logits
 from .methods.chosen_tokens import choice_of_call, choosing
@@ -137,7 +137,7 @@ class PatchedForward:
         if self.config.refresh_bits and not self._measuring:
             self._refresh_bits(args, kwargs)
         # a config asks for one of them at most
-        rows: Padding | Copies | None = None
+        rows: Padding | RepeatedRows | None = None
         if self.config.drop_padding:
             rows = padding_of_call(self.model, stock, args, kwargs)
         elif self.config.share_prompts:

@@ -19,7 +19,7 @@ from .. import ops
 from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
 from ..reference import rope_fwd
-from .copies import GlobalsCopy
+from .function_copies import GlobalsCopy
 from .rotations import rotation_of
 
 NAME = "apply_rotary_pos_emb"

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SharedRowsError
 from ..private_apis import transforms_active
-from ..records import Copies, copies_of
+from ..records import RepeatedRows, repeated_rows_of
 from .arguments import arguments
 from .padding import why_not
 
@@ -25,7 +25,7 @@ _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dr
 
 def copies_of_call(
     model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Copies | None:
+) -> RepeatedRows | None:
     """The repeated rows of one call of `model`; None if nothing is kept, or if unknown arguments may make rows differ.
 
     Raises:
@@ -49,7 +49,7 @@ def copies_of_call(
     if any(x.shape != ids.shape for x in of_each):
         return None
     mask = arguments(stock, args, kwargs).get("attention_mask")
-    copies = copies_of(of_each, mask)
+    copies = repeated_rows_of(of_each, mask)
     if copies is not None and (reason := _why_rows_differ(model)):
         raise SharedRowsError(
             f"share_prompts=True keeps rows of tokens once that begin several sequences of the batch, and {reason}: "

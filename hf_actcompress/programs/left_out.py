@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..ops.heads import seen_by_real
-from ..records import Copies, Derived, Padding, Recipe, Record, Stored, rows_left_out, stored_exact
-from ..records.copies import SharedRows
+from ..records import Derived, Padding, Recipe, Record, RepeatedRows, Stored, rows_left_out, stored_exact
 from ..records.padding import RealRows
+from ..records.repeated_rows import SharedRows
 from ..records.saving import Leaves
 from .emit import Emitter
 
@@ -32,23 +32,23 @@ TOKENS_FIRST, ROWS, HEADS = "tokens", "rows", "heads"
 class LeftOut(NamedTuple):
     """The rows that one call of a layer leaves out, and whether real tokens see padding: a bool tensor [], or None."""
 
-    rows: Padding | Copies
+    rows: Padding | RepeatedRows
     seen: Tensor | None = None
 
     def picked(self, device: torch.device) -> Tensor:
         """The indices of the rows that are kept."""
-        if isinstance(self.rows, Copies):
+        if isinstance(self.rows, RepeatedRows):
             return self.rows.indices(device)[0]
         return self.rows.order(device)[: self.rows.real]
 
     def saved(self, device: torch.device) -> Tensor:
         """The tensor that is saved so that backward can bring all rows back."""
-        return self.rows.indices(device)[1] if isinstance(self.rows, Copies) else self.rows.order(device)
+        return self.rows.indices(device)[1] if isinstance(self.rows, RepeatedRows) else self.rows.order(device)
 
     @property
     def back(self) -> RealRows | SharedRows:
         """The function that brings all rows back from the kept rows and the tensor `saved`."""
-        if isinstance(self.rows, Copies):
+        if isinstance(self.rows, RepeatedRows):
             return SharedRows(self.rows.guard, torch.Size(self.rows.shape))
         return RealRows(self.rows.guard, self.rows.mask.shape, self.rows.real)
 
@@ -71,7 +71,7 @@ def with_attentions(left_out: LeftOut, masks: Sequence[Tensor | None], causal: b
     it. `seen` is computed from the masks, or, in causal attention without a mask, from the places of padding.
     """
     padding = left_out.rows
-    if isinstance(padding, Copies):
+    if isinstance(padding, RepeatedRows):
         return left_out
     if not causal and any(mask is None for mask in masks):
         return None

@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..codecs import IDENTITY, Codec
 from ..codecs.float8 import Float8
 from ..codecs.int_group import IntGroup
-from ..models.copies import GlobalsCopy
 from ..models.eager_attention import eager_function_of
+from ..models.function_copies import GlobalsCopy
 from ..models.rope import NAME, RotaryMixin, calls_rope, why_stock
 from ..models.source import names_in
 from ..modules.adapter import AdapterMixin

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from ._apart import apart
 from ._current import current, stock_only
-from .copies import Copies, copies_of
 from .hooks import kept_through
 from .nested import is_foreign
 from .net import netted
@@ -33,12 +32,12 @@ from .registry import (
     shared_derivation,
     whole_record_of,
 )
+from .repeated_rows import RepeatedRows, repeated_rows_of
 from .saving import Packed, load, load_one, load_packed, save, saved_next
 from .selective import Forward, run_selectively
 from .storages import storage_sizes, storages_of
 
 __all__ = [
-    "Copies",
     "Derived",
     "Forward",
     "Packed",
@@ -46,11 +45,11 @@ __all__ = [
     "Pending",
     "Recipe",
     "Record",
+    "RepeatedRows",
     "Stored",
     "apart",
     "applied",
     "clear",
-    "copies_of",
     "current",
     "declare",
     "declare_as",
@@ -77,6 +76,7 @@ __all__ = [
     "parameter",
     "record_in_order_of",
     "record_of",
+    "repeated_rows_of",
     "rows_left_out",
     "run_selectively",
     "save",

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec, Pooled
 from ..errors import PaddingError
-from .copies import Copies, SharedRows
 from .guard import Guard
 from .outside import hooks_outside
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, is_pending, stored_exact
+from .repeated_rows import RepeatedRows, SharedRows
 
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
 _ATTENTION = "an attention mask lets real tokens attend to padding"
@@ -100,14 +100,14 @@ def padding_of(mask: Tensor) -> Padding | None:
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.rows: Padding | Copies | None = None
+        self.rows: Padding | RepeatedRows | None = None
 
 
 _state = _State()
 
 
 @contextmanager
-def dropping(rows: Padding | Copies | None) -> Iterator[None]:
+def dropping(rows: Padding | RepeatedRows | None) -> Iterator[None]:
     """While the block runs in this thread, these rows are not kept: padding, or rows that repeat others."""
     before = _state.rows
     _state.rows = rows
@@ -117,7 +117,7 @@ def dropping(rows: Padding | Copies | None) -> Iterator[None]:
         _state.rows = before
 
 
-def rows_left_out(x: Tensor) -> Padding | Copies | None:
+def rows_left_out(x: Tensor) -> Padding | RepeatedRows | None:
     """The rows of x that are not kept in this forward, or None."""
     rows = _state.rows
     if rows is None or torch.compiler.is_compiling():
@@ -133,7 +133,7 @@ def padding_in(x: Tensor) -> Padding | None:
 
 def shares_rows(x: Tensor) -> bool:
     """Whether rows of x [B, S, ...] that repeat others are kept only once in this forward."""
-    return isinstance(rows_left_out(x), Copies)
+    return isinstance(rows_left_out(x), RepeatedRows)
 
 
 def checkpointed() -> bool:
@@ -167,8 +167,8 @@ def keep_later(x: Tensor, codec: Codec) -> Record:
     return Pending(x, partial(_keep, codec=codec, without=rows), dropped=dropped, lossless=codec.lossless)
 
 
-def _keep(x: Tensor, codec: Codec, without: Padding | Copies | None) -> Record:
-    if isinstance(without, Copies) and codec.takes_rows:
+def _keep(x: Tensor, codec: Codec, without: Padding | RepeatedRows | None) -> Record:
+    if isinstance(without, RepeatedRows) and codec.takes_rows:
         different, numbers, excess = without.taken(x.detach())
         shared = SharedRows(without.guard, x.shape)
         return Derived(

@@ -13,7 +13,7 @@ import torch
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory import estimate, plan
-from hf_actcompress.memory.estimation import copies
+from hf_actcompress.memory.estimation import model_copies
 from hf_actcompress.memory.estimation.optimizers import optimizer_rule
 from hf_actcompress.quick.cards import CARDS, card_bytes
 from tests.cli.invoke import SIZES, run
@@ -202,7 +202,7 @@ def test_what_nobody_expected_is_one_line(tmp_path: Any, monkeypatch: pytest.Mon
     def fails(*given: Any, **more: Any) -> None:
         raise RuntimeError("a step\nthat fails")
 
-    monkeypatch.setattr(copies, "run_again", fails)
+    monkeypatch.setattr(model_copies, "run_again", fails)
     options = ("estimate", written(tmp_path, LLAMA), *SIZES, "--preset", "exact")
     result = run(*options)
     assert result.exit_code == Exit.FAILED and result.stderr.strip() == "error: RuntimeError: a step that fails"

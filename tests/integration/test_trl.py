@@ -243,8 +243,8 @@ def test_trains_as_stock_with_the_defaults_of_trl(name: str, adapters: bool, tmp
 def test_prompts_of_a_group_are_kept_once(
     name: str, adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, real = [], shared_prompts.copies_of
-    monkeypatch.setattr(shared_prompts, "copies_of", lambda *tokens: found.append(real(*tokens)) or found[-1])
+    found, real = [], shared_prompts.repeated_rows_of
+    monkeypatch.setattr(shared_prompts, "repeated_rows_of", lambda *tokens: found.append(real(*tokens)) or found[-1])
     config = CompressionConfig(share_prompts=True)
     _assert_same_training(BY_RECIPE[name], tmp_path, "fp32", adapters, config)
     assert sum(copies is not None for copies in found) >= STEPS

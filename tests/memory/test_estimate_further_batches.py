@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 from hf_actcompress.memory import estimate
-from hf_actcompress.memory.estimation import copies
+from hf_actcompress.memory.estimation import model_copies
 from hf_actcompress.memory.estimation.estimates import Estimates
 from hf_actcompress.memory.estimation.extrapolation import Extrapolated
 from hf_actcompress.memory.estimation.fake_step.step import FakeStep, History
@@ -38,8 +38,10 @@ CASES: dict[str, tuple[Any, str | None, bool, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, preset, checkpointing, options = CASES[name]
-    several, ran, run = Estimates(config, **options), [], copies.run_again
-    monkeypatch.setattr(copies, "run_again", lambda copy, *given, **more: ran.append(copy) or run(copy, *given, **more))
+    several, ran, run = Estimates(config, **options), [], model_copies.run_again
+    monkeypatch.setattr(
+        model_copies, "run_again", lambda copy, *given, **more: ran.append(copy) or run(copy, *given, **more)
+    )
     several.estimate(3, 32, preset, checkpointing)
     for batch, length in ((20, 32), (3, 48)):
         ran.clear()

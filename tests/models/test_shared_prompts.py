@@ -17,7 +17,7 @@ from hf_actcompress.errors import SharedRowsError, UnknownOptionError
 from hf_actcompress.models import shared_prompts
 from hf_actcompress.models.padding import why_not
 from hf_actcompress.ops.heads import keep_heads, keep_row_heads
-from hf_actcompress.records import Derived, copies_of, dropping, frame
+from hf_actcompress.records import Derived, dropping, frame, repeated_rows_of
 from tests.oracle import assert_equal_bits
 from tests.slopes import VOCAB, bert, gpt2, llama, slope
 
@@ -149,7 +149,7 @@ def test_other_inputs_keep_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_statistics_of_another_shape_stay_whole() -> None:
     """As packed kernels have them."""
     q = torch.randn(GROUP, 2, LENGTH, 8)
-    copies = copies_of([group()["input_ids"]])
+    copies = repeated_rows_of([group()["input_ids"]])
     with frame(), dropping(copies):
         records, fewer = keep_heads(q, q, q, None, True, IDENTITY)
         assert fewer and all(isinstance(record, Derived) for record in records)

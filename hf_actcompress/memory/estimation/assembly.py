@@ -8,13 +8,13 @@ from torch import nn
 
 from ...models.root import root_module
 from ..measurement.saved_tensors import layer_names
-from .copies import RunStep
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
 from .fake_step.step import FakeStep, run_step
 from .growth import UnitPlaces
 from .layers import LayerRun, find_runs, with_names
+from .model_copies import RunStep
 from .optimizers import OptimizerRule
 from .quantized import notes_of
 from .result import Estimate
@@ -32,7 +32,7 @@ def extrapolated(
     units: Mapping[LayerRun, UnitPlaces] | None = None,
     step: RunStep = run_step,
 ) -> Extrapolated:
-    """The step of a model on the meta device. The other arguments are those of `whole_step` and `Copies.run_step`."""
+    """The step of a model on the meta device. Other arguments: see `whole_step` and `ModelCopies.run_step`."""
 
     def run(part: nn.Module, wanted: bool) -> FakeStep:
         return step(part, setting, roles=roles and wanted)

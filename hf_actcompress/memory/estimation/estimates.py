@@ -14,7 +14,6 @@ from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError
 from .assembly import assembled, extrapolated
 from .checks import check_processes, is_compiled
-from .copies import ModelCopies
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.cuda_rules import BLOCK
 from .fake_step.setting import Setting
@@ -23,6 +22,7 @@ from .fake_step.trl_head import check_trl
 from .guess import largest_batch
 from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
+from .model_copies import ModelCopies
 from .optimizers import optimizer_rule
 from .reserved.repeated import Trace
 from .reserved.replay import STEPS, Held, reserved_share

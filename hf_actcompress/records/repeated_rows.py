@@ -41,7 +41,7 @@ class RepetitionGuard(Guard):
         )
 
 
-class Copies:
+class RepeatedRows:
     """Which rows of the batch in the forward in progress repeat another one.
 
     Args:
@@ -101,7 +101,7 @@ class SharedRows:
         return rows.index_select(0, numbers)
 
 
-def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | None:
+def repeated_rows_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> RepeatedRows | None:
     """The repeated rows of a batch. Waits for the device. None if there are too few of them.
 
     Args:
@@ -124,4 +124,4 @@ def copies_of(tokens: Sequence[Tensor], real: Tensor | None = None) -> Copies | 
         padding = real.cpu() == 0
         first[padding] = own[padding]
     repeated = int((first != own).sum())
-    return Copies((batch, length), first.flatten()) if repeated >= _WORTH * first.numel() else None
+    return RepeatedRows((batch, length), first.flatten()) if repeated >= _WORTH * first.numel() else None
