@@ -75,7 +75,7 @@ def draw_roles(bars: Mapping[str, Mapping[str, int]], target: Target) -> None:
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} kept for backward")
     figure.legend(loc="outside right upper")
-    _save(figure, target)
+    save(figure, target)
 
 
 def draw_timelines(timelines: Mapping[str, Curve], target: Target) -> None:
@@ -101,7 +101,7 @@ def draw_timelines(timelines: Mapping[str, Curve], target: Target) -> None:
     axes.set_ylim(bottom=0)
     if any(timelines):
         axes.legend()
-    _save(figure, target)
+    save(figure, target)
 
 
 def _unit(nbytes: int) -> tuple[int, str]:
@@ -111,7 +111,8 @@ def _unit(nbytes: int) -> tuple[int, str]:
     return 2**10, "KiB"
 
 
-def _save(figure: Any, target: Target) -> None:
+def save(figure: Any, target: Target) -> None:
+    """Write a figure where `Report.plot` was told to."""
     if hasattr(target, "write"):
         figure.savefig(target, format="png", dpi=120)
     else:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from .pictures import Target
 from .tables import Table, print_tables
 
 _Report = TypeVar("_Report", bound="Report")
@@ -15,8 +16,8 @@ _Report = TypeVar("_Report", bound="Report")
 class Report:
     """A result that prints and serialises. A subclass is a frozen dataclass.
 
-    The subclass defines `__str__`, a text of a few lines; `tables`, which a console shows above this text; and
-    `derived`, the figures that the JSON has beside the fields.
+    The subclass defines `__str__`, a text of a few lines; `tables`, which a console shows above this text; `derived`,
+    the figures that the JSON has beside the fields; and `plot` if a picture of it says more than its tables.
     """
 
     def tables(self) -> Iterable[Table]:
@@ -45,9 +46,25 @@ class Report:
         found: _Report = _built(cls, data)
         return found
 
+    def summary(self) -> str:
+        """The text that `print` shows below the tables."""
+        return str(self)
+
     def print(self) -> None:
         """The tables and the text on the console; plain text with whole columns where the output is no terminal."""
-        print_tables(self.tables(), str(self))
+        print_tables(self.tables(), self.summary())
+
+    def plot(self, target: Target) -> None:
+        """Draw the report as a picture.
+
+        Args:
+            target: A path whose suffix decides the format (png, svg, pdf), or a binary file for a PNG.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+            NotImplementedError: A report of this class has no picture.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} has no picture; print() and to_json() have its figures")
 
 
 def _built(kind: Any, data: Any) -> Any:

@@ -12,7 +12,7 @@ from hf_actcompress.display.html import HtmlSection, write_html
 from hf_actcompress.display.pictures import draw_roles, draw_timelines
 from hf_actcompress.display.tables import Table
 from hf_actcompress.errors import MissingExtraError
-from hf_actcompress.memory import MemoryTimeline
+from hf_actcompress.memory import BatchSizeReport, MemoryTimeline
 
 GIB = 2**30
 TIMELINE = MemoryTimeline((0.0, 0.1, 0.2, 0.3), (10 * 2**20, 30 * 2**20, 20 * 2**20, 0), (0.15, 0.25))
@@ -40,6 +40,11 @@ def test_says_what_is_missing(draw, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=re.escape("hf-actcompress[plot]")):
         draw(io.BytesIO())
+
+
+def test_a_report_without_a_picture_says_so():
+    with pytest.raises(NotImplementedError, match="a BatchSizeReport has no picture"):
+        BatchSizeReport.plot(BatchSizeReport.__new__(BatchSizeReport), io.BytesIO())
 
 
 def texts(draw, tmp_path, monkeypatch):

@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...config import PRESETS, CompressionConfig, resolve
-from ...display.pictures import new_figure
+from ...display.pictures import Target, new_figure, save
 from ...display.report import Report
 from ...display.tables import Table
 from ...models.root import root_of
 from ...patching import patch_model, unpatch_model
 from ..measurement.allocator import kept_bytes, loss_of
 from ..measurement.restore import patch_restored, training_forward
-
-if TYPE_CHECKING:
-    from os import PathLike
 
 _Gradients = dict[str, Tensor]
 
@@ -98,8 +95,8 @@ class FidelityComparison(Report):
     def __str__(self) -> str:
         return "\n".join(map(str, self.reports))
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Gradient error against kept bytes, one point per preset. Raises MissingExtraError without matplotlib."""
+    def plot(self, target: Target) -> None:
+        """Gradient error against kept bytes, one point per preset. See `Report.plot`."""
         figure = new_figure("FidelityComparison.plot", figsize=(7, 4.5))
         axes = figure.add_subplot()
         for report in self.reports:
@@ -109,7 +106,7 @@ class FidelityComparison(Report):
             axes.annotate(report.preset, (x, y), textcoords="offset points", xytext=(5, 3))
         axes.set(yscale="log", xlim=(0, 1.05), xlabel="kept bytes, share of stock", ylabel="relative gradient error")
         axes.grid(alpha=0.3)
-        figure.savefig(path)
+        save(figure, target)
 
 
 def fidelity_report(

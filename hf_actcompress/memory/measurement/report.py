@@ -6,15 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...display.pictures import draw_roles
+from ...display.pictures import Target, draw_roles
 from ...display.report import Report
 from ...display.tables import Table
 from ...quick.sizes import readable_size
-
-if TYPE_CHECKING:
-    from os import PathLike
 
 _SIDES = ("stock", "patched")
 
@@ -132,19 +129,12 @@ class MemoryReport(Report):
         total = ("total", "", readable_size(self.stock_bytes), readable_size(self.patched_bytes))
         return (Table(("module", "role", *_SIDES), rows, _SIDES, "kept for backward", total),)
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Bars per role, stock above patched, as a picture.
-
-        Args:
-            path: The file to write; its suffix decides the format (png, svg, pdf).
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
+    def plot(self, target: Target) -> None:
+        """Bars per role, stock above patched. See `Report.plot`."""
         bars = {
             name: {role: sizes[index] for role, sizes in self.by_role().items()} for index, name in enumerate(_SIDES)
         }
-        draw_roles(bars, path)
+        draw_roles(bars, target)
 
 
 def _totals(keyed: Iterable[tuple[Any, MemoryRow]]) -> dict[Any, tuple[int, int]]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from ...display.pictures import Target, draw_timelines
 from ...display.report import Report
 from ...errors import MeasurementError
 from ...quick.sizes import readable_size
 from .allocator import BACKWARD, OPTIMIZER, allocator_events, collected, running_sums
-
-if TYPE_CHECKING:
-    from ...display.pictures import Target
 
 
 @dataclass(frozen=True)
@@ -74,16 +72,7 @@ class MemoryTimeline(Report):
         return f"{lines}; {readable_size(self.kept_bytes)} when backward began, the peak in {phase}"
 
     def plot(self, target: Target) -> None:
-        """The curve as a picture.
-
-        Args:
-            target: A path whose suffix decides the format (png, svg, pdf), or a binary file for a PNG.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        from ...display.pictures import draw_timelines
-
+        """The curve. See `Report.plot`."""
         draw_timelines({"": self}, target)
 
 

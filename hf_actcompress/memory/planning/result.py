@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from ...config import CompressionConfig
-from ...display.pictures import new_figure
+from ...display.pictures import Target, new_figure, save
 from ...display.report import Report
-from ...display.tables import Table, print_tables
+from ...display.tables import Table
 from ...quick.sizes import readable_size
 from ..estimation.result import Estimate
-
-if TYPE_CHECKING:
-    from os import PathLike
 
 
 @dataclass(frozen=True)
@@ -95,19 +91,12 @@ class Plan(Report):
         rows = [(names, option, readable_size(size)) for names, option, size in self.groups()]
         return (Table(("layers", "kept as", "kept"), rows, ("kept",), "plan"),)
 
-    def print(self) -> None:
-        """Print the table and the first line; the other lines repeat what the table says."""
-        print_tables(self.tables(), str(self).splitlines()[0])
+    def summary(self) -> str:
+        """The first line; the other lines repeat what the table says."""
+        return str(self).splitlines()[0]
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw one bar per layer: its height is what the layer keeps, its colour says how.
-
-        Args:
-            path: The file to write; its suffix decides the format (png, svg, pdf).
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
+    def plot(self, target: Target) -> None:
+        """One bar per layer: its height is what the layer keeps, its colour says how. See `Report.plot`."""
         figure = new_figure("Plan.plot", figsize=(9, 3))
         axes = figure.subplots()
         for option in dict.fromkeys(row.option for row in self.rows):
@@ -116,4 +105,4 @@ class Plan(Report):
         axes.set_xlabel("layer")
         axes.set_ylabel("MiB kept for backward")
         figure.legend(loc="outside right upper")
-        figure.savefig(path)
+        save(figure, target)
