@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_actcompress.memory.measurement.allocator import trace
+from hf_actcompress.memory.measurement.allocator import allocator_trace
 
 Function = Callable[..., Tensor]
 
@@ -77,7 +77,7 @@ def assert_within_law(ours: Sequence[Tensor], stock: Sequence[Tensor], oracle: S
 
 def held_bytes(function: Callable[[], Any]) -> int:
     """Bytes that the call allocated and that are still there while its result is held, by allocator events."""
-    return trace(function).net_bytes
+    return allocator_trace(function).net_bytes
 
 
 def kept_bytes(function: Callable[[], Tensor]) -> int:

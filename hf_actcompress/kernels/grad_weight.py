@@ -59,7 +59,7 @@ def tile_for(dy: Tensor, width: int, short: bool = False) -> Tile:
     return tile._replace(features=features, warps=warps, tokens=tile.tokens // 2 if short else tile.tokens)
 
 
-def plan(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None = None) -> Launch:
+def launch_of(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None = None) -> Launch:
     """Plan a product of dy [R, O] and `tokens` rows of `features`; no tile crosses a piece of `width` features."""
     width = width or features
     across = triton.cdiv(features, width) * triton.cdiv(width, tile.features)
@@ -193,7 +193,7 @@ def _decoded(
     else:
         groups = tile.features // group if tile.features % group == 0 else 0
     # if groups do not share a tile evenly, each feature loads its own scale
-    sums, grid, tile = plan(dy, features, dy.size(0), tile if groups else tile_for(dy, features, short=True))
+    sums, grid, tile = launch_of(dy, features, dy.size(0), tile if groups else tile_for(dy, features, short=True))
     with on(dy):
         _decoded_kernel[grid](
             dy, codes, scale, zero, sums, dy.size(0), dy.size(1), features, dy.stride(0), codes.size(1),

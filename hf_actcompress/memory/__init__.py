@@ -20,7 +20,7 @@ from .fidelity.gradient_error import (
     compare_presets,
     fidelity_report,
 )
-from .measurement.allocator import AllocatorTrace, StepMemory, kept_bytes, measure_step, trace
+from .measurement.allocator import AllocatorTrace, StepMemory, allocator_trace, kept_bytes, measure_step
 from .measurement.memory_report import memory_report
 from .measurement.report import Advice, MemoryReport, MemoryRow
 from .measurement.timeline import MemoryTimeline, memory_timeline
@@ -43,6 +43,7 @@ __all__ = [
     "Plan",
     "PlanRow",
     "StepMemory",
+    "allocator_trace",
     "calibrate",
     "compare_presets",
     "estimate",
@@ -56,5 +57,4 @@ __all__ = [
     "memory_report",
     "memory_timeline",
     "plan",
-    "trace",
 ]

@@ -24,7 +24,7 @@ from .first_order import once_differentiable
 from .gradient_parts import Chunk, Read
 from .logits_gradient import LogitsGradient
 from .logits_origin import HeadOrigin, HeldOrigin, ReturnedSource, operands
-from .row_set import Where, shifted, taken
+from .row_set import Where, rows_at, shifted
 from .torch_functions import held_row_function, row_function
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
@@ -68,7 +68,7 @@ def _rows_from(first: int, logits: Callable[[], Tensor]) -> Read:
     def read(rows: Where) -> Tensor:
         if not made:
             made.append(logits())
-        return taken(made[0], shifted(rows, first))
+        return rows_at(made[0], shifted(rows, first))
 
     return read
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .row_set import RowSet, Where, add_at, shifted, taken
+from .row_set import RowSet, Where, add_at, rows_at, shifted
 
 # a function of rows, as a chain of functions
 Steps = tuple[Callable[[Tensor], Tensor], ...]
@@ -86,7 +86,7 @@ class Leaf(GradientPart):
 def rows_of(dy: Tensor) -> Callable[[Chunk, Where, Where], Tensor]:
     """The gradient function of a `Leaf` whose gradient has the values dy [..., V]."""
     flat = dy.reshape(-1, dy.size(-1))
-    return lambda chunk, rows, own: taken(flat, own)
+    return lambda chunk, rows, own: rows_at(flat, own)
 
 
 class Total(GradientPart):
@@ -125,5 +125,5 @@ class Mapped(GradientPart):
         found = (slice(0), slice(begin, end)) if self.rows is None else self.rows.within(begin, end)
         assert found is not None
         rows = found[1]
-        add_at(out, shifted(rows, first), self.function(taken(dy, shifted(rows, begin)), chunk, rows))
+        add_at(out, shifted(rows, first), self.function(rows_at(dy, shifted(rows, begin)), chunk, rows))
         return True

@@ -18,7 +18,7 @@ from ..reference.linear_rows import matrix_slices
 from .deferred_logits import POINTWISE_OPS, ROW_OPS
 from .deferred_values import DeferredOp
 from .gradient_parts import Chunk, GradientPart, Leaf, Mapped, Total, rows_of
-from .row_set import RowSet, add_at, shifted, taken
+from .row_set import RowSet, add_at, rows_at, shifted
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ class LogitsGradient(Tensor):
             dy = out.new_zeros((last - first, width))
             if found is not None and self.part.add_to(dy, first, Chunk(read)):
                 own, ours = found
-                add_at(out, own if self.at is None else self.at[own], taken(dy, shifted(ours, first)))
+                add_at(out, own if self.at is None else self.at[own], rows_at(dy, shifted(ours, first)))
         return out.view(self.shape)
 
     @classmethod

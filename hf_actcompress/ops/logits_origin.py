@@ -14,7 +14,7 @@ from ..reference.linear_cross_entropy import Pointwise
 from ..reference.linear_rows import linear_rows
 from .deferred_values import LogitsSource
 from .gradient_parts import Read
-from .row_set import taken
+from .row_set import rows_at
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -46,7 +46,7 @@ class HeadOrigin:
         h, weight, bias = operands(kept, self.dtype)
         if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
             raise RuntimeError(f"{_GONE} (the head's weight is sharded outside of the model's forward)")
-        return lambda rows: linear_rows(taken(h, rows), weight, bias, self.pointwise)
+        return lambda rows: linear_rows(rows_at(h, rows), weight, bias, self.pointwise)
 
 
 class HeldOrigin(HeadOrigin):
@@ -99,7 +99,7 @@ class ReturnedSource(LogitsSource):
         if self.values is None:
             return self.origin.read()
         values = self.values.flatten(0, -2)
-        return lambda rows: taken(values, rows)
+        return lambda rows: rows_at(values, rows)
 
     def function(self, func: Any) -> Function | None:
         return self._function(func)

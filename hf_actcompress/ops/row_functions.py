@@ -21,7 +21,7 @@ from .first_order import once_differentiable
 from .gradient_parts import Chunk, GradientPart, Leaf, Mapped, Steps, Times, rows_of
 from .logits_gradient import LogitsGradient
 from .logits_origin import HeadOrigin, ReturnedSource
-from .row_set import RowSet, Where, taken
+from .row_set import RowSet, Where, rows_at
 
 aten = torch.ops.aten
 
@@ -172,9 +172,9 @@ class ReduceFunction(torch.autograd.Function):
         flat = dy.reshape(-1, 1 if index is None else index.size(-1))
 
         def gradient(chunk: Chunk, rows: Where, own: Where) -> Tensor:
-            part = taken(flat, own)
+            part = rows_at(flat, own)
             if step.name in LINEAR_REDUCTIONS:  # the logits themselves are not needed
-                wanted = taken(flat_index, own) if flat_index is not None else None
+                wanted = rows_at(flat_index, own) if flat_index is not None else None
                 return LINEAR_REDUCTIONS[step.name](part, place.shape[-1], wanted).to(place.dtype)
             x = chunk.value(place.steps, rows)
             return REDUCTIONS[step.name](part, x, step(x)[:, None]).to(place.dtype)

@@ -66,7 +66,7 @@ def shifted(where: Where, by: int) -> Where:
     return where - by
 
 
-def taken(x: Tensor, where: Where) -> Tensor:
+def rows_at(x: Tensor, where: Where) -> Tensor:
     """x[where] along the first dimension; a view for a slice."""
     return x[where] if isinstance(where, slice) else x.index_select(0, _on(where, x))
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..codecs import IDENTITY, Codec
 from .emit import Emitter
-from .keeping import Packing, opened, plus, taken, unpacked
+from .keeping import Packing, opened, plus, popped, unpacked
 from .left_out import ROWS, TOKENS_FIRST, picked, restored, seen_as
 from .stages import handed_over
 from .step import Step
@@ -63,7 +63,7 @@ class Backward(Emitter):
         self.shared: dict[int, tuple[Node, ...]] = {}
         self._saved = self.given("saved", None)
         # what brings back the rows that were left out
-        self._spread = self.taken(None) if self.setting.fewer and inputs else None
+        self._spread = self.popped(None) if self.setting.fewer and inputs else None
         self._box = self.given("box", None) if self.setting.stops and inputs else None
         self.gradients: dict[int, Node] = {}
         # gradients that may be None when the code runs
@@ -117,7 +117,7 @@ class Backward(Emitter):
         self.kept.append(value)
         node = self._forward.values[value]
         like = self._forward.meta(node)
-        found = self.taken(like)
+        found = self.popped(like)
         outside = value < self._inputs and value not in self._weights
         codec, swapped = (IDENTITY, False) if outside or not self._inputs else self._codec(value)
         layout = None if outside else self._layouts.get(self.wide(value))
@@ -206,9 +206,9 @@ class Backward(Emitter):
         step = self._maker[value]
         return value in self._sums or step.operation.rebuilds(step.outs.index(value))
 
-    def taken(self, like: Any) -> Node:
+    def popped(self, like: Any) -> Node:
         """The node of the next item that the code takes off its list."""
-        return self.call(taken, self._saved, like=lambda _: like)
+        return self.call(popped, self._saved, like=lambda _: like)
 
     def _pays(self, step: Step, value: int) -> bool:
         """Whether to make a value again rather than to keep it.

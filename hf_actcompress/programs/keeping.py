@@ -49,7 +49,7 @@ def unpacked(x: Later) -> Tensor:
 
 
 @fx.node.has_side_effect
-def taken(saved: list[Any]) -> Any:
+def popped(saved: list[Any]) -> Any:
     """A function in the backward's code: takes the last saved tensor off the list, so that only the code holds it."""
     return saved.pop()
 

@@ -145,7 +145,7 @@ def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) ->
     sums = {step.outs[0] for step in program.steps if step.operation.sums}
     for value in sorted(sums.intersection(map(backward.wide, backward.kept))):
         again = Backward(forward, program.steps, backward.wanted, program.weights, sums=frozenset({value}))
-        again.take_sizes_of(again.taken(forward.meta(forward.values[0])))
+        again.take_sizes_of(again.popped(forward.meta(forward.values[0])))
         again.want(value)
         if program.weights.union(backward.kept).difference(found).issuperset(again.kept):
             found.add(value)
@@ -159,7 +159,7 @@ def _both_ways(program: Computation, setting: CallSetting, sums: frozenset[int])
     backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas), program.layouts, sums)
     for value in program.outputs:
         if value in wanted:
-            backward.give(value, backward.taken(forward.meta(forward.values[value])))
+            backward.give(value, backward.popped(forward.meta(forward.values[value])))
             if backward.shape_of(value)[:2] == forward.meta(forward.values[0]).shape[:2]:
                 backward.take_sizes_of(backward.gradients[value])
             if value in program.optional:

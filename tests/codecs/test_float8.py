@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_actcompress.codecs import Float8
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.memory.measurement.allocator import trace
+from hf_actcompress.memory.measurement.allocator import allocator_trace
 from tests.codecs.helpers import DTYPES, activations, rounding, roundtrip
 
 # largest relative error of a normal number, largest error of a subnormal one, largest number
@@ -86,7 +86,7 @@ def test_values_of_the_format_come_back_exactly() -> None:
 def test_transient_memory_is_a_chunk_and_not_a_copy() -> None:
     x = torch.randn(4096, 512).bfloat16()
     codec = Float8()
-    memory = trace(lambda: codec.pack(x)[0])
+    memory = allocator_trace(lambda: codec.pack(x)[0])
     assert memory.net_bytes == codec.nbytes(x.shape, x.dtype)
     assert memory.peak_bytes - memory.net_bytes <= 3 * 4 * 2**18 < x.numel() * x.element_size()
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress.codecs import Codec, IntGroup
 from hf_actcompress.errors import CodecError, UnknownOptionError
-from hf_actcompress.memory.measurement.allocator import trace
+from hf_actcompress.memory.measurement.allocator import allocator_trace
 from hf_actcompress.reference import seed_codecs
 from hf_actcompress.reference.groups import bf16_above, bf16_below, operands
 from tests.codecs.helpers import DTYPES, activations, hoeffding, relative, rounding, roundtrip
@@ -194,12 +194,12 @@ def test_more_outliers_than_channels_is_lossless() -> None:
 def test_transient_memory_is_a_chunk_and_not_a_copy() -> None:
     x = torch.randn(4096, 512).bfloat16()
     codec = IntGroup(4, rounding="stochastic")
-    memory = trace(lambda: codec.pack(x)[0])
+    memory = allocator_trace(lambda: codec.pack(x)[0])
     assert memory.net_bytes == codec.nbytes(x.shape, x.dtype)
     # a chunk of 2^18 elements: values, noise, codes and what packs them, in fp32 at most four at a time
     assert memory.peak_bytes - memory.net_bytes <= 4 * 4 * 2**18 < x.numel() * x.element_size() * 2
     packed = codec.pack(x)
-    memory = trace(lambda: codec.unpack(*packed))
+    memory = allocator_trace(lambda: codec.unpack(*packed))
     assert memory.net_bytes == x.numel() * x.element_size()
     assert memory.peak_bytes - memory.net_bytes <= 4 * 4 * 2**18
 

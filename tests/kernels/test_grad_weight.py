@@ -83,15 +83,15 @@ def test_against_the_oracle(name: str, case: tuple[torch.dtype, int, int]) -> No
 def test_in_shares_of_the_tokens(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_weight, "_SHARE", dict.fromkeys(("cpu", "cuda"), 48))
     seen: list[int] = []
-    stock = grad_weight.plan
+    stock = grad_weight.launch_of
 
-    def plan(*args: object) -> grad_weight.Launch:
+    def launch_of(*args: object) -> grad_weight.Launch:
         made = stock(*args)
         seen.append(made.sums.size(0))
         return made
 
     for codec in ("int_group", "block_sparse", "pooled"):
-        monkeypatch.setattr(f"hf_actcompress.kernels.{KERNELS[f'{codec}_grad_weight']}.plan", plan)
+        monkeypatch.setattr(f"hf_actcompress.kernels.{KERNELS[f'{codec}_grad_weight']}.launch_of", launch_of)
     # of which half are kept, or a quarter
     args = next(samples(name, dtype, 300, 24))
     within_the_law(name, args)

@@ -7,7 +7,7 @@ import torch
 
 from hf_actcompress import StepMemory, measure_step
 from hf_actcompress.errors import MeasurementError
-from hf_actcompress.memory import kept_bytes, trace
+from hf_actcompress.memory import allocator_trace, kept_bytes
 from hf_actcompress.memory.measurement import allocator
 
 N = 1 << 16
@@ -20,23 +20,23 @@ def test_net_is_what_is_held_and_peak_what_was_held_at_once():
         del first
         return second
 
-    seen = trace(call)
+    seen = allocator_trace(call)
     assert (seen.net_bytes, seen.peak_bytes, seen.events) == (8 * N, 12 * N, 3)
 
 
 def test_blocks_of_before_are_left_out_even_at_an_address_of_an_earlier_trace():
     # the profiler keeps a size by address; the allocator hands the same addresses out again
     for size in (N, 2 * N, N):
-        trace(lambda size=size: [torch.empty(size) for _ in range(4)])
+        allocator_trace(lambda size=size: [torch.empty(size) for _ in range(4)])
     held = [torch.empty(N) for _ in range(4)]
-    assert trace(held.clear).net_bytes == 0
+    assert allocator_trace(held.clear).net_bytes == 0
     held = [torch.empty(2 * N) for _ in range(4)]
 
     def swap():
         held.clear()
         return torch.empty(N)
 
-    seen = trace(swap)
+    seen = allocator_trace(swap)
     assert (seen.net_bytes, seen.peak_bytes) == (4 * N, 4 * N)
 
 
@@ -46,7 +46,7 @@ def test_the_same_call_gives_the_same_bytes():
     def call():
         return (torch.nn.functional.gelu(x @ x) @ x).sum()
 
-    assert trace(call) == trace(call)
+    assert allocator_trace(call) == allocator_trace(call)
 
 
 def test_cycles_are_not_held_and_collection_is_restored():
@@ -57,7 +57,7 @@ def test_cycles_are_not_held_and_collection_is_restored():
     garbage: list[object] = [torch.empty(N)]
     garbage.append(garbage)
     del garbage
-    seen = trace(call)
+    seen = allocator_trace(call)
     assert (seen.net_bytes, seen.peak_bytes) == (0, 4 * N)
     assert gc.isenabled()
 

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor
 
 from hf_actcompress import CompressionConfig, ops, patch_model
-from hf_actcompress.memory.measurement.allocator import trace
+from hf_actcompress.memory.measurement.allocator import allocator_trace
 from tests.families import BY_NAME, build, mode_of, relative_error, step
 from tests.models.loss_head_models import bert, gemma2, llama
 
@@ -38,9 +38,9 @@ def test_mlps_in_tiles_have_the_memory_of_one(training: bool) -> None:
             logits: Tensor = model(input_ids=ids).logits
             return logits
 
-    stock, expected = trace(evaluate).peak_bytes, evaluate()
+    stock, expected = allocator_trace(evaluate).peak_bytes, evaluate()
     patch_model(model, CompressionConfig(tiled_mlp=TILE))
-    ours = trace(evaluate).peak_bytes
+    ours = allocator_trace(evaluate).peak_bytes
     torch.testing.assert_close(evaluate(), expected, rtol=1e-4, atol=1e-5)
     assert stock >= 3 * ROWS * WIDTH * 4
     assert ours <= 3 * TILE * WIDTH * 4 + 10 * ROWS * HIDDEN * 4
@@ -112,7 +112,7 @@ def test_what_an_evaluation_needs() -> None:
             output = _evaluated(model, batch, "bf16")
             return output, output.logits.argmax(-1) if reads_best else None
 
-        return trace(evaluate).peak_bytes / size
+        return allocator_trace(evaluate).peak_bytes / size
 
     stock = peak()
     patch_model(model)

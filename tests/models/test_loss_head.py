@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_actcompress import CompressionConfig, ops, patch_model
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.memory import kept_bytes, trace
+from hf_actcompress.memory import allocator_trace, kept_bytes
 from hf_actcompress.records import live_entries
 from tests.models.loss_head_models import MODELS, batch, bert, error, gemma2, gpt2, llama, pair, step
 from tests.oracle import EXACT
@@ -123,7 +123,7 @@ def kept_and_peak(make, v: int, logits: bool, dtype: torch.dtype) -> tuple[int, 
     inputs["labels"] = inputs["input_ids"]
     model(**inputs).loss.backward()
     kept = kept_bytes(lambda: model(**inputs), "cpu")
-    return kept, trace(lambda: model(**inputs).loss.backward()).peak_bytes
+    return kept, allocator_trace(lambda: model(**inputs).loss.backward()).peak_bytes
 
 
 @pytest.mark.daily(3)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_actcompress import CompressionConfig, ops, patch_model
-from hf_actcompress.memory.measurement.allocator import trace
+from hf_actcompress.memory.measurement.allocator import allocator_trace
 from hf_actcompress.records import live_entries
 from hf_actcompress.reference import linear_cross_entropy
 from tests.models.loss_head_models import batch, error, gemma2, gpt2, llama, pair
@@ -99,7 +99,7 @@ def test_the_model_under_autocast_and_its_output_in_fp32(name: str, logits: bool
 def kept(model: nn.Module, ids: Tensor, loss: Loss) -> int:
     """Bytes that are there while the loss is, beyond those that were there before; the logits are dropped."""
     total(loss(model(input_ids=ids).logits, ids)).backward()
-    return trace(lambda: total(loss(model(input_ids=ids).logits, ids))).net_bytes
+    return allocator_trace(lambda: total(loss(model(input_ids=ids).logits, ids))).net_bytes
 
 
 @pytest.mark.daily(3)
@@ -122,7 +122,7 @@ def test_without_logits_no_tensor_is_of_vocabulary_size(name: str) -> None:
         p.requires_grad_(False)
     model.model.embed_tokens.requires_grad_(False)
     run(model, ids, LOSSES[name])
-    peak = trace(lambda: run(model, ids, LOSSES[name])).peak_bytes
+    peak = allocator_trace(lambda: run(model, ids, LOSSES[name])).peak_bytes
     assert peak < ids.numel() * LARGE * 4 / 2
 
 

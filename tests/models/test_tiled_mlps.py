@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import CompressionConfig, estimate, patch_model
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.memory.measurement.allocator import trace
+from hf_actcompress.memory.measurement.allocator import allocator_trace
 from hf_actcompress.modules.base import settings_of
 from hf_actcompress.modules.tiled import TiledMixin
 from hf_actcompress.reference import tiles
@@ -234,7 +234,7 @@ def test_the_peak_of_a_checkpointed_layer(trained: bool, monkeypatch: pytest.Mon
         x = _x(hidden, rows // 2, torch.bfloat16).requires_grad_()
         y = model(inputs_embeds=x).last_hidden_state
         dy = torch.randn_like(y)
-        peaks.append(trace(lambda y=y, dy=dy: y.backward(dy)).peak_bytes / x.numel())
+        peaks.append(allocator_trace(lambda y=y, dy=dy: y.backward(dy)).peak_bytes / x.numel())
     assert peaks[1] <= 16 < 45 <= peaks[0], peaks
 
 
@@ -246,7 +246,7 @@ def test_sums_of_weights_take_no_copy_of_a_gradient() -> None:
     y = mlp(x)
     dy, weight = torch.randn_like(y), mlp.up_proj.weight.numel()
     inside = 10 * 2 * tile * 7 * hidden // 2 + 2 * x.numel()
-    assert trace(lambda: y.backward(dy)).peak_bytes <= (3 * 4 + 2) * weight + 4 * tiles.TILE + inside
+    assert allocator_trace(lambda: y.backward(dy)).peak_bytes <= (3 * 4 + 2) * weight + 4 * tiles.TILE + inside
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -268,7 +268,7 @@ def test_an_estimate_sees_it(device: str) -> None:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         model(input_ids=ids, labels=ids).loss.backward()
-        step = trace(lambda: model(input_ids=ids, labels=ids).loss.backward())
+        step = allocator_trace(lambda: model(input_ids=ids, labels=ids).loss.backward())
         assert tiled.step_peak_bytes == pytest.approx(step.peak_bytes, rel=0.05)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import ops
-from hf_actcompress.memory import trace
+from hf_actcompress.memory import allocator_trace
 from hf_actcompress.records import declare, dropping, frame, padding_of, record_of, stored_exact
 from hf_actcompress.reference import linear_cross_entropy as reference
 from tests.ops.contract_case import DTYPES
@@ -267,7 +267,7 @@ def test_padding_that_comes_back_as_zeros():
 
 def test_peak_is_far_below_the_logits():
     *tensors, target = problem(n=256, v=8000)
-    step = trace(lambda: ours(*tensors, target).backward())
+    step = allocator_trace(lambda: ours(*tensors, target).backward())
     gradients_and_temporaries = nbytes(*tensors[1:]) + 2 * nbytes(tensors[0])
     assert step.peak_bytes - gradients_and_temporaries < 256 * 8000 * 4 / 4
 

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import patch_model
-from hf_actcompress.memory.measurement.allocator import kept_bytes, trace
+from hf_actcompress.memory.measurement.allocator import allocator_trace, kept_bytes
 from hf_actcompress.programs.tracing import tape_of
 from tests.families import BY_NAME, VOCAB, cast_batch, differing, mode_of, relative_error, step
 from tests.programs.pairs import DTYPES, LEAVES, MODES, PROGRAMS, calls
@@ -105,7 +105,7 @@ def test_the_peak_is_no_higher() -> None:
         batch = {"input_ids": torch.arange(200).remainder(60)[None]}
         run = lambda model=model, batch=batch: model(**batch).logits.sum().backward()  # type: ignore[misc]  # noqa: E731
         run()
-        peaks.append(trace(run).peak_bytes)
+        peaks.append(allocator_trace(run).peak_bytes)
     assert peaks[1] <= peaks[0]
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_actcompress import CompressionConfig, patch_model
-from hf_actcompress.memory.measurement.allocator import trace
+from hf_actcompress.memory.measurement.allocator import allocator_trace
 from hf_actcompress.programs import handing, program, stages
 from hf_actcompress.programs.whole import Whole
 from tests.programs.pairs import LEAVES, PROGRAMS, calls
@@ -72,7 +72,7 @@ def test_the_peak_is_that_of_the_leaf_path(case: str, tokens: int, way: str, mon
     for model in models:
         CASES[case](model)
         loss = model(**batch(tokens)).loss
-        peaks.append(trace(loss.backward).peak_bytes)
+        peaks.append(allocator_trace(loss.backward).peak_bytes)
         gradients.append([p.grad for p in model.parameters()])
     # norms and small products may come together
     assert peaks[1] <= peaks[0] + 4 * max(stages.SLACK, 4 * tokens * HIDDEN)
@@ -91,7 +91,7 @@ def test_the_peak_with_the_slack_as_it_is(case: str, checkpointed: bool, monkeyp
         CASES[case](model)
         monkeypatch.setattr(program, "Stages", lambda *args: linked.append(args) or stages.Stages(*args))
         loss = model(**batch(256)).loss
-        peaks.append(trace(loss.backward).peak_bytes)
+        peaks.append(allocator_trace(loss.backward).peak_bytes)
     assert len(linked) == 2
     # norms may come together
     assert peaks[1] <= peaks[0] + 2**16
@@ -107,7 +107,7 @@ def test_what_an_activation_shares_with_its_derivative_is_not_held_meanwhile(
     for config in (LEAVES, PROGRAMS):
         model = gpt2(config, checkpointed)
         accumulated(model)
-        peaks.append(trace(model(**batch(tokens)).loss.backward).peak_bytes)
+        peaks.append(allocator_trace(model(**batch(tokens)).loss.backward).peak_bytes)
     assert peaks[1] <= peaks[0] + 4 * tokens * HIDDEN
 
 
@@ -174,7 +174,7 @@ def test_gradients_of_heads_are_let_go_of_one_by_one(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(handing, "LARGE", slack)
         model = llama(config)
         model(**batch(tokens))
-        peaks.append(trace(lambda model=model: model(**batch(tokens)).loss.backward()).peak_bytes)  # type: ignore[misc]
+        peaks.append(allocator_trace(lambda model=model: model(**batch(tokens)).loss.backward()).peak_bytes)  # type: ignore[misc]
     one = 4 * tokens * HIDDEN
     assert peaks[1] < peaks[0] + one / 4 and peaks[2] > peaks[1] + one / 2
 

@@ -17,10 +17,10 @@ from ..grad_weight import (
     add_product,
     added,
     fake_grad_weight,
+    launch_of,
     load_dy,
     options,
     place,
-    plan,
     sample_dy,
     share,
     store_tile,
@@ -70,7 +70,7 @@ def gathered(
     `order` and `block` are int32 [N], `edges` int32 [columns of tiles + 1]; a column has about `count` rows of tiles.
     """
     dy, x, (_, br, bc) = as_rows(dy), x.contiguous(), x.shape
-    sums, grid, tile = plan(dy, features, count, tile_for(dy, bc), bc)
+    sums, grid, tile = launch_of(dy, features, count, tile_for(dy, bc), bc)
     with on(dy):
         _gathered_kernel[grid](
             dy, x, order, block, edges, sums, dy.size(0), dy.size(1), features, dy.stride(0), br, bc,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...reference.methods.pooled import pooled_pack
 from ..common import as_rows, cast, on, traced
-from ..grad_weight import add_product, added, load_dy, options, place, plan, sample_dy, share, store_tile, tile_for
+from ..grad_weight import add_product, added, launch_of, load_dy, options, place, sample_dy, share, store_tile, tile_for
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
     rows, x = as_rows(dy), pooled.contiguous()
     # a step holds dy of several tokens, so it gets fewer of them
     tile = tile_for(rows, features, short=rows.element_size() == 2)
-    sums, grid, tile = plan(rows, features, x.numel() // features, tile)
+    sums, grid, tile = launch_of(rows, features, x.numel() // features, tile)
     with on(rows):
         _pooled_kernel[grid](
             rows, x, sums, x.numel() // features, groups, tokens, rows.size(1), features, rows.stride(0),

@@ -23,7 +23,7 @@ from ..estimation.states import CONTEXT_BYTES
 from .probes import FAMILIES, HEAD, left_over, probe, sizes_of
 from .pruning import points, pruned, shortened
 from .symbols import SYMBOLS, Polynomial, Reader
-from .traces import FEWEST, SymbolicTrace, by_layers, trace
+from .traces import FEWEST, SymbolicTrace, by_layers, symbolic_trace
 
 DATA = Path(__file__).parents[2] / "quick" / "data"
 
@@ -124,7 +124,7 @@ def _cases(
         preset, checkpointing, codec = STRATEGIES[strategy]
         short, longer = checkpointed if checkpointing else plain
         config = _config(preset, codec, sizes["tile"].value)
-        found = trace(short, longer, replace(setting, config=config), reader, period)
+        found = symbolic_trace(short, longer, replace(setting, config=config), reader, period)
         step = writer.number(_step(found, at, writer), writer.steps)
         yield strategy, (state, step)
 

@@ -30,7 +30,9 @@ class SymbolicTrace:
     moments: Sequence[Polynomial]
 
 
-def trace(short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader, period: int = 1) -> SymbolicTrace:
+def symbolic_trace(
+    short: nn.Module, longer: nn.Module, setting: Setting, reader: Reader, period: int = 1
+) -> SymbolicTrace:
     """The trace of a model, from two models on the meta device with two and three times `period` layers."""
     base, more = (run_step(model, setting, roles=True) for model in (short, longer))
     growth = growth_of(base, more)

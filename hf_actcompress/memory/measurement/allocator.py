@@ -55,7 +55,7 @@ class StepMemory:
     left_bytes: int
 
 
-def trace(fn: Callable[[], Any]) -> AllocatorTrace:
+def allocator_trace(fn: Callable[[], Any]) -> AllocatorTrace:
     """Run `fn` once and read the CPU allocator's events in time order.
 
     The result of `fn` is held until the count is complete. Garbage is collected before the call, and again after it
@@ -167,7 +167,7 @@ def measure_step(step: Callable[[], object], device: torch.device | str) -> Step
     """
     device = torch.device(device)
     if device.type == "cpu":
-        seen = trace(lambda: _drop(step()))
+        seen = allocator_trace(lambda: _drop(step()))
         return StepMemory(seen.peak_bytes, seen.net_bytes)
     with _cuda_start(device) as before:
         _drop(step())
@@ -192,7 +192,7 @@ def kept_bytes(forward: Callable[[], Any], device: torch.device | str) -> int:
     """
     device = torch.device(device)
     if device.type == "cpu":
-        return trace(lambda: loss_of(forward())).net_bytes
+        return allocator_trace(lambda: loss_of(forward())).net_bytes
     with _cuda_start(device) as before:
         held = loss_of(forward())
         gc.collect()
