@@ -164,8 +164,8 @@ def test_what_is_not_finite_stays_so_and_in_its_group(poison: float, rounding: s
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_ends_of_the_dtype_do_not_overflow(dtype: torch.dtype) -> None:
-    # the scale and the zero point are in bf16, and the range is twice as large as the largest value, so values may be at
-    # most about half of bf16's largest number
+    # the scale and the zero point are in bf16. The range is twice as large as the largest value, so values may be about
+    # half of bf16's largest number at most
     end = min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max / 2.1)
     x = torch.linspace(-end, end, 64, dtype=torch.float64).to(dtype).view(1, 64)
     for codec in (IntGroup(8), IntGroup(4), IntGroup(2, rounding="stochastic"), IntGroup(8, 5)):
