@@ -134,7 +134,7 @@ def test_a_lost_device_is_one_that_raises_when_waited_for(monkeypatch: pytest.Mo
 def test_programs_that_hold_the_kernel_go_on(
     failing: _Failing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A program finds its functions when it is made. After a failure it has the reference's gradients, as stock has."""
+    """A program finds its functions when it is made. After a failure its gradients are still stock's, as before."""
 
     def accelerated(name: str, x: Tensor, row: str | None = None) -> Any:
         return found() if name == NAME else implementation(name, x, row)
