@@ -38,7 +38,7 @@ def test_help_needs_neither_torch_nor_transformers():
 
 
 def test_help_is_quick():
-    """The limit is on CPU time, so other processes do not matter. It is some ten times what the command takes."""
+    """The limit is on CPU time, so other processes do not matter. It is about ten times what the command takes."""
     start = time.process_time()
     before = os.times().children_user
     subprocess.run([sys.executable, "-m", "hf_actcompress.cli", "--help"], capture_output=True, check=True)

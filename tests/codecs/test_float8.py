@@ -68,8 +68,8 @@ def test_what_is_not_finite_stays_so_and_in_its_group(poison: float, format: str
 @pytest.mark.parametrize("format", sorted(FORMATS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_ends_of_the_dtype_do_not_overflow(format: str, dtype: torch.dtype) -> None:
-    # a decoded value may be a little larger than x. It is limited to the largest number of fp16, but not to that of
-    # other dtypes: there, and because the scale is in bf16, the test keeps a margin below bf16's largest number
+    # a decoded value may be a little larger than x. In fp16 it is limited to the largest number, in other dtypes it is
+    # not. The scale is in bf16, so the test stays below bf16's largest number, with a margin
     end = min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max / 1.1)
     x = torch.linspace(-end, end, 64, dtype=torch.float64).to(dtype).view(1, 64)
     assert bool(roundtrip(Float8(format, 16), x).isfinite().all())

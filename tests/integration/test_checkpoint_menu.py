@@ -214,7 +214,7 @@ def test_stocks_own_forms(name: str, options: Any, config: Any, monkeypatch: pyt
 @pytest.mark.parametrize("config", [BODY, KEPT, replace(BODY, tiled_mlp=5)], ids=["exact", "kept", "tiled"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_trls_selective_checkpointing(name: str, config: CompressionConfig, padding: str) -> None:
-    """``gradient_checkpointing_kwargs={"selective": True}`` of its trainers: attention does not run again."""
+    """With TRL's ``gradient_checkpointing_kwargs={"selective": True}`` attention does not run again."""
     selective = pytest.importorskip("trl.models").enable_selective_activation_checkpointing
     batch, results = BY_NAME[name].make_batch(padding), []
     oracle = oracle_step(build(BY_NAME[name], "fp32"), batch)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing and hooks on saved tensors: gradients and random streams are those of stock with the same."""
+"""Gradient checkpointing and hooks on saved tensors: gradients and random numbers are those of stock with the same."""
 
 from __future__ import annotations
 

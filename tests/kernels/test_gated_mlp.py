@@ -1,4 +1,4 @@
-"""The gated product's kernels on views; test_activation.py holds them to the reference, for every activation."""
+"""The gated product's kernels on views; test_activation.py compares them with the reference for every activation."""
 
 from __future__ import annotations
 
