@@ -191,7 +191,7 @@ def _eval_between(run: Run) -> None:
 
 
 def _scaler(run: Run) -> None:
-    """Two optimizer steps under a GradScaler. With a large weight the first scale overflows, so that steps are skipped."""
+    """Two optimizer steps under a GradScaler. With a large weight the first scale overflows, and steps are skipped."""
     model = run.model()
     start = 2.0**40 if run.case.special == "large-weight" else 2.0**10
     scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=1, enabled=run.side != "oracle")

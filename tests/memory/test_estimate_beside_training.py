@@ -112,7 +112,7 @@ def test_a_training_beside_estimates_is_bit_equal(name: str, preset: str) -> Non
 
 
 def attributes() -> dict[tuple[str, str], Any]:
-    """All callable attributes of modules of torch and this package, of `masking_utils`, and of this package's classes."""
+    """Callable attributes of modules of torch and this package, of `masking_utils`, and of this package's classes."""
     found: dict[tuple[str, str], Any] = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in ("torch", "hf_actcompress") and name != "transformers.masking_utils":
