@@ -1,4 +1,4 @@
-"""Pages in a real browser without a network: what they show, whether all of it can be read, and what clicks do."""
+"""Open a page in a real browser without a network and report what it shows, what cannot be read, and what clicks do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs a browser")
 
-# an element's text against the first ground below it that is painted, by WCAG's formula
+# for each element with text: the contrast between the text and the background behind it, by WCAG's formula
 _LOOK = """
 const errors = [], frame = document.querySelector("iframe");
 frame.onload = () => {
@@ -56,7 +56,7 @@ frame.onload = () => {
 def dom(path: Path, dark: bool = False) -> str:
     """The document after its scripts have run."""
     assert BROWSER is not None
-    # 0 and 1: what the system says it prefers
+    # preferredColorScheme: 0 is dark, 1 is light
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}",
                f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1300,1000",
                "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", path.as_uri()]  # fmt: skip
@@ -64,18 +64,19 @@ def dom(path: Path, dark: bool = False) -> str:
 
 
 def looked_at(html: str, folder: Path, width: int, dark: bool, clicks: str = "") -> dict[str, Any]:
-    """What a page of that width is like.
+    """Open the page in a frame of that width and report what it looks like.
 
     Args:
         html: The page.
-        folder: For files.
+        folder: The temporary files are written here.
         width: In pixels.
-        dark: What the system prefers.
-        clicks: JavaScript that is run on the document `page`, after its looks were noted.
+        dark: Whether the system prefers a dark colour scheme.
+        clicks: JavaScript that is run on the document `page`, after colours and positions were checked.
 
     Returns:
-        dark: what it was told; width: how wide it is; faint: texts of too little contrast; cut: texts beyond the edge
-        that no scrolling reaches; errors; fetched: addresses; tables: the texts of each one's cells.
+        dark: whether the page sees that a dark scheme is preferred; width: the width of its content in pixels; faint:
+        texts with too little contrast; cut: texts beyond the right edge that no scrolling reaches; errors: messages of
+        script errors; fetched: addresses that the page loaded; tables: the texts of each table's cells.
     """
     path = folder / "frame.html"
     frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{escape(html)}"></iframe>'

@@ -1,4 +1,4 @@
-"""One thread, fixed seeds, and a registry that starts empty: the same numbers on every machine."""
+"""Every test starts with one thread, a fixed seed and an empty registry, so that its numbers can be repeated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-# triton reads it when it is imported: without a GPU its kernels run in the interpreter
+# without a GPU, kernels run in Triton's interpreter; Triton reads the variable when it is imported
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# which kernel runs is no question of time in a test
+# in a test, measured times must not decide which implementation runs
 os.environ.setdefault("HF_ACTCOMPRESS_TIMING", "0")
 
 from hf_actcompress.records import clear  # noqa: E402

@@ -1,4 +1,4 @@
-"""What the documents say that can be checked: their code, their commands, and the places that they name."""
+"""Read from the documents what can be checked: their code, their commands, and the files that they name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "UPSTREAM.md", "CHANGELOG.md", "tests/README.md")),
     *(path for folder in (PACKAGE, ROOT / "recipes") for path in sorted(folder.rglob("README.md"))),
 ]
-# programs whose command lines are not parsed here; `git` and such are known to every reader
+# programs whose command lines are not checked
 FOREIGN = {"unzip"}
 WITH_ARGUMENTS = re.compile(r"(\w+=\S+ )?(python|pytest|hf-actcompress|pip|accelerate) ")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -35,12 +35,12 @@ def prose(text: str) -> str:
 
 
 def spans(text: str) -> list[str]:
-    """What stands between backticks in the prose, on one line or two."""
+    """The texts between backticks in the prose; such a text may be broken over two lines."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(text))]
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Every command: of the bash blocks, and those in the prose that have arguments."""
+    """Every command of the bash blocks, and every command with arguments between backticks in the prose."""
     lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
     lines += [span for span in spans(text) if WITH_ARGUMENTS.match(span)]
     for line in lines:
@@ -56,7 +56,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def places(text: str) -> set[str]:
-    """Paths that the prose names: targets of links, and what looks like one between backticks."""
+    """Paths that the prose names: targets of links, and texts between backticks that look like paths."""
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", prose(text))
     named = [span for span in spans(text) if re.fullmatch(r"\.?[\w.-]+(/[\w.-]+)*/?", span)]
     suffixes = (".py", ".md", ".json", ".yaml", ".toml", ".txt", ".cff", "/")
@@ -64,12 +64,12 @@ def places(text: str) -> set[str]:
 
 
 def exists(place: str, document: Path) -> bool:
-    """Whether a path leads somewhere from the root, the package or the document's folder."""
+    """Whether a path exists relative to the root, the package or the document's folder."""
     return any((base / place).exists() for base in (ROOT, PACKAGE, document.parent))
 
 
 def check(words: list[str]) -> None:
-    """Parse a command's options with its own parser; raises or exits where that refuses them."""
+    """Parse a command's options with its own parser. Raises, or exits, if the parser refuses them."""
     while re.fullmatch(r"\w+=\S*", words[0]):
         words = words[1:]
     program, arguments = Path(words[0]).name, words[1:]
@@ -104,7 +104,7 @@ def _check_script(name: str, arguments: list[str], *, module: bool = False) -> N
         real(parser, *rest)
         raise _Parsed
 
-    # first its own folder, as for a script
+    # Python puts the folder of a script first on the path
     path = [str((ROOT / name).parent), str(ROOT / "recipes"), *sys.path]
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse),
@@ -119,7 +119,7 @@ def _check_script(name: str, arguments: list[str], *, module: bool = False) -> N
         except _Parsed:
             return
         finally:
-            # the recipes' own modules, whose name other tests may give to others
+            # the recipes import modules of these names; another test may import other modules of the same names
             for found in [found for found in sys.modules if found.split(".")[0] in ("common", "tiny")]:
                 del sys.modules[found]
     raise AssertionError(f"{name} has no options")
@@ -136,7 +136,7 @@ def _check_console_script(arguments: list[str]) -> None:
 
 
 def _check_pytest(arguments: list[str]) -> None:
-    """Known options, registered marks, files that are there."""
+    """Check that pytest has the options, that the files exist, and that the marks are registered."""
     from _pytest.config import get_config
 
     config = get_config()
@@ -152,7 +152,7 @@ def _check_pytest(arguments: list[str]) -> None:
 
 
 def _check_pip(arguments: list[str]) -> None:
-    """Options that pip has; extras and files that this project has; requirements that can be parsed."""
+    """Check that pip has the options, that this project has the extras and files, and that requirements are valid."""
     from packaging.requirements import Requirement
     from pip._internal.commands import create_command
 

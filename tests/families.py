@@ -1,4 +1,4 @@
-"""The table of model families that the tests iterate: tiny configs built from scratch, nothing is downloaded."""
+"""The table of model families for the tests: tiny models that are built from configs, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ class Family:
         model: Name of the model class.
         dropout: Config fields that are dropout probabilities (hidden and attention).
         task: What the batch looks like: "causal", "masked", "seq2seq" or "image".
-        bit_equal: Modes in which every gradient equals stock's bit by bit. Elsewhere sums are taken in another order
-            (an RMSNorm in fp32 hands back one gradient where the stock graph adds two to the residual's; T5's bias)
-            or composite activations are rounded once instead of five times; there the fp64 oracle decides.
-        paddings: What `make_batch` can do.
+        bit_equal: Modes in which every gradient equals stock's bit by bit. In other modes, the tests compare with the
+            fp64 oracle. There, sums are taken in another order (an RMSNorm in fp32 returns one gradient, where the
+            stock graph adds two to the residual's; T5's bias), or activations that stock computes in five ops are
+            rounded once.
+        paddings: The values of `padding` that `make_batch` accepts for this family.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Family:
         """The model in train mode, always with the same weights for the same seed."""
         torch.manual_seed(seed)
         model = getattr(hf, self.model)(self.make_config(dropout=dropout, **options))
-        # zero-initialised biases and unit gains would hide what is done to them
+        # with biases of 0 and norm weights of 1, an op that ignores them would still give the right result
         for name, p in model.named_parameters():
             if p.dim() == 1:
                 nn.init.normal_(p, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
@@ -152,14 +153,14 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )  # fmt: skip
 
-# all but the loss head, whose gradients are nearer to the truth than stock's and so not bit-equal
+# everything except the loss head: its gradients have a smaller error than stock's, so they are not bit-equal
 BODY = CompressionConfig(loss_head=False)
 MODES = ("fp32", "bf16", "autocast")
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def build(family: Family, mode: str, **options: Any) -> Any:
-    """A model for a mode: bf16 has bf16 weights, autocast fp32 weights."""
+    """A model for a mode: its weights are bf16 in mode "bf16", and fp32 in the modes "fp32" and "autocast"."""
     return family.build(torch.bfloat16 if mode == "bf16" else torch.float32, **options)
 
 
@@ -176,9 +177,9 @@ def mode_of(mode: str) -> Iterator[None]:
 
 
 def step(model: Any, batch: Batch, mode: str = "fp32", seed: int = 7) -> tuple[Tensor, Gradients]:
-    """One forward and backward from a fixed seed: the loss, and every parameter's gradient, taken off the model."""
+    """Run one forward and backward from a fixed seed. Returns the loss and the gradients, and clears `.grad`."""
     torch.manual_seed(seed)
-    # under autocast inputs are fp32, elsewhere of the model's dtype
+    # the inputs have the dtype of the weights, which is fp32 under autocast
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     with mode_of(mode):
         loss = model(**cast_batch(batch, dtype)).loss
@@ -202,7 +203,7 @@ class Fp64(TorchFunctionMode):
 
 
 def oracle_step(model: Any, batch: Batch) -> Gradients:
-    """Gradients of a stock model with the same weights, in fp64 throughout."""
+    """The gradients of a copy of the stock model that computes everything in fp64."""
     with Fp64():
         return step(copy.deepcopy(model).double(), batch)[1]
 
@@ -213,7 +214,7 @@ def differing(a: Gradients, b: Gradients) -> list[str]:
 
 
 def relative_error(grads: Gradients, oracle: Gradients) -> float:
-    """L2 of all parameters' gradient errors over L2 of the oracle's gradients, in fp64."""
+    """The L2 norm of the errors of all gradients, divided by the L2 norm of the oracle's gradients; in fp64."""
     error = sum(float((grads[n].double() - oracle[n]).square().sum()) for n in oracle)
     size = sum(float(oracle[n].square().sum()) for n in oracle)
     return (error / size) ** 0.5

@@ -1,9 +1,9 @@
-"""The picture of the house in CONTRIBUTING.md: which part of the package imports which.
+"""The import graph in CONTRIBUTING.md: which part of the package imports which other part.
 
-    python -m tests.import_graph           # after a new part or a new import; writes CONTRIBUTING.md
-    python -m tests.import_graph --check   # fails where the picture is not that of the code
+    python -m tests.import_graph           # run it after a new part or a new import; it writes CONTRIBUTING.md
+    python -m tests.import_graph --check   # fails if the graph in CONTRIBUTING.md is not that of the code
 
-An arrow that follows from others is left out: an arrow from `ops` to `dispatch` says nothing new where `ops` imports
+An arrow that follows from others is left out: an arrow from `ops` to `dispatch` says nothing new if `ops` imports
 `records`, `records` imports `codecs` and `codecs` imports `dispatch`. Imports for type checking count.
 """
 
@@ -22,7 +22,7 @@ Graph = dict[str, set[str]]
 
 
 def import_graph() -> Graph:
-    """Of each part of the package the other parts that it imports."""
+    """For each part of the package, the other parts that it imports."""
     graph: Graph = {part: set() for part in LEVEL}
     for path, part, tree in modules():
         for _, name in imported(path, tree):
@@ -48,12 +48,12 @@ def mermaid(graph: Graph) -> str:
 
 
 def filled(page: str) -> str:
-    """The text of CONTRIBUTING.md with the picture of the code as it is."""
+    """The text of CONTRIBUTING.md with the import graph of the present code."""
     return BLOCK.sub(lambda m: f"{m[1]}{mermaid(reduced(import_graph()))}\n{m[2]}", page)
 
 
 def main() -> int:
-    """Write CONTRIBUTING.md, or compare."""
+    """Write CONTRIBUTING.md, or compare only. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the picture differs")
     args = parser.parse_args()

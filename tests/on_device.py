@@ -1,4 +1,4 @@
-"""Rules of a device whose values the host must not look at, for tests on a CPU."""
+"""Rules of a device other than the CPU, for tests that run on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from hf_actcompress import reference
 
 
 class OnDevice:
-    """Our own code takes the ways of a GPU, with the reference's functions on the CPU's real tensors."""
+    """Device rules under which the package runs its code for a GPU, with the reference's functions on CPU tensors.
+
+    The code for a GPU must not read values back to the host.
+    """
 
     on_cpu, draws = False, 0
 

@@ -1,4 +1,4 @@
-"""What the tests hold the ops to: stock torch in fp64, stock's own error, and bytes counted by the allocator."""
+"""What the tests compare the ops with: stock torch in fp64, stock's own error, and bytes counted by the allocator."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hf_actcompress.memory.measurement.allocator import allocator_trace
 
 Function = Callable[..., Tensor]
 
-# law 2: our error against the fp64 oracle over stock's own
+# law 2: our error may be at most this many times stock's own error; both are errors against the fp64 oracle
 EXACT = 1.1
 
 
 def clones(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Leaves with the same values, strides and requires_grad; integer tensors as they are."""
+    """New leaf tensors with the same values, strides and requires_grad."""
     out: list[Tensor | None] = []
     for x in inputs:
         if x is None:
@@ -33,7 +33,7 @@ def clones(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def gradients(function: Function, inputs: Sequence[Tensor | None], dy: Tensor | None = None) -> list[Tensor]:
-    """The output and the gradients of every input that wants one; dy defaults to a fixed pattern."""
+    """The output, and the gradient of every input that requires one; dy defaults to a fixed pattern."""
     leaves = clones(inputs)
     y = function(*leaves)
     wanted = [x for x in leaves if x is not None and x.requires_grad]
@@ -49,7 +49,7 @@ def pattern(y: Tensor) -> Tensor:
 
 
 def widened(x: Any) -> Any:
-    """Floating tensors and modules to fp64 copies."""
+    """An fp64 copy of a module or a floating-point tensor; anything else is returned unchanged."""
     if isinstance(x, nn.Module):
         return copy.deepcopy(x).double()
     if isinstance(x, Tensor) and x.is_floating_point():
@@ -70,7 +70,7 @@ def assert_within_law(ours: Sequence[Tensor], stock: Sequence[Tensor], oracle: S
         assert a.dtype == b.dtype and a.shape == b.shape
         error = (a.double() - truth).norm()
         own = (b.double() - truth).norm()
-        # where stock hits the truth by luck, one rounding of the true value is what any formula may err
+        # stock's error may be zero by chance; an error of one rounding of the true value is always allowed
         floor = torch.finfo(a.dtype).eps / 2 * truth.norm() if a.is_floating_point() else 0.0
         assert error <= EXACT * max(own, floor), f"value {index}: error {error:.3g}, stock's own {own:.3g}"
 
@@ -117,7 +117,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         value = pending.pop()
         if id(value) in seen or isinstance(value, (nn.Module, ModuleType, type, str, bytes, int, float, torch.dtype)):
             continue
-        # held, so that no id is recycled
+        # `seen` holds the objects, because Python may give the id of a freed object to a new one
         seen[id(value)] = value
         if isinstance(value, Tensor):
             yield value

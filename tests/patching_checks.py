@@ -1,4 +1,4 @@
-"""What the tests of patch_model ask of a model: its types, whether it is patched, whether it trains like stock."""
+"""Helpers for the tests of patch_model: module types, whether a model is patched, and whether it trains like stock."""
 
 from __future__ import annotations
 

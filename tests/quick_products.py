@@ -1,7 +1,8 @@
-"""Products of 16-bit matrices by way of fp32, for tests that count bytes alone.
+"""Compute products of 16-bit matrices in fp32, for tests that only count kept bytes.
 
-A CPU without instructions for them (AVX2) takes 6 to 30 times as long for one in bf16 as for one in fp32. What is kept
-for backward has the same size either way; values differ in their last bits, and so does the memory within a product.
+A CPU that has only AVX2 has no instructions for 16-bit products: one in bf16 takes 6 to 30 times as long as one in
+fp32. The tensors kept for backward have the same sizes in both cases. The values differ in their last bits, and the
+temporary memory inside a product differs too.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ PRODUCTS: dict[str, Callable[..., Tensor]] = {"mm": torch.mm, "bmm": torch.bmm, 
 def _by_fp32(product: Callable[..., Tensor], *matrices: Tensor, **factors: Any) -> Tensor:
     a, b = matrices[-2:]
     wide = [x.float() if x.dtype in (torch.bfloat16, torch.float16) else x for x in matrices]
-    # with `out` it is another op for the dispatcher: one that still has torch's kernel
+    # with `out`, torch dispatches another op, whose kernel was not replaced: so this call does not recurse
     found = product(*wide, **factors, out=wide[-1].new_empty((*a.shape[:-1], b.shape[-1])))
     return found.to(b.dtype)
 
 
 @contextmanager
 def quick_products() -> Iterator[None]:
-    """Inside, a slow CPU computes 16-bit products in fp32. Other CPUs: as always."""
+    """While the block runs, a CPU without instructions for 16-bit products computes them in fp32."""
     if torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2"):
         yield
         return
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # "Overriding a previously registered kernel": that is what it is for
+        # torch warns "Overriding a previously registered kernel", which is intended here
         warnings.simplefilter("ignore")
         for name, product in PRODUCTS.items():
             library.impl(name, partial(_by_fp32, product), "CPU")

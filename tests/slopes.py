@@ -1,4 +1,4 @@
-"""Bytes per token per layer in units of the hidden size: the slope between a 4- and a 2-layer model."""
+"""Bytes per token and layer, in units of the hidden size: half the difference between models of 4 and 2 layers."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def llama(layers: int, hidden: int = 1024, vocab_size: int = VOCAB, **options: A
 
 @dataclass(frozen=True)
 class Slope:
-    """Per token and layer, in units of the hidden size."""
+    """Bytes per token and layer, in units of the hidden size."""
 
     kept: float
     peak: float
 
 
 def _cheaply_filled(build: Build, layers: int, dtype: torch.dtype) -> Any:
-    """The values do not matter to the bytes, and drawing them would take longer than the forward."""
+    """A model with constant weights. Random ones would not change the bytes, and would take longer than the forward."""
     with no_init_weights():
         model = build(layers).to(dtype)
     for p in model.parameters():
@@ -71,7 +71,7 @@ def slope(
     length: int = 512,
     batch: dict[str, Any] | None = None,
 ) -> Slope:
-    """Of `prepare(build(layers))`; the peak is of forward and backward with the gradients already there."""
+    """The slope of `prepare(build(layers))`. The peak is that of a forward and backward while old gradients exist."""
     ids = torch.randint(3, VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(0))
     inputs = batch if batch is not None else {"input_ids": ids, "labels": ids}
     kept, peaks, hidden = [], [], 0

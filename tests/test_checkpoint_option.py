@@ -1,4 +1,4 @@
-"""`CompressionConfig.checkpoint`: single layers are computed again in backward."""
+"""`CompressionConfig.checkpoint` names the layers that are computed again in backward."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_layer_that_is_not_there_is_refused_and_nothing_is_patched():
 
 
 def test_a_layer_whose_forward_is_bound_keeps_its_input_through_the_codec_all_the_same():
-    """As device_map's hooks bind it: the checkpoint function is asked for whatever the forward is."""
+    """The hooks of device_map bind a forward in this way. Such a layer still calls the checkpoint function."""
     model = build(BY_NAME["llama"], "fp32")
     layer = model.model.layers[0]
     layer.forward = layer.forward

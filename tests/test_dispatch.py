@@ -1,4 +1,4 @@
-"""Which implementation runs: choices, what cannot run, and what `auto` makes of a kernel that is wrong."""
+"""Which implementation runs: the explicit choices, kernels that cannot run, and `auto` with a kernel that is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """What was found out about a device is kept for the process."""
+    """Dispatch remembers for the whole process which kernels a device can run; each test must start without that."""
 
     def forget() -> None:
         launchers = dispatch._launcher
@@ -59,7 +59,7 @@ def test_triton_on_a_cpu_raises(monkeypatch):
     with use("triton"):
         with pytest.raises(KernelUnavailableError, match="GPUs, not for cpu"):
             implementation("rms_norm_bwd", torch.ones(2))
-        # torch's own op under every choice
+        # this function has no kernel: torch's own op runs, whatever the choice
         assert implementation("layer_norm_fwd", torch.ones(2)) is reference.layer_norm_fwd
 
 
@@ -88,7 +88,7 @@ def test_old_gpus_are_told(monkeypatch):
 
 @pytest.mark.parametrize("hip", [None, "6.4"])
 def test_pointwise_kernels_run_where_no_other_was_tried(hip, monkeypatch):
-    """Turing, without bf16, and ROCm."""
+    """Such devices are NVIDIA's Turing GPUs, which have no bf16, and GPUs under ROCm."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -114,7 +114,7 @@ def test_triton_on_a_wrapped_tensor_raises():
 
 
 class _OnCuda:
-    """What `auto` looks at in a tensor."""
+    """The attributes of a CUDA tensor that `auto` reads."""
 
     is_cuda, is_xpu, device, dtype = True, False, torch.device("cuda:0"), torch.bfloat16
 
@@ -132,7 +132,7 @@ def test_auto_on_a_gpu_is_the_kernel_once_it_is_trusted(trusted, monkeypatch):
         found = implementation("activation_bwd", _OnCuda, "gelu_new")
         assert found.__wrapped__ is kernel if trusted else found is stock
     assert asked == [("activation_bwd", "gelu_new", torch.device("cuda:0"))]
-    # torch has this one, bit-equal and as fast
+    # for "gelu" torch has one kernel of its own, so `auto` keeps to the reference
     assert implementation("activation_bwd", _OnCuda, "gelu") is stock
     with use("reference"):
         assert implementation("activation_bwd", _OnCuda, "gelu_new") is stock
@@ -231,7 +231,7 @@ def test_a_wrong_kernel_is_not_used(name, wrong, said, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "KERNELS", {name: KERNELS[name]})
     with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
         assert said in kernel_status(CPU, probe=True)[name]
-        # asked again, said once
+        # the status is the same when it is asked for again, and the warning is logged only once
         assert said in kernel_status(CPU, probe=True)[name]
     (record,) = caplog.records
     assert name in record.getMessage() and said in record.getMessage()

@@ -1,4 +1,4 @@
-"""Kernels of which nobody knows whether they are faster: both ways are timed once per shape, the faster one runs."""
+"""Kernels that may be slower than the alternative: `auto` times both once for each shape, and runs the faster one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_actcompress.kernels.timing import Decisions
 
 
 class _Clock:
-    """Says that each of the ways took so many milliseconds."""
+    """Runs both ways once and reports times, in milliseconds, that the test chose."""
 
     def __init__(self, kernel: float, other: float) -> None:
         self.times, self.asked = (kernel, other), 0
@@ -31,9 +31,9 @@ class _Clock:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Clock]]:
-    """`auto` as on a GPU whose clock shows these times."""
+    """Make `auto` behave as on a GPU. The fixture's function sets the times that the clock will report."""
     pytest.importorskip("triton")
-    # launchers hold the kernels that a test exchanges
+    # launchers hold kernels, and the tests replace these
     dispatch._launcher.cache_clear()
     monkeypatch.setenv("HF_ACTCOMPRESS_TIMING", "1")
     monkeypatch.setattr(dispatch, "_takes", lambda *key: True)
@@ -62,10 +62,10 @@ def test_the_faster_one_runs_and_is_timed_once(kernel, other, wins, timed, monke
     state = torch.get_rng_state()
     for _ in range(3):
         assert torch.equal(implementation(name, args[0])(*args), reference.row_sample_grad_weight(*args))
-    # once by the clock
+    # the clock ran the kernel once
     assert clock.asked == 1 and len(ran) == 1 + 3 * wins
     assert torch.equal(torch.get_rng_state(), state)
-    # as many rows as the same power of two holds
+    # 12 and 16 rows are rounded up to the same power of two, so they count as one shape
     implementation(name, args[0])(*_rows(16))
     assert clock.asked == 1
     for others in (_rows(17), _rows(12, outputs=6)):
@@ -90,7 +90,7 @@ def test_without_room_for_the_other_way_the_kernel_runs_untimed(timed, monkeypat
     assert clock.asked == 0 and len(ran) == 1
     timed(2.0, 1.0, free=4 * (12 * 8 + 5 * 8))
     implementation("row_sample_grad_weight", args[0])(*args)
-    # by the clock
+    # the second run is the clock's
     assert len(ran) == 2
 
 
@@ -106,7 +106,7 @@ def test_memory_that_is_used_up_in_a_trial_leaves_the_kernel(timed, monkeypatch)
     monkeypatch.setattr(reference, "row_sample_grad_weight", too_much)
     for _ in range(2):
         implementation("row_sample_grad_weight", args[0])(*args)
-    # tried once, by the clock
+    # the clock tried the reference once; the kernel was run once by the clock, and once for each call
     assert clock.asked == len(asked) == 1 and len(ran) == 1 + 2
 
 

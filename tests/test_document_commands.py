@@ -1,6 +1,6 @@
-"""Which test runs each command of README.md and recipes/README.md, or why none runs it as it stands.
+"""Which test runs each command of README.md and recipes/README.md, or why no test runs exactly that command.
 
-Python blocks all run in `test_documents.py`, which also parses the options of every command.
+`test_documents.py` runs all Python blocks, and parses the options of every command.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_env() -> None:
 
 @pytest.mark.daily(3)
 def test_qlora_of_an_8b_model_is_what_the_recipes_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the command only the rows of stock and exact."""
+    """Only the rows of stock and exact are computed."""
     monkeypatch.chdir(ROOT)
     (command,) = (command for command in COMMANDS if "llama-8b.json" in command)
     result = run(*command.split()[1:], "--preset", "exact")

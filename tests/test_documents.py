@@ -1,4 +1,4 @@
-"""README files and their like: code runs, commands have the options they are given, places and figures are right."""
+"""README files and other documents: their code runs, their commands are valid, their paths and figures are right."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ RESULTS = "recipes/results/readme"
 every_document = pytest.mark.parametrize("name", TEXTS)
 
 
-# which the command of the tests does not install
+# libraries that are not installed for the tests
 STACKS = ("axolotl", "bitsandbytes", "trl")
 
 
 @pytest.fixture
 def batch(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """For a tiny model in place of a download; the Trainer does one step."""
+    """A batch for the documents' code, with a tiny model in place of downloads and a Trainer that does one step."""
     ids = torch.arange(8)[None]
     batch = {"input_ids": ids, "labels": ids}
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: tiny())
@@ -46,14 +46,14 @@ def tiny() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-# tests/test_upstream.py runs the code of UPSTREAM.md, and looks at what it prints
+# tests/test_upstream.py runs the code of UPSTREAM.md and compares what it prints
 @pytest.mark.parametrize("name", [name for name in TEXTS if blocks(TEXTS[name], "python") and name != "UPSTREAM.md"])
 def test_code_runs(name: str, batch: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a document in order, in one namespace that has a model and a batch."""
+    """All blocks of a document run in order, in one namespace that has a model and a batch."""
     monkeypatch.chdir(tmp_path)
     namespace = {"batch": batch, "model": tiny()}
     for index, code in enumerate(blocks(TEXTS[name], "python")):
-        # an ellipsis among the arguments stands for the reader's own
+        # an ellipsis among the arguments stands for arguments of the reader's
         exec(compile(code.replace(", ...)", ")"), f"{name} block {index}", "exec"), namespace)
 
 
@@ -63,7 +63,7 @@ def test_commands_have_these_options(words: tuple[str, ...], monkeypatch: pytest
     try:
         check(list(words))
     except ModuleNotFoundError as missing:
-        # an example of another stack needs that stack
+        # an example for another library needs that library
         if missing.name not in STACKS:
             raise
         pytest.skip(f"{missing.name} is not installed")
@@ -99,7 +99,7 @@ def test_places_exist(name: str) -> None:
 
 @every_document
 def test_lines_are_short(name: str) -> None:
-    # but for the rows of tables and comments, which cannot be broken
+    # rows of tables and comments cannot be broken, so they may be longer
     assert not [
         line for line in prose(TEXTS[name]).splitlines() if len(line) > 120 and not line.startswith(("|", "<!--"))
     ]
@@ -167,7 +167,7 @@ def test_the_peft_matrix_has_these_counts() -> None:
 
 @pytest.mark.daily(5)
 def test_the_estimate_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first command only the rows of stock and exact: all of them take a minute."""
+    """Only the rows of stock and exact are compared, because computing all rows takes a minute."""
     monkeypatch.chdir(ROOT)
     (words,) = (words for words in commands(TEXTS["README.md"]) if "estimate" in words)
     printed = run(*words[1:], "--preset", "exact").stdout.splitlines()
@@ -179,7 +179,7 @@ def test_the_estimate_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch
 def test_one_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert re.findall(r"^## (\S+)", TEXTS["CHANGELOG.md"], re.M)[0] == version
-    # only the changelog says it a second time
+    # no other file repeats the version, except the changelog
     assert not [path for path in PACKAGE.rglob("*.py") if "__version__ =" in path.read_text()]
     assert f"-{version}" not in TEXTS["README.md"]
 

@@ -1,4 +1,4 @@
-"""What other packages add: it works everywhere, it is checked, and it can be taken back."""
+"""Codecs, presets, rules and activations that other packages register: they work, are checked, and can be removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.slopes import VOCAB, bert, llama
 
 @dataclass(frozen=True)
 class Half(Codec):
-    """Somebody's codec: bf16 of everything."""
+    """A codec of another package: it stores everything in bf16."""
 
     offset: float = 0.0
 
@@ -101,7 +101,7 @@ def test_a_name_for_a_codec_that_a_config_has_had() -> None:
 
 
 class Naive:
-    """The methods of a codec, without its base."""
+    """It has the methods of a codec, but not the base class `Codec`."""
 
     pack, unpack, nbytes = Half.pack, Half.unpack, Half.nbytes
 
@@ -111,7 +111,7 @@ class Hashless(Half):
 
 
 class NoData(Half):
-    """Its repr is that of any object."""
+    """Its repr is that of a plain object, which contains an address."""
 
     __repr__ = object.__repr__
 
@@ -150,7 +150,7 @@ def test_what_is_refused() -> None:
             CompressionConfig(mlp=codec)  # type: ignore[arg-type]
     with pytest.raises(CodecError, match=r"is a class.*pass Half\(\.\.\.\)"):
         CompressionConfig(mlp=Half)  # type: ignore[arg-type]
-    # nothing of what was refused is left behind
+    # the refused codecs and configs have changed nothing
     assert CompressionConfig().lossless
     with pytest.raises(RegistrationError, match="is no CompressionConfig"):
         register_preset("mine", {"mlp": "int8"})  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def test_what_is_refused() -> None:
 
 
 class Swish(nn.Module):
-    """Somebody's activation, in Python."""
+    """An activation of another package, written in Python."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(x)

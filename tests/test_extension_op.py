@@ -1,4 +1,4 @@
-"""An op of another package for a module of its own: a mixin, an autograd Function, and the rule between them."""
+"""Another package's op for its own module: an autograd Function, a mixin that calls it, and a rule that applies it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scaled_silu(x: Tensor, scale: Tensor) -> Tensor:
 
 
 class ScaledSilu(nn.Module):
-    """Somebody's activation. Stock keeps its input and, for the layer behind it, its output."""
+    """An activation of another package. Stock keeps its input and, for the next layer, its output."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class ScaledSilu(nn.Module):
 
 
 class ScaledSiluFunction(torch.autograd.Function):
-    """Keeps x alone, through a codec. The layer behind it rebuilds the output instead of keeping it."""
+    """Keeps only x, through a codec. The next layer rebuilds the output instead of keeping it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, codec: Codec) -> Tensor:
@@ -76,7 +76,7 @@ def scaled_silu_rule(module: nn.Module, config: CompressionConfig) -> Site | Non
     return Site(ScaledSiluMixin, Settings(Role.ACTIVATION, "scaled_silu", CODECS[config.mlp]))
 
 
-# gradients of the loss head are nearer to the truth than stock's, and so not equal bit by bit
+# the loss head's gradients have a smaller error than stock's, so they are not bit-equal
 EXACT = CompressionConfig(loss_head=False)
 
 
@@ -122,8 +122,8 @@ def test_fewer_bytes_are_kept() -> None:
     assert bytes_of[0] - bytes_of[1] == output
 
     model = _model()
-    # without the rule the package leaves the module alone; only the net finds that the product with the buffer can be
-    # made again
+    # without the rule the package does not patch the module; only the option `net` finds out that the product with the
+    # buffer can be computed again
     bare = CompressionConfig(loss_head=False, net=False)
     without, netted, exact, int8 = (
         kept(patched, _loss)

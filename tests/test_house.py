@@ -1,4 +1,4 @@
-"""The house's limits: short files, short functions."""
+"""Rules for the package's source: short files and functions, documented modules, and names that match."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_module_says_what_it_is():
 
 
 def test_one_op_has_one_basename_in_every_layer():
-    """A file of kernels/ has one of the same place and name in reference/, but for what many kernels share."""
+    """Each file of kernels/ has a file of the same place and name in reference/, except for code that kernels share."""
     shared = {"common", "fallback", "grad_weight", "methods/fewbit_encoding", "probe", "timing"}
     reference, kernels = (
         {path.relative_to(PACKAGE / layer).with_suffix("") for path in (PACKAGE / layer).rglob("*.py")}

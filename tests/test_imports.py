@@ -1,4 +1,4 @@
-"""Imports point one way, heavy libraries stay where they belong, and triton is never needed."""
+"""Imports point in one direction, large libraries are imported only in some parts, and triton is never needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_actcompress"
 NAME = PACKAGE.name
 
-# a part imports from its own and lower levels; parts of one level do not import each other
+# a part imports only from itself and from lower levels; parts of the same level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "private_apis", "roles"),
     ("config_file",),
@@ -28,12 +28,12 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("quick",),
     ("display",),
     ("reference",),
-    # they read the reference's tables and its random numbers
+    # kernels read the tables and the random numbers of `reference`
     ("kernels",),
     ("dispatch",),
     ("codecs",),
     ("testing", "config_checks"),
-    # marks that records and modules put down while a graph is traced
+    # records and modules put its marks into a graph that is traced
     ("compilation",),
     ("records", "config"),
     ("ops",),
@@ -61,7 +61,7 @@ CONFINED = {
 
 @cache
 def modules() -> tuple[tuple[Path, str, ast.Module], ...]:
-    """Every file of the package: its path, the part it belongs to, its tree."""
+    """Every file of the package: its path, the part it belongs to, and its syntax tree."""
     paths = sorted(PACKAGE.rglob("*.py"))
     parts = {path: path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in paths}
     found = [path for path in paths if parts[path] not in ("__init__", "__main__")]
@@ -70,7 +70,7 @@ def modules() -> tuple[tuple[Path, str, ast.Module], ...]:
 
 @cache
 def imported(path: Path, tree: ast.Module) -> tuple[tuple[int, str], ...]:
-    """Absolute dotted names of what a file imports, with the line; lazy imports and type-checking ones too."""
+    """The line and the absolute dotted name of each import of a file; lazy and type-checking imports count too."""
     return tuple(_imported(path, tree))
 
 
@@ -120,7 +120,7 @@ def test_libraries_are_confined(library):
 
 
 def test_dependencies_are_those_that_are_imported():
-    """Each declared one is imported, each imported one declared; the base install has what the extras need not have."""
+    """Each dependency is imported. Each imported library is declared, as a dependency or in an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     known = {part: set(map(_import_name, texts)) for part, texts in project["optional-dependencies"].items()}
     base = set(map(_import_name, project["dependencies"]))
@@ -134,7 +134,7 @@ def _import_name(requirement: str) -> str:
     return re.match(r"[\w-]+", requirement)[0].replace("-", "_")
 
 
-# what works on the kernels themselves, which are not public
+# recipes that measure or compile the kernels, which are not public
 ON_KERNELS = {"benchmark_kernels.py", "bytes_moved.py", "compile_kernels.py"}
 
 
@@ -189,7 +189,7 @@ print("trained", "triton" in sys.modules)
 
 
 def _graph() -> dict[str, set[str]]:
-    """Module -> the package's modules that it names in imports, lazy ones and type-checking ones too."""
+    """For each module, the package's modules that it imports; lazy and type-checking imports count too."""
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (path, tree)
         for path, _, tree in modules()
@@ -197,14 +197,14 @@ def _graph() -> dict[str, set[str]]:
     graph = {}
     for name, file in names.items():
         targets = {target for _, target in imported(*file)}
-        # a name in a module, or a module in a package
+        # an imported name is either a module, or a name inside a module
         found = {target if target in names else target.rpartition(".")[0] for target in targets}
         graph[name] = {target for target in found if target in names and target != name}
     return graph
 
 
 def test_no_imports_go_round():
-    """Not even lazy ones: what needs each other belongs into one file, or something below both."""
+    """Lazy imports count too. If two modules need each other, join them, or move what both need below them."""
     graph, done = _graph(), set()
 
     def walk(name: str, path: tuple[str, ...]) -> None:
@@ -219,7 +219,7 @@ def test_no_imports_go_round():
 
 
 def test_no_module_is_hidden_by_a_name_of_its_package() -> None:
-    """Such as a function: `import hf_actcompress.ops.linear` would give that."""
+    """A function of a module's name would hide it: `import hf_actcompress.ops.linear` would give the function."""
     hidden = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts

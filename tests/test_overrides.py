@@ -1,4 +1,4 @@
-"""Codecs of single layers: which modules they reach, and that the bytes follow."""
+"""`CompressionConfig.overrides` sets codecs of single layers: it reaches the right modules and changes their bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_attention_of_single_checkpointed_layers_may_be_kept() -> None:
     assert config.at("model.layers.0").checkpoint_attention == "recomputed"
     with pytest.raises(UnknownOptionError, match="maybe"):
         CompressionConfig(overrides=(("layers.1", "checkpoint_attention", "maybe"),))
-    # statistics of the exact q and k, an input that was rounded
+    # attention is kept with statistics of the exact q and k, which do not fit an input that was rounded
     with pytest.raises(UnknownOptionError, match="checkpoint_input"):
         CompressionConfig(overrides=(kept, ("layers.1", "checkpoint_input", "int8")))
     with pytest.raises(UnknownOptionError, match="checkpoint_input"):

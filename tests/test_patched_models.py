@@ -1,4 +1,4 @@
-"""What a patched model still is: copied, pickled, tied, resized, moved, hooked and looked at like a stock one."""
+"""A patched model can be copied, pickled, tied, resized, moved, hooked and inspected like a stock one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_tied_weights_stay_tied(family: Family) -> None:
 
 @three
 def test_resized_embeddings(family: Family) -> None:
-    """resize_token_embeddings makes a new head: stock until the next patch_model, and training is right either way."""
+    """resize_token_embeddings makes a new head, which is stock until the next patch_model. Both train like stock."""
     model, stock = patch_model(family.build(BF16), BODY), family.build(BF16)
     for m in (model, stock):
         torch.manual_seed(4)
@@ -84,7 +84,7 @@ def test_resized_embeddings(family: Family) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 def test_signature_is_stock(family: Family) -> None:
-    """Trainer drops the dataset's columns that are not in it."""
+    """Trainer drops the columns of a dataset that are not in the signature of forward."""
     model = family.build()
     before = inspect.signature(model.forward)
     assert inspect.signature(patch_model(model, BODY).forward) == before
@@ -100,7 +100,7 @@ def test_repr_shows_patched_layers() -> None:
 
 
 def test_isinstance_still_holds() -> None:
-    """Weight-decay groups, PEFT and output capture ask by isinstance."""
+    """Weight-decay groups, PEFT and the capture of outputs use isinstance to find modules."""
     stock = GPT2.build()
     model = patch_model(GPT2.build(), BODY)
     for (_, a), (_, b) in zip(stock.named_modules(), model.named_modules(), strict=True):
@@ -109,14 +109,17 @@ def test_isinstance_still_holds() -> None:
 
 @three
 def test_moving_and_casting_a_patched_model(family: Family) -> None:
-    """Nothing about dtypes was cached when the model was patched."""
+    """A patched model can be cast, so patching must not store any dtype."""
     model = patch_model(family.build(), BODY).to(BF16)
     assert_trains_like(model, family.build().to(BF16), family.make_batch("right"))
 
 
 @three
 def test_hooks_still_fire(family: Family) -> None:
-    """Hooks on every leaf, put on before or after patching, see what they see in stock, and nothing of our probes."""
+    """Hooks on leaves are called as often as in stock, whether they were added before or after patching.
+
+    The probes that patch_model runs must not call them.
+    """
     fired = []
     for ours in (False, True):
         model, calls = family.build(dropout=0.1), Counter[str]()

@@ -1,4 +1,4 @@
-"""patch_model, unpatch_model, patched, patch_report: what they do to a model and what they leave as it was."""
+"""patch_model, unpatch_model, patched and patch_report: what they change in a model, and what they must not change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_actcompress.modules.base import PatchedModule
 from tests.families import BODY, Family, step
 from tests.patching_checks import BERT, BF16, LLAMA, assert_trains_like, is_patched, three, types_of
 
-# a second config that changes no module's class, only what it was told
+# a second config: modules have the same classes under it, but other settings
 OTHER = CompressionConfig(loss_head=False, logits=False)
 
 
@@ -128,7 +128,7 @@ def test_strict_and_nothing_to_patch() -> None:
 
 
 def test_a_plain_module_is_patched_too() -> None:
-    """Leaf types need no transformers model around them."""
+    """Known leaf modules are patched even if they are not part of a transformers model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     stock = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Every preset on whole models: the values are stock's, the bytes and the gradient error are what it says."""
+"""Every preset on whole models: the loss equals stock's, and bytes and gradient errors are below their limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.families import BY_NAME, step
 FAMILIES = ("bert", "gpt2-gelu-tanh", "llama")
 BF16 = torch.bfloat16
 
-# largest relative gradient error on the tiny models below, with room for another platform's rounding; the estimators of
-# a weight gradient from part of its input have none that a user could rely on
+# largest relative gradient error on the tiny models below, with a margin for another platform's rounding. Presets that
+# estimate a weight gradient from a part of its input are not here: no bound on their error holds for every model
 ERRORS = {
     "exact": 0.01,
     "offload": 0.01,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @families
 @every_preset
 def test_the_loss_is_stocks(name: str, preset: str) -> None:
-    """Dropout on: what a codec draws does not move the masks."""
+    """Dropout is on: the random numbers that a codec draws must not change the masks."""
     family = BY_NAME[name]
     batch = family.make_batch("right")
     expected, _ = step(family.build(BF16, dropout=0.1), batch)
@@ -52,7 +52,7 @@ def test_the_loss_is_stocks(name: str, preset: str) -> None:
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
 @pytest.mark.parametrize("name", ["gpt2-gelu-tanh", "llama"])
 def test_exact_is_bit_equal_with_the_loss_head(name: str, padding: str) -> None:
-    """In bf16, with dropout, and a vocabulary that the head takes in one piece."""
+    """The models are in bf16 with dropout, and the loss head handles their small vocabulary in one chunk."""
     family = BY_NAME[name]
     batch = family.make_batch(padding)
     _, exact = step(family.build(BF16, dropout=0.1), batch)
@@ -75,7 +75,7 @@ def test_gradient_error(name: str, preset: str) -> None:
 @families
 @every_preset
 def test_checkpointing_lora_and_autocast(name: str, preset: str) -> None:
-    """Each runs, with finite gradients for every trainable parameter."""
+    """Each preset trains with all three, and every trainable parameter has a finite gradient."""
     peft = pytest.importorskip("peft")
     family = BY_NAME[name]
     model: Any = family.build(torch.float32)

@@ -1,4 +1,7 @@
-"""The list of private names is complete, and each is still there: an upgrade that takes one away fails by its name."""
+"""The list of private names that the package uses is complete, and all of them still exist.
+
+If an upgrade removes a name, the failing test names it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from hf_actcompress.private_apis import PRIVATE_APIS, PrivateAPI
 
 PACKAGE = Path(__file__).parent.parent / "hf_actcompress"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# private as a matter of Python's own conventions, or of what the package says of its own objects by a string
+# names with a leading underscore that belong to Python's enums, named tuples and frames
 PYTHON = {"_missing_", "_value_", "_asdict", "_replace", "_getframe"}
 
 
@@ -46,7 +49,7 @@ def private(name: str) -> bool:
 
 
 def own_names(tree: ast.Module) -> set[str]:
-    """Private names that the package gives itself: functions, classes, attributes of its own objects."""
+    """Private names that the package defines: functions, classes, variables, and attributes of its own objects."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

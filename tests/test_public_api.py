@@ -64,7 +64,7 @@ def test_public_object_is_documented(name):
         for method, function in vars(value).items():
             if method.startswith("_") or not (inspect.isfunction(function) or isinstance(function, property)):
                 continue
-            # a one-word property says it all by its name and type; what does something says what
+            # a property's name and type are enough; a method needs a docstring
             assert isinstance(function, property) or inspect.getdoc(getattr(value, method)) or method.startswith("to_")
 
 

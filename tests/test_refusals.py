@@ -1,4 +1,4 @@
-"""Models that cannot be patched, or not wholly: a clear error or a listed reason, never silence."""
+"""A model that cannot be patched raises a clear error; a module that is left alone is listed with a reason."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _bound_forwards(model: nn.Module) -> list[str]:
 
 
 def test_dispatched_with_disk_offload(tmp_path: Path) -> None:
-    """accelerate's device_map: hooks have rebound the leaves' forwards; all of them are declined, with that reason."""
+    """With device_map, accelerate leaves the weights that are on disk on the meta device: the model is refused."""
     model = LLAMA.build()
     device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
     device_map |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
@@ -122,7 +122,7 @@ def test_cpu_offload() -> None:
 
 
 def test_forward_bound_on_the_instance() -> None:
-    """As Liger and hub kernels do: the swap of that module's class would be inert."""
+    """Liger and hub kernels bind a forward on the instance. A patched class would have no effect on such a module."""
     model, stock = LLAMA.build(), LLAMA.build()
     for m in (model, stock):
         for layer in m.model.layers:
@@ -148,7 +148,7 @@ def _shifted_norm(self: Any, x: Tensor) -> Tensor:
 
 
 class Linear8bit(nn.Linear):
-    """Like bitsandbytes': the weight is int8 and cannot be read as a matrix to multiply with."""
+    """As in bitsandbytes, the weight is int8, so it cannot be multiplied with without its scale."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -197,7 +197,7 @@ def test_lora_on_quantised_linears(lora_first: bool) -> None:
 
 
 def test_a_subclass_with_its_own_weights_is_listed() -> None:
-    """PReLU and the like: known, not patched, and said why."""
+    """Modules such as PReLU are known and not patched, and the report says why."""
     model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(), nn.Dropout(0.1, inplace=True), nn.ReLU(inplace=True))
     patch_model(model)
     reasons = _reasons(model)

@@ -1,4 +1,4 @@
-"""patch_report: read off the model as it is, naming whatever keeps a share that matters, advising what can be done."""
+"""patch_report describes the model as it is now, names each module that keeps much, and advises what can be done."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def build(name: str) -> Any:
 
 
 def named(row: str, rows: set[str]) -> bool:
-    """Whether a module, or one that it is a part of or that is a part of it, has a row."""
+    """Whether the module, one of its parents or one of its children has a row."""
     return any(row == name or row.startswith(f"{name}.") or name.startswith(f"{row}.") for name in rows if name)
 
 
@@ -104,7 +104,7 @@ def test_batch_norm_and_attention_of_its_own_are_named() -> None:
 
 
 def test_advice_is_what_the_model_supports() -> None:
-    """Not "load it with sdpa" where the model type has eager attention alone."""
+    """The report does not advise "sdpa" for a model type that has only eager attention."""
     body = CompressionConfig(loss_head=False, selective=False)
     eager = patch_report(patch_model(BY_NAME["llama"].build(attn_implementation="eager"), body))
     assert any('"sdpa"' in row.reason for row in eager.left_alone)

@@ -1,4 +1,4 @@
-"""Files that a patched model writes, read in a fresh interpreter: with this package, and without it."""
+"""Files that a patched model writes are read in a fresh interpreter, with this package and without it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ assert not any(name.split(".")[0] == "hf_actcompress" for name in sys.modules)
 
 
 def _run(code: str, folder: Path) -> None:
-    """In a fresh interpreter, with as many threads as here: sums of several threads round differently."""
+    """Run the code in a fresh interpreter, with as many threads as here: sums of several threads round differently."""
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, str(folder), *NAMES]
@@ -105,7 +105,7 @@ def test_stock_from_pretrained_in_a_process_without_us(tmp_path: Path) -> None:
 
 @three
 def test_weights_load_both_ways(name: str) -> None:
-    """Stock state_dict into a patched model, and the reverse."""
+    """A stock state_dict loads into a patched model, and a patched model's loads into a stock one."""
     family: Family = BY_NAME[name]
     model, stock = patch_model(family.build(seed=1)), family.build(seed=2)
     model.load_state_dict(stock.state_dict())

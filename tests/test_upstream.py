@@ -1,4 +1,4 @@
-"""UPSTREAM.md: its code prints what stands below it, with the versions that it was written for."""
+"""The code in UPSTREAM.md prints the output that is given below it, under the versions that it was written for."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LIBRARIES = ("torch", "transformers", "peft")
 
 
 def _drafts() -> list[tuple[str, str, str]]:
-    """Of each draft its title, its code and what the code prints."""
+    """For each draft its title, its code and what the code prints."""
     sections = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
     blocks = [re.findall(r"^```(?:python|text)\n(.*?)^```", section, re.M | re.S) for section in sections]
     return [(section.partition("\n")[0], *pair) for section, pair in zip(sections, blocks, strict=True)]
 
 
 def _other_version() -> str | None:
-    """A library that is not the one of constraints.txt."""
+    """The reason why the output may differ here, such as a library of another version than in constraints.txt."""
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     for name in LIBRARIES:
         try:
@@ -43,7 +43,7 @@ def test_code_prints_what_is_said(code: str, printed: str) -> None:
     reason = _other_version()
     if reason is not None:
         pytest.skip(reason)
-    # in a process of its own, as somebody would who has received the report
+    # the reader of a draft would run its code in a new process, too
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout == printed, done.stderr
 

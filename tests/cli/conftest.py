@@ -1,4 +1,4 @@
-"""A tiny config to run the commands on."""
+"""A tiny model config for the commands, and a separate folder of stored answers for each test."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the commands of a test keep their answers: no test reads those of another one."""
+    """The folder of stored answers, which is another one for each test, so that no test reads another test's."""
     monkeypatch.setenv(FOLDER, str(tmp_path / "answers"))
     return tmp_path / "answers" / "estimates"

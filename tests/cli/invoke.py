@@ -1,4 +1,4 @@
-"""The commands in this process."""
+"""Run the commands in this process."""
 
 from __future__ import annotations
 

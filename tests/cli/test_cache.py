@@ -1,4 +1,4 @@
-"""Answers of `estimate` that are kept on disk: what finds them again, and what does not."""
+"""Answers of `estimate` that are stored on disk: when a stored answer is used, and when it is computed again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hf_actcompress.cli.strategies import DEFAULT, Row
 from tests.cli.invoke import SIZES, run
 
 ANSWER = Answer("a table\nof two lines", True, "<p>a page</p>")
-# the package's name of that module is the command
+# the attribute `hf_actcompress.cli.estimate` is the command, so the module is taken from sys.modules
 COMMAND = sys.modules["hf_actcompress.cli.estimate"]
 
 
 @pytest.fixture
 def computed(monkeypatch) -> list[str]:
-    """One entry for each answer that was computed; of such an answer there is nothing but a row and a remark."""
+    """A list with one entry for each answer that was computed. Such an answer here is one row and one remark."""
     calls: list[str] = []
 
     def fill(table, *rest):
@@ -38,7 +38,7 @@ def computed(monkeypatch) -> list[str]:
 def test_the_same_question_is_computed_once(model, computed):
     first, second = run("estimate", model, *SIZES), run("estimate", model, *SIZES)
     assert len(computed) == 1 and first.exit_code == second.exit_code == Exit.OK
-    # rows are printed while they are found, which `_fill` would do
+    # the real `_fill` prints each row when it is found and the fixture's does not, so only the second output has rows
     assert "assumed: nothing" in first.stdout and second.stdout.endswith(first.stdout)
     assert "this is answer 1" in second.stdout
 
@@ -145,7 +145,7 @@ def test_readers_and_writers_at_the_same_time(tmp_path):
 
     with ThreadPoolExecutor(4) as pool:
         found = [answer for answers in pool.map(work, range(4)) for answer in answers]
-    # never half a file, and nothing is left beside it
+    # every read gave a whole answer, and no temporary file is left
     assert all(answer in longer for answer in found) and list(place.parent.iterdir()) == [place]
 
 

@@ -1,4 +1,4 @@
-"""The console script: starts without torch, says what it means by exit codes, prints plain text."""
+"""The console script starts without torch, documents its exit codes and prints plain text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_help_needs_neither_torch_nor_transformers():
 
 
 def test_help_is_quick():
-    """Not a matter of this machine's load: ten times what it takes, and a tenth of what torch alone would."""
+    """The limit is on CPU time, so other processes do not matter. It is about ten times what the command takes."""
     start = time.process_time()
     before = os.times().children_user
     subprocess.run([sys.executable, "-m", "hf_actcompress.cli", "--help"], capture_output=True, check=True)
@@ -163,7 +163,7 @@ def test_env_of_a_checkout_that_is_not_installed(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return stock(name)
 
-    # what `version` and `requires` ask
+    # importlib.metadata's `version` and `requires` both call `distribution`
     monkeypatch.setattr(metadata, "distribution", unknown)
     result = run("env")
     assert result.exit_code == 0 and "not installed, runs from its source" in result.stdout
@@ -177,7 +177,7 @@ def test_rows_are_aligned_as_they_come(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_package_logs_afterwards_as_before(tmp_path: Path) -> None:
-    """In a process that goes on after the command, such as one of these tests."""
+    """The command restores the log level, because the process may continue after it, as it does in these tests."""
     logger = logging.getLogger("hf_actcompress")
     before = logger.level
     found = CliRunner().invoke(app, ["estimate", str(tmp_path / "none.json")])

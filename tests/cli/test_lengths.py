@@ -1,4 +1,4 @@
-"""`estimate --lengths`: the longest batch of a data set, from a file of its lengths."""
+"""`estimate --lengths` reads a file with the lengths of a data set and estimates its longest batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_longest_batch_of_a_file(model: str, tmp_path: Path) -> None:
         run("estimate", model, "--quick", "--batch-size", "2", *options)
         for options in (("--lengths", str(lines)), ("--seq-len", "96"))
     ]
-    # the formula has no such heads, and says so either way; or it has, and the answers are the same
+    # the formula of --quick may refuse this model; the two commands must print the same in any case
     assert quick[0].output == quick[1].output and quick[0].exit_code == quick[1].exit_code
 
 

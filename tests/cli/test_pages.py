@@ -1,4 +1,4 @@
-"""The pages of `estimate --html` and `plan --html` in a browser: sorted, marked, readable, and without a network."""
+"""The pages of `estimate --html` and `plan --html` can be read and sorted in a browser without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLICK = "[...page.querySelectorAll('th button')].find((button) => button.textCon
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, str]:
-    """The pages of both commands, about a model of a long name."""
+    """The pages of both commands for a model with a long name."""
 
     folder = tmp_path_factory.mktemp("pages")
     model = folder / f"{'a_rather_long_name_' * 4}.json"
@@ -46,7 +46,7 @@ def nbytes(text: str) -> float:
 
 @needs_browser
 def test_a_click_sorts_a_table(pages, tmp_path):
-    """By bytes, whatever their units; names by name; a second click turns it."""
+    """Bytes are sorted by size, whatever their units, and names by name. A second click reverses the order."""
     head, *before = looked_at(pages["estimate"], tmp_path, 1200, False)["tables"][-1]
     assert head == ["strategy", "part", "bytes"] and len(before) > 8
     sizes = [nbytes(row[2]) for row in before if row[0] == "stock"]

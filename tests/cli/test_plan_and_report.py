@@ -30,7 +30,7 @@ def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
 
 
 def test_the_command_of_the_readme_finds_an_exact_plan(monkeypatch):
-    """In the form that needs no connection, which names a config of the checkout."""
+    """The test runs the README's command on a config file of the checkout, because that one needs no network."""
     text = (ROOT / "hf_actcompress/memory/README.md").read_text()
     (command,) = re.findall(r"^hf-actcompress (plan recipes/.*)$", text, flags=re.MULTILINE)
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""The rows of an estimate: strategies, which of them fit, the largest batch of each."""
+"""The rows of an estimate are strategies: which of them fit, and the largest batch of each."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def rows_of(**peaks: int):
     ],
 )
 def test_what_fits_has_to_be_what_was_asked_for(model, monkeypatch, preset, room, code, fitting):
-    """A preset may need more than stock where tensors are tiny: that stock fits is then no success."""
-    # the package's name of that module is the command
+    """With tiny tensors a preset may need more than stock. That stock fits is then not enough for success."""
+    # the attribute `hf_actcompress.cli.estimate` is the command, so the module is taken from sys.modules
     command = sys.modules["hf_actcompress.cli.estimate"]
     monkeypatch.setattr(command, "rows", rows_of(stock=100, exact=150))
     arguments = [part for name in preset for part in ("--preset", name)]
@@ -61,7 +61,7 @@ def test_strategies_are_of_known_classes():
 @pytest.mark.parametrize("guess", (None, 1, 16, 130, 2000))
 def test_the_largest_batch_is_the_largest(start, room, guess):
     def peak(batch_size):
-        # a line with roundings, as an allocator makes them
+        # a linear function with small deviations, as an allocator's rounding makes them
         return 100 + 7 * batch_size + batch_size % 3
 
     peaks = {start: peak(start)}

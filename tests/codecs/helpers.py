@@ -1,4 +1,4 @@
-"""Inputs that a codec has to take, and what its answers are held to."""
+"""Inputs for the tests of codecs, and checks of what a codec returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """Heads before tokens, as q, k and v are: not contiguous and not flattened without a copy."""
+    """Heads before tokens, as in q, k and v: not contiguous, so it cannot be flattened without a copy."""
     return x.transpose(0, -2).contiguous().transpose(0, -2) if x.dim() > 1 else x
 
 
@@ -41,11 +41,11 @@ shapes = st.lists(st.integers(0, 7), max_size=3).flatmap(
 
 @st.composite
 def activations(draw: st.DrawFn, shape: st.SearchStrategy[tuple[int, ...]] = shapes) -> Tensor:
-    """Tensors of any shape, dtype and layout; of large and tiny magnitude, with an offset, constant, with outliers."""
+    """Tensors of any shape, dtype and layout: large, tiny, with an offset, with outliers, or constant."""
     dtype = draw(st.sampled_from(DTYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     x = torch.randn(draw(shape), generator=generator, dtype=torch.float64)
-    # fp16 ends at 65504 and starts at 6e-8
+    # these factors and offsets suit fp16, whose range is from 6e-8 to 65504
     x = x * 10.0 ** draw(st.integers(-4, 3)) + draw(st.sampled_from((0.0, 1.0, -300.0)))
     if draw(st.booleans()) and x.dim():
         x[..., ::37] *= 10
@@ -66,8 +66,10 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def hoeffding(draws: int, values: int, failure: float = 1e-9) -> float:
-    """How far any of `values` means of `draws` numbers in an interval of length 1 lies from its expectation, but for a
-    chance of `failure`."""
+    """A bound for the distance of each of `values` means from its expectation.
+
+    Each mean is of `draws` numbers in an interval of length 1. The bound fails with a probability of `failure` at most.
+    """
     return math.sqrt(math.log(2 * values / failure) / (2 * draws))
 
 
@@ -76,7 +78,7 @@ def relative(error: Tensor, x: Tensor) -> float:
 
 
 def assert_weight_gradient(codec: Codec, x: Tensor, outputs: int = 5) -> None:
-    """`grad_weight` is the product with what `unpack` returns, but for the rounding of its sums."""
+    """Check that `grad_weight` is the product of dy and what `unpack` returns, up to the rounding of sums."""
     dy = torch.sin(torch.arange(math.prod(x.shape[:-1]) * outputs, dtype=torch.float64) * 1.7 + 0.3)
     dy = dy.view(*x.shape[:-1], outputs).to(x)
     tensors, meta = codec.pack(x)
@@ -84,15 +86,15 @@ def assert_weight_gradient(codec: Codec, x: Tensor, outputs: int = 5) -> None:
     assert dweight is not None
     assert dweight.dtype == x.dtype and dweight.shape == (outputs, x.size(-1))
     rows, dy_rows = codec.unpack(tensors, meta).double().flatten(0, -2), dy.double().flatten(0, -2)
-    # any order of summing n products: n roundings in the work dtype, and one to x's dtype of each partial sum that is
-    # kept in it; the sums of magnitudes bound what a rounding is relative to
+    # in any order, a sum of n products is rounded n times in the work dtype. Each error is relative to a number that is
+    # at most the sum of the magnitudes
     magnitude = dy_rows.abs().t() @ rows.abs()
-    # the sums of dy over pooled tokens, the partial sums and the result are rounded to x's dtype
+    # three more roundings are in x's dtype: of dy's sums over pooled tokens, of partial sums, and of the result
     unit = 3 * rounding(x.dtype) + (len(rows) + 2) * torch.finfo(torch.float32).eps
     if x.dtype == torch.float64:
         unit = (len(rows) + 5) * torch.finfo(torch.float64).eps
     error = (dweight.double() - dy_rows.t() @ rows).abs()
-    # a sampled row times its weight, or a sum of such, may be beyond fp16
+    # a sampled row times its weight, or a sum of such rows, may be too large for fp16
     beyond = ~(magnitude < torch.finfo(x.dtype).max / 2)
     assert bool((beyond | (error <= unit * magnitude + torch.finfo(x.dtype).smallest_normal)).all())
 

@@ -1,4 +1,4 @@
-"""Block-sparse activations: the largest tiles, exactly; the weight gradient out of them alone."""
+"""Block-sparse activations keep the largest tiles exactly, and the weight gradient is computed from these alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ codecs = st.builds(
 
 
 def tiles_of(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """[down, across, br, bc], filled with zeros."""
+    """The tiles [rows of tiles, columns of tiles, height, width] of x; those at the edges are padded with zeros."""
     rows = x.reshape(-1, x.size(-1))
     rows = torch.nn.functional.pad(rows, (0, -rows.size(1) % block[1], 0, -rows.size(0) % block[0]))
     return rows.unfold(0, block[0], block[0]).unfold(1, block[1], block[1])

@@ -1,4 +1,4 @@
-"""fp8: errors within the format's rounding, nothing saturates, what is not finite stays so."""
+"""fp8: errors are within the format's rounding, nothing saturates, and inf and NaN do not become finite."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_error_is_within_the_format(x: Tensor, codec: Float8) -> None:
     relative, absolute, largest = FORMATS[codec.format]
     groups = []
     for group in x.double().split(codec.group_size or x.size(-1), dim=-1):
-        # the scale is rounded up to bf16: by 2^-7 at most
+        # the scale is rounded up to bf16, which adds at most 2^-7 of it
         scale = group.abs().amax(-1, keepdim=True) / largest * (1 + 2**-7) + torch.finfo(torch.bfloat16).tiny
         groups.append(scale.expand_as(group))
     magnitude = x.double().abs()
     bound = torch.maximum(relative * magnitude, absolute * torch.cat(groups, -1))
-    # fp32 arithmetic: a division and a product; then x's dtype
+    # a division and a product are rounded in fp32, and the result in x's dtype
     bound = bound + (2 * torch.finfo(torch.float32).eps + 2 * rounding(x.dtype)) * magnitude
     bound += torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps
     error = (y.double() - x.double()).abs()
@@ -68,7 +68,8 @@ def test_what_is_not_finite_stays_so_and_in_its_group(poison: float, format: str
 @pytest.mark.parametrize("format", sorted(FORMATS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_ends_of_the_dtype_do_not_overflow(format: str, dtype: torch.dtype) -> None:
-    # half a step above the largest number is held at it in fp16; where bf16 ends nothing is
+    # a decoded value may be a little larger than x. In fp16 it is limited to the largest number, in other dtypes it is
+    # not. The scale is in bf16, so the test stays below bf16's largest number, with a margin
     end = min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max / 1.1)
     x = torch.linspace(-end, end, 64, dtype=torch.float64).to(dtype).view(1, 64)
     assert bool(roundtrip(Float8(format, 16), x).isfinite().all())

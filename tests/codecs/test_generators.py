@@ -1,4 +1,4 @@
-"""The generators of stochastic codecs belong to a model: no other model and no measurement moves or replays them."""
+"""Each model has its own generators for stochastic codecs: no other model and no measurement changes their state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_actcompress.reference.rng import Generators, seed_codecs
 from tests.families import BY_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# every role that may be stored with stochastic rounding, and sampled inputs of linears
+# one config rounds stochastically in every role that allows it, the other samples the inputs of linears
 CONFIGS = {
     "rounded": CompressionConfig(linear="int4_stochastic", norm="int4_stochastic", mlp="int4_stochastic"),
     "sampled": CompressionConfig(linear="wtacrs30"),
@@ -39,7 +39,7 @@ def model_of(config: CompressionConfig | str, seed: int | None = None, checkpoin
 
 
 def step(model: Any) -> dict[str, Tensor]:
-    """Gradients of the same weights and batch: what differs between two steps is what the codecs draw."""
+    """Gradients for fixed weights and a fixed batch: two steps differ only in the numbers that codecs draw."""
     model.zero_grad()
     model(**FAMILY.make_batch("none")).loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -58,7 +58,7 @@ def same(found: Steps, expected: Steps) -> bool:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_models_in_turn_draw_what_each_draws_alone(config: CompressionConfig, checkpointing: bool) -> None:
     alone = [steps(model_of(config, seed, checkpointing)) for seed in (1, 2)]
-    # each step draws anew, and each seed otherwise
+    # every step draws new numbers, and another seed gives other numbers
     assert not same(alone[0][:1], alone[0][1:2]) and not same(alone[0], alone[1])
     models = [model_of(config, seed, checkpointing) for seed in (1, 2)]
     in_turn: list[Steps] = [[], []]
@@ -95,7 +95,7 @@ def test_a_seed_starts_the_model_again_and_no_seed_does_not() -> None:
     config = CONFIGS["rounded"]
     model = model_of(config, seed=3)
     first, second = steps(model, 2)
-    # patched again with the same config: the draws go on
+    # patching again with the same config does not restart the generators
     third = step(patch_model(model, config))
     assert not same([first], [second]) and not same([first], [third])
     assert same(steps(patch_model(model, config, seed=3), 3), [first, second, third])
@@ -183,7 +183,7 @@ def test_a_codec_that_draws_is_the_same_format_with_other_numbers(name: str) -> 
     x = torch.randn(2, 24, 64)
     seed_codecs(1)
     alike = torch.equal(codec.pack(x)[0][0], codec.pack(x)[0][0])
-    # drawn again from the same seed: the same; and bound if it draws at all
+    # the same seed gives the same numbers again. A codec that draws none is returned as it is
     first = bound.pack(x)[0][0]
     generators.restart(1)
     assert torch.equal(bound.pack(x)[0][0], first)

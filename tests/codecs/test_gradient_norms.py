@@ -1,4 +1,7 @@
-"""Sampling by the norm of x times that of an earlier gradient: unbiased as without, and nearer where that is known."""
+"""Rows are sampled by the norm of x times the norm of an earlier gradient, if that is known.
+
+The weight gradient stays unbiased, and its variance falls.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ SAMPLES = torch.tensor([4, 0, 2])
 
 
 def activations() -> tuple[Tensor, Tensor]:
-    """x [B, T, D], and a dy [B, T, OUT] that has nothing to do with it and whose norms go over two decades."""
+    """x [B, T, D], and an independent dy [B, T, OUT] whose norms span two decades."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(B, T, D, generator=generator, dtype=torch.float64)
     dy = torch.randn(B, T, OUT, generator=generator, dtype=torch.float64)
@@ -44,7 +47,7 @@ def exact(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def draws(codec: RowSample, x: Tensor, dy: Tensor, count: int) -> Tensor:
-    """dW [count, OUT, D]; the cache, if there is one, is not taught by them."""
+    """dW [count, OUT, D]. A codec without norms computes them, so that they do not change the norms of `codec`."""
     out = []
     with samples_are(SAMPLES):
         for _ in range(count):
@@ -59,7 +62,7 @@ def caches() -> dict[str, SiteNorms | None]:
     _, dy = activations()
     informed, mistaken, partly = (SiteNorms(6, T) for _ in range(3))
     informed.note(dy.flatten(0, 1), SAMPLES)
-    # what was large was small then, and the other way round; some were zero, as padding is
+    # this cache holds small norms for large gradients and large norms for small ones; some are zero, as for padding
     wrong = dy / dy.norm(dim=-1, keepdim=True) ** 2
     wrong[:, ::3] = 0
     mistaken.note(wrong.flatten(0, 1), SAMPLES)
@@ -73,8 +76,9 @@ def test_unbiased_whatever_the_cache_holds(name: str) -> None:
     errors = draws(RowSample(0.3, norms=caches()[name]), x, dy, 2048) - exact(x, dy)
     # five standard errors for each of 576 entries
     assert bool((errors.mean(0).abs() <= 5 * errors.std(0) / math.sqrt(2048)).all())
-    # 1 / sqrt(n): 64 times the draws, an eighth of the error. the mean of the squares of 32 means, each of at least 12
-    # dimensions, has a relative deviation of at most sqrt(2 / 32 / 12), its root half of it: five of them
+    # the error falls as 1 / sqrt(n): with 64 times as many draws it is an eighth. The mean square of 32 means, each of
+    # at least 12 dimensions, has a relative deviation of at most sqrt(2 / 32 / 12), and its root has half of that. The
+    # tolerance is five such deviations
     few, many = errors.square().mean().sqrt(), errors.view(32, 64, OUT, D).mean(1).square().mean().sqrt()
     assert float(few / many) == pytest.approx(8, rel=5 * math.sqrt(2 / 32 / 12) / 2)
 
@@ -98,7 +102,7 @@ def test_what_is_noted_are_the_norms_of_all_consumers_of_the_last_backward() -> 
         with frame(), samples_are(SAMPLES):
             ys = [linear(x, w, codec=RowSample(0.3, norms=n)) for w, n in zip(weights, norms, strict=True)]
         torch.autograd.backward(ys, [scale * g for g in gradients])
-    # one tensor has one sample: that of its first consumer
+    # x is sampled once, for its first consumer, so the norms of all consumers are added up in that one's cache
     expected = sum((10 * g).square().sum(-1) for g in gradients)
     assert isinstance(expected, Tensor)
     torch.testing.assert_close(norms[0].squares[SAMPLES, :T], expected.float())
@@ -113,7 +117,10 @@ def test_nothing_is_learnt_from_an_overflow() -> None:
 
 
 def test_batches_of_another_shape_are_sampled_without() -> None:
-    """A classifier's input [B, D] is one position; what is longer than the cache or in other rows is left to |x|."""
+    """Rows are sampled by the norm of x alone if sequences are longer than the cache, or if rows are not whole samples.
+
+    An input [B, D], such as a classifier's, has one position per sample.
+    """
     x, _ = activations()
     codec = RowSample(0.3, norms=SiteNorms(6, T))
     with samples_are(SAMPLES):
@@ -123,7 +130,7 @@ def test_batches_of_another_shape_are_sampled_without() -> None:
         for unknown in (torch.cat([x, x], 1), x.flatten(0, 1)[:-1]):
             assert not isinstance(codec.pack(unknown)[1], SampledMeta)
     assert not isinstance(codec.pack(x)[1], SampledMeta)
-    # not part of the format
+    # the norms are not part of the format, so equality ignores them
     assert codec == RowSample(0.3) == CODECS["wtacrs30"] and hash(codec) == hash(RowSample(0.3))
 
 
@@ -145,7 +152,7 @@ def mean_error(model: Any, batch: dict[str, Tensor], truth: Gradients, norms: Gr
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("numbered", [False, True])
 def test_a_model_whose_loss_looks_at_one_token(numbered: bool, checkpointing: bool) -> None:
-    """In the second epoch the sample goes where the gradient was, whether somebody numbers the samples or not."""
+    """In the second epoch tokens with a large gradient are sampled, whether the user numbers the samples or not."""
     family = BY_NAME["bert"]
     batch = family.make_batch("right")
     batch["labels"] = torch.full_like(batch["labels"], -100)
@@ -177,11 +184,11 @@ def test_what_is_remembered_is_what_a_cache_of_numbered_samples_has() -> None:
     _, dy = activations()
     ours, numbered = RememberedNorms(8), SiteNorms(6, T)
     for gradient in (dy, 3 * dy):
-        # the first three are new to both
+        # in the first round all three samples are new to both caches
         torch.testing.assert_close(ours.expect(B * T, 10**12 + SAMPLES), numbered.expect(B * T, SAMPLES))
         for cache, samples in ((ours, 10**12 + SAMPLES), (numbered, SAMPLES)):
             cache.note(gradient.flatten(0, 1), samples)
-            # of another consumer of the same x
+            # a second consumer of the same x has the same gradient
             cache.note(gradient.flatten(0, 1), samples)
     mixed = torch.tensor([0, 5, 4])
     torch.testing.assert_close(ours.expect(B * T, 10**12 + mixed), numbered.expect(B * T, mixed))
@@ -220,7 +227,7 @@ def test_a_sample_is_known_by_its_ids_wherever_the_batch_ends() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_feeds_it(tmp_path: Path) -> None:
-    """The samples of the first epoch are met again in the second; nothing is handed over but the preset's name."""
+    """In its second epoch, training uses the norms of the first. The user passes only the name of the preset."""
     family = BY_NAME["bert"]
     batch = family.make_batch("right")
     rows = [{key: value[i] for key, value in batch.items()} for i in range(len(batch["input_ids"]))]
@@ -236,7 +243,7 @@ def test_a_trainer_feeds_it(tmp_path: Path) -> None:
 def test_it_says_what_is_missing() -> None:
     with pytest.raises(UnknownOptionError, match="codec for linear under gradient_norms 'int8'; known: 'wtacrs30'"):
         CompressionConfig(linear="int8", gradient_norms=10)
-    # of one module
+    # an override with another codec switches the norms off for that module
     assert CompressionConfig.from_preset("wtacrs", overrides=(("a", "linear", "int8"),)).at("a").gradient_norms == 0
     with pytest.raises(NotPatchedError, match="sampled"):
         GradientNorms(patch_model(BY_NAME["bert"].build()), 3, 13)

@@ -1,4 +1,4 @@
-"""Codecs under autograd: what reaches dx, what a checkpoint recomputes, and what a second backward sees."""
+"""Codecs under autograd: dx is stock's, checkpoints recompute the same, and a second backward gives the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_checkpointed_region_packs_what_its_second_pass_draws(name: str) -> No
         seed_codecs(9)
         inputs = leaves()
         for _ in range(passes):
-            torch.manual_seed(9)  # dropout: the same mask in every pass
+            torch.manual_seed(9)  # so that dropout has the same mask in every pass
             clear()
             y = call(*inputs)
         torch.rand(3)
@@ -73,13 +73,13 @@ def test_a_second_backward_sees_the_same(name: str) -> None:
 
 
 def weight_gradients(name: str, draws: int) -> tuple[Tensor, Tensor]:
-    """dW [draws, 48, 64] of as many seeds, and the exact one, in fp64."""
+    """dW [draws, 48, 64], each with another seed, and the exact dW; both in fp64."""
     x, weight, _ = leaves(torch.float64)
     dy = torch.cos(torch.arange(2 * 24 * 48, dtype=torch.float64)).view(2, 24, 48)
     estimates = []
     for seed in range(draws):
         seed_codecs(seed)
-        # a tensor is packed once in a forward
+        # or else the record of x would be used again, with the numbers of the seed before
         clear()
         estimates.append(torch.autograd.grad(linear(x, weight, codec=CODECS[name]), weight, dy)[0])
     return torch.stack(estimates), torch.autograd.grad(stock_linear(x, weight), weight, dy)[0]
@@ -92,11 +92,12 @@ UNBIASED = ("int8_stochastic", "int4_stochastic", "int2_stochastic", "wtacrs30",
 def test_the_weight_gradient_is_right_on_average(name: str) -> None:
     estimates, exact = weight_gradients(name, 256)
     errors = estimates - exact
-    # every entry within five standard errors of the mean of 256
+    # every entry is within five standard errors of the mean of 256 draws
     assert bool((errors.mean(0).abs() <= 5 * errors.std(0) / 16).all())
     few, many = errors.view(16, 16, 48, 64).mean(1).square().mean().sqrt(), errors.mean(0).square().mean().sqrt()
-    # 1 / sqrt(n): 16 times the draws, a quarter of the error. dW has at least the 48 dimensions of the rows that are
-    # sampled, so its mean square a deviation of sqrt(2 / 48), and its root half of it: five of them
+    # the error falls as 1 / sqrt(n): with 16 times as many draws it is a quarter. dW has at least the 48 dimensions of
+    # the rows that are sampled, so its mean square has a relative deviation of at most sqrt(2 / 48), and its root has
+    # half of that. The tolerance is five such deviations
     assert float(few / many) == pytest.approx(4, rel=5 * (2 / 48) ** 0.5 / 2)
 
 

@@ -1,4 +1,4 @@
-"""Groups along tokens: each channel has its own ranges, with padding left out as well; what they do to attention."""
+"""Groups along tokens: each channel has ranges of its own; attention then needs the statistics of stored values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_is_the_same_for_all_tokens_costs_nothing() -> None:
     channels = x * torch.logspace(-2, 2, 32) + 100 * torch.randn(32)
     error = (roundtrip(IntChannels(4), channels) - channels) / torch.logspace(-2, 2, 32)
     alone = relative(roundtrip(IntChannels(4), x) - x, x)
-    # but for the zero point's bf16, which widens a step
+    # the zero points are rounded to bf16, which widens the steps a little
     assert relative(error, x) < 4 * alone
     along_features = (roundtrip(IntGroup(4), channels) - channels) / torch.logspace(-2, 2, 32)
     assert relative(along_features, x) > 50 * alone

@@ -1,4 +1,4 @@
-"""Ten bits: a quarter of the error of eight, in any layout; what eight bits decode exactly stays so."""
+"""Ten bits have a quarter of the error of eight, in any layout. What eight bits decode exactly, ten bits do too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_no_number_is_further_off_than_an_eighth_of_a_step(layout: str, dtype: t
         tensors, meta = IntFine(size).pack(x)
         step = tensors[1].double().repeat_interleave(size, 1)[:, :features].view(x.shape)
         error = (IntFine(size).unpack(tensors, meta).double() - x.double()).abs()
-        # what is decoded is rounded to x's dtype; fp32 rounds numbers of the size of the range a few times
+        # the decoded number is rounded to x's dtype, after a few fp32 roundings of numbers as large as the range
         slack = rounding(dtype) * (x.double().abs() + step) + 4e-7 * (256 * step + x.double().abs())
         assert bool((error <= step / 8 + slack).all())
 

@@ -31,12 +31,12 @@ codecs = st.builds(
 @settings(deadline=None, max_examples=150)
 @given(activations(), codecs)
 def test_the_sign_is_kept_where_that_is_asked_for(x: Tensor, codec: IntGroup) -> None:
-    """Above zero where x is, and nowhere else; the same bytes, and never more than a step away."""
+    """A decoded value is above zero exactly where x is. It takes the same bytes, and its error is at most one step."""
     x = x - x.double().median().to(x.dtype) if x.numel() else x
     signed = codec.keeping_sign()
     assert signed.nbytes(x.shape, x.dtype) == codec.nbytes(x.shape, x.dtype)
     y = roundtrip(signed, x)
-    # what is next to nothing may be lost when a value is rounded to fp16
+    # a value very close to zero may become zero when it is rounded to fp16
     clear = x.abs() > 4 * torch.finfo(x.dtype).smallest_normal
     assert torch.equal((y > 0)[clear], (x > 0)[clear])
     if x.numel() and x.dim():
@@ -46,7 +46,10 @@ def test_the_sign_is_kept_where_that_is_asked_for(x: Tensor, codec: IntGroup) ->
 
 
 def widest_step(codec: IntGroup, x: Tensor) -> Tensor:
-    """Per element of x, fp64: the group's true range over the levels, with both ends rounded outwards to bf16."""
+    """For each element of x, an upper bound of its group's step, in fp64.
+
+    The step is the group's range divided by the number of steps, where both ends are rounded outwards to bf16.
+    """
     steps = []
     for group in x.double().split(codec.group_size, dim=-1):
         low, high = group.aminmax(dim=-1, keepdim=True)
@@ -66,7 +69,8 @@ def test_error_is_within_the_step(x: Tensor, codec: IntGroup) -> None:
         return
     step = widest_step(codec, x)
     share = 0.5 if codec.rounding == "nearest" else 1.0
-    # fp32 arithmetic: a subtraction, a division, a product and a sum of numbers up to the group's magnitude and range
+    # four fp32 roundings, of a subtraction, a division, a product and a sum; the numbers are at most as large as the
+    # group's magnitude and range together
     magnitude = step * (2**codec.bits - 1) + x.double().abs()
     bound = (
         share * step + 4 * torch.finfo(torch.float32).eps * magnitude + rounding(x.dtype) * (x.double().abs() + step)
@@ -96,7 +100,8 @@ def test_stochastic_rounding_is_unbiased(bits: int, dtype: torch.dtype) -> None:
     for _ in range(draws):
         mean += roundtrip(codec, x).double() / draws
     step = widest_step(codec, x)
-    # every draw is one of two neighbouring codes, rounded to x's dtype, to nearest: that rounding does not average out
+    # every draw is one of two neighbouring codes. Its decoded value is rounded to x's dtype, to nearest, and that
+    # rounding does not average out
     slack = rounding(dtype) * (x.double().abs() + step) + 4 * torch.finfo(torch.float32).eps * 2**bits * step
     assert bool(((mean - x.double()).abs() <= hoeffding(draws, x.numel()) * step + slack).all())
 
@@ -107,7 +112,8 @@ def test_stochastic_error_falls_with_the_root_of_the_draws() -> None:
     draws = torch.stack([roundtrip(codec, x) for _ in range(256)])
     few = (draws.view(16, 16, *x.shape).mean(1) - x).square().mean().sqrt()
     many = (draws.mean(0) - x).square().mean().sqrt()
-    # 8192 independent elements: the mean square has a relative deviation of about sqrt(2 / 8192), five of them
+    # the mean square of 8192 independent elements has a relative deviation of about sqrt(2 / 8192); the tolerance is
+    # five such deviations
     assert float(few / many) == pytest.approx(4, rel=5 * math.sqrt(2 / x.numel()))
 
 
@@ -116,7 +122,7 @@ def test_nearest_does_not_average_out_but_errs_less() -> None:
     nearest, stochastic = IntGroup(4), IntGroup(4, rounding="stochastic")
     assert torch.equal(roundtrip(nearest, x), roundtrip(nearest, x))
     ratio = relative(roundtrip(stochastic, x) - x, x) / relative(roundtrip(nearest, x) - x, x)
-    # of a uniform remainder: step / sqrt(6) against step / sqrt(12)
+    # for a uniform remainder, the errors are step / sqrt(6) and step / sqrt(12)
     assert ratio == pytest.approx(math.sqrt(2), rel=0.05)
 
 
@@ -136,7 +142,7 @@ def test_the_codecs_generator_decides_and_nothing_else() -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_of_a_grid_come_back_exactly(bits: int, dtype: torch.dtype) -> None:
-    """Values that are codes: every level, in every position of a byte, is found again."""
+    """Values on the grid of codes come back exactly, for every level and in every position of a byte."""
     levels = 2**bits
     x = (torch.arange(levels).repeat(3)[: 2 * levels + levels // 2].to(dtype) - 1).view(1, -1)
     x = torch.cat([x.roll(shift, 1) for shift in range(8)])
@@ -150,7 +156,7 @@ def test_what_is_not_finite_stays_so_and_in_its_group(poison: float, rounding: s
     x = torch.randn(4, 96).to(dtype)
     x[2, 40] = poison
     y = roundtrip(IntGroup(8, 32, rounding), x)
-    # the level of an inf is 0 or the last, so the rest of its group is not a number either
+    # the scale of its group is inf or NaN, so the other values of that group are not finite either
     assert not y[2, 40].isfinite()
     y[2, 32:64] = 0
     assert bool(y.isfinite().all())
@@ -158,7 +164,8 @@ def test_what_is_not_finite_stays_so_and_in_its_group(poison: float, rounding: s
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_ends_of_the_dtype_do_not_overflow(dtype: torch.dtype) -> None:
-    # of bf16, which the scale and the zero point are in: half of it, for the range is twice as large
+    # the scale and the zero point are in bf16. The range is twice as large as the largest value, so values may be about
+    # half of bf16's largest number at most
     end = min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max / 2.1)
     x = torch.linspace(-end, end, 64, dtype=torch.float64).to(dtype).view(1, 64)
     for codec in (IntGroup(8), IntGroup(4), IntGroup(2, rounding="stochastic"), IntGroup(8, 5)):
@@ -196,7 +203,7 @@ def test_transient_memory_is_a_chunk_and_not_a_copy() -> None:
     codec = IntGroup(4, rounding="stochastic")
     memory = allocator_trace(lambda: codec.pack(x)[0])
     assert memory.net_bytes == codec.nbytes(x.shape, x.dtype)
-    # a chunk of 2^18 elements: values, noise, codes and what packs them, in fp32 at most four at a time
+    # a chunk of 2^18 elements needs values, noise, codes and tensors for packing: at most four in fp32 at a time
     assert memory.peak_bytes - memory.net_bytes <= 4 * 4 * 2**18 < x.numel() * x.element_size() * 2
     packed = codec.pack(x)
     memory = allocator_trace(lambda: codec.unpack(*packed))
@@ -217,7 +224,7 @@ def test_wrong_options_and_dtypes_are_refused() -> None:
 
 @pytest.mark.parametrize("codec", [IntGroup(8, keep_sign=True), IntGroup(4, outliers=2), IntGroup(3)], ids=str)
 def test_inductor_makes_the_same_bytes(codec: Codec) -> None:
-    """It leaves out casts to bf16 and back, where codes have to be made for the rounded range."""
+    """Inductor removes a cast to bf16 and back. Codes must be made for the range rounded to bf16 all the same."""
     x = 0.3 * torch.randn(64, 352)
     expected, meta = codec.pack(x)
     found = torch.compile(lambda x: codec.pack(x)[0])(x)
@@ -252,7 +259,7 @@ def test_how_many_calls_a_round_trip_takes(codec: Codec, packing: int, unpacking
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_ends_of_a_range_are_rounded_outwards(dtype: torch.dtype) -> None:
-    """To the next bf16, and not at all what bf16 has."""
+    """They are rounded to the next bf16 number; a bf16 number stays as it is."""
     known = torch.randint(-(2**15), 2**15, (4000,), dtype=torch.int16).view(torch.bfloat16)
     known = known[known.isfinite() & (known.abs() >= torch.finfo(torch.bfloat16).tiny)].to(dtype)
     ends = torch.tensor([torch.inf, -torch.inf], dtype=dtype).repeat_interleave(known.numel())

@@ -1,4 +1,4 @@
-"""Host memory: what the inner codec packs, elsewhere."""
+"""Offload packs with an inner codec and keeps the same bytes in host memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_on_a_device(inner: Codec) -> None:
     tensors, meta = codec.pack(x)
     torch.cuda.synchronize()
     assert all(not t.is_cuda and t.is_pinned() for t in tensors)
-    # freed and given to others at once: the copies have to be through before that
+    # x is freed and its memory is written again at once: the copies must have read it before that
     del x
     noise = torch.full((64, 128, 256), 7.0, device="cuda", dtype=torch.bfloat16)
     y = codec.unpack(tensors, meta)
@@ -73,7 +73,7 @@ def test_on_a_device(inner: Codec) -> None:
 @pytest.mark.gpu
 @inner_codecs
 def test_a_backward_on_a_device(inner: Codec) -> None:
-    """Copies that are under way beside the products: the gradients of the inner codec, and nothing stays."""
+    """Copies run beside the products. The gradients are the inner codec's, and no copy is left afterwards."""
     inputs = [torch.randn(shape, device="cuda").requires_grad_() for shape in [(4, 512, 256)] + [(256, 256)] * 12]
 
     def gradients(codec: Codec) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Pooled activations: means that never cross a sequence, and a weight gradient with p times fewer rows."""
+"""Pooled activations are means of p tokens of one sequence. The weight gradient's product has p times fewer rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ codecs = st.builds(Pooled, st.integers(1, 5), st.sampled_from(("tokens", "image"
 
 
 def means(x: Tensor, window: int, axes: tuple[int, ...]) -> Tensor:
-    """Every element of x by the mean of its group, in fp64, group by group."""
+    """x in fp64, with every element replaced by the mean of its group."""
     y = x.double().clone()
     for axis in axes:
         y = torch.cat([part.mean(axis, keepdim=True).expand_as(part) for part in y.split(window, dim=axis)], dim=axis)
@@ -42,7 +42,8 @@ def test_every_element_is_its_groups_mean(x: Tensor, codec: Pooled) -> None:
         assert torch.equal(y, x)
         return
     axes = (-2,) if codec.layout == "tokens" else (-2, -1)
-    # sums of window or window^2 numbers in fp32 and one rounding; the groups' magnitudes bound what it is relative to
+    # window or window^2 numbers are summed in fp32 and the mean is rounded once; each rounding error is relative to at
+    # most the mean magnitude of the group
     unit = rounding(x.dtype) + codec.window ** len(axes) * torch.finfo(torch.float32).eps
     if x.dtype == torch.float64:
         unit = (codec.window ** len(axes) + 1) * torch.finfo(torch.float64).eps
@@ -71,9 +72,9 @@ def test_no_mean_crosses_an_image_or_a_channel() -> None:
 @settings(deadline=None, max_examples=75)
 @given(activations(token_shapes), st.integers(1, 5), st.integers(0, 40), st.booleans())
 def test_means_of_real_tokens(x: Tensor, window: int, padding: int, left: bool) -> None:
-    """Padding on either side, with anything in it: every mean is that of its group's real tokens, in fp64."""
+    """With padding on either side, whatever its values are, every mean is that of the real tokens of its group."""
     real = torch.ones(x.shape[:2], dtype=torch.bool)
-    # as much as there are tokens, one less in every next sequence
+    # the padding is at most as long as the sequence, and one token shorter in each following sequence
     for row in range(len(x)):
         gone = max(0, min(padding, x.size(1)) - row)
         real[row, :gone] = False
@@ -86,11 +87,12 @@ def test_means_of_real_tokens(x: Tensor, window: int, padding: int, left: bool) 
     clean = x.double().masked_fill(~real.unsqueeze(-1), 0)
     expected = means(clean, window, (-2,)) / counts.clamp(min=1 / 64)
     magnitude = means(clean.abs(), window, (-2,)) / counts.clamp(min=1 / 64)
-    # one rounding more than without a mask: that of the mean over all
+    # one rounding more than without a mask: the mean over the whole group is rounded before it is divided by the share
+    # of real tokens
     unit = 2 * rounding(x.dtype) + (window + 2) * torch.finfo(torch.float32).eps
     if x.dtype == torch.float64:
         unit = (window + 4) * torch.finfo(torch.float64).eps
-    # which may be below fp16's smallest
+    # that mean may be smaller than fp16's smallest normal number
     assert bool(
         ((y.double() - expected).abs() <= 2 * unit * magnitude + window * torch.finfo(x.dtype).smallest_normal).all()
     )
@@ -99,7 +101,7 @@ def test_means_of_real_tokens(x: Tensor, window: int, padding: int, left: bool) 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("drop_padding", [False, True])
 def test_padding_in_a_model(drop_padding: bool) -> None:
-    """What the padding tokens are is of no consequence to the gradients if the model is told to drop them."""
+    """The values of padding tokens change no gradient if `drop_padding` is on."""
     family = BY_NAME["bert"]
     # 13 tokens, of which the last 4 and 8 are padding
     config = CompressionConfig.from_preset("pooled", drop_padding=drop_padding)

@@ -1,4 +1,4 @@
-"""The order in which offloaded activations come back, with a stand-in for the stream: the device is a CPU."""
+"""The order in which offloaded activations come back. The device is a CPU, with a substitute for the CUDA stream."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LAYERS = 8
 
 
 class Stream:
-    """A link whose copies are complete when somebody waits for them, and that writes down what happens.
+    """A link that records what happens, and whose copies become complete only when somebody waits for them.
 
     Attributes:
         events: ("start" or "finish", number of the copy), in order.
-        under_way: Copies that have been begun and not waited for; `most` is the most there were at a time.
+        under_way: Copies that were begun and not yet waited for; `most` is the largest number of them at a time.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Stream:
         number = self.started
         self.started += 1
         self.events.append(("start", number))
-        # nothing is there yet
+        # the values are copied in `finish`
         copies = tuple(torch.full_like(x, 77) for x in tensors)
         self.copies += map(weakref.ref, copies)
         self.under_way.add(number)
@@ -69,7 +69,7 @@ def lane(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lane]:
     lane = Lane(stream)
     monkeypatch.setattr(offload, "lane_of", lambda device: lane)
     yield lane
-    # whatever happened, nothing is ahead and nothing is held
+    # after every test, no copy is ahead and no copy is alive
     assert not lane._ahead and not lane._latest
     gc.collect()
     assert stream.alive() == 0
@@ -104,7 +104,8 @@ def test_a_few_ahead_and_each_copied_once(stream: Stream, codec: Offload) -> Non
     inputs = leaves()
     found = torch.autograd.grad(chain(*inputs, codec=codec).sum(), inputs)
     clear()
-    # the last one is asked for, and the next ones are under way before it is waited for; then one more for each
+    # backward asks for the last activation, and the copies of the next ones begin before it waits; after each wait, one
+    # more copy begins
     expected = [("start", number) for number in range(WINDOW + 1)]
     for number in range(LAYERS):
         expected.append(("finish", number))
@@ -118,7 +119,7 @@ def test_what_is_never_asked_for_is_dropped_when_backward_ends(stream: Stream) -
     inputs = leaves()
     y = chain(*inputs)
     (dlast,) = torch.autograd.grad(y.sum(), inputs[-1:], retain_graph=True)
-    # the last layer's input, and those before it in vain
+    # the last layer's input is used; the copies of those before it were begun for nothing
     assert stream.events == [*(("start", number) for number in range(WINDOW + 1)), ("finish", 0)]
     gc.collect()
     assert stream.alive() == 0
@@ -153,7 +154,7 @@ def test_a_backward_that_raises(stream: Stream) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(stream: Stream, reentrant: bool) -> None:
-    """What the first pass packed is gone; what the second packs comes back in its own order."""
+    """What the first pass packed is freed. What the second pass packs comes back in the order of that pass."""
     inputs = leaves()
     x, *weights = inputs
     for first in range(0, LAYERS, 2):
@@ -163,7 +164,7 @@ def test_checkpointing(stream: Stream, reentrant: bool) -> None:
 
 
 def test_two_graphs_at_once(stream: Stream) -> None:
-    """As under gradient accumulation over several losses: the younger one's are not taken for the older one's."""
+    """Gradient accumulation over several losses has several graphs. Their activations must not be exchanged."""
     a, b = leaves(), [(2 * x).detach().requires_grad_() for x in leaves()]
     first, second = chain(*a), chain(*b)
     assert_same(torch.autograd.grad(first.sum(), a), stock(*a))
@@ -201,7 +202,7 @@ def test_a_model(stream: Stream, lane: Lane, monkeypatch: pytest.MonkeyPatch, na
     (loss, expected), (ours_loss, found) = step(exact, batch), step(ours, batch)
     assert torch.equal(ours_loss, loss) and not differing(found, expected)
     assert stream.most <= WINDOW + 1
-    if not checkpointing:  # which holds tensors of its own, and they are not foreseen
-        # all but the last one to leave were under way when they were asked for, and none travelled twice
+    if not checkpointing:  # a checkpoint packs again in backward, and these copies cannot be begun ahead
+        # when backward asked for an activation, its copy was under way, except for the first one; none was copied twice
         assert len(asked) > 10 and [early[0] for early in asked.values()] == [False] + [True] * (len(asked) - 1)
         assert stream.started == len(asked) < sum(map(len, asked.values()))

@@ -1,4 +1,4 @@
-"""Sampled rows: right on average, in a fixed number of rows, winners for certain."""
+"""Sampled rows: their number is fixed, the gradient has no bias, and winner-take-all always keeps the largest rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ methods = pytest.mark.parametrize("codec", METHODS.values(), ids=METHODS.keys())
 
 
 def skewed(rows: int = 60, features: int = 12) -> Tensor:
-    """Norms over two decades and some rows of zeros, as padding and attention sinks make them."""
+    """Rows whose norms span two decades, as attention sinks cause, and some rows of zeros, as padding causes."""
     x = torch.randn(rows, features, dtype=torch.float64) * torch.logspace(-1, 1, rows, dtype=torch.float64)[:, None]
     x[7:11] = 0
     return x[torch.randperm(rows)]
@@ -52,7 +52,7 @@ def test_kept_rows_are_as_many_as_declared_and_finite(x: Tensor, codec: RowSampl
     assert sum(t.untyped_storage().nbytes() for t in tensors) == codec.nbytes(x.shape, x.dtype)
     y = codec.unpack(tensors, meta)
     assert y.shape == x.shape and y.dtype == x.dtype and torch.equal(x, before)
-    # a token that is drawn, however often, stands for at most the sum of all norms: documented to overflow above 65504
+    # a row may be scaled up to the sum of all norms. It is documented that this overflows in fp16 above 65504
     norms = torch.linalg.vector_norm(x.double(), dim=-1).sum() if x.dim() else x.abs()
     assert bool(y.isfinite().all()) or (x.dtype == torch.float16 and float(norms) > torch.finfo(x.dtype).max)
     if codec.fraction == 1.0:
@@ -72,12 +72,12 @@ def test_the_weight_gradient_is_unbiased(codec: RowSample) -> None:
     dy = torch.randn(len(x), 4, dtype=torch.float64)
     draws = 2000
     mean = dweights(codec, x, dy, draws).mean(0)
-    # one estimate is a sum of k products; a row that is drawn has the norm (sum of norms) / k at most, one that is
-    # certain does not vary: so an entry of dW lies in an interval of twice max |dy| (sum of norms)
+    # one estimate is a sum of k products. A drawn row is scaled to a norm of at most (sum of norms) / k, and a row that
+    # is always kept does not vary. So an entry of dW lies in an interval of length 2 max |dy| (sum of norms)
     width = 2 * float(dy.abs().max()) * float(x.norm(dim=1).sum())
     error = (mean - dy.t() @ x).abs().max()
     assert float(error) <= width * hoeffding(draws, mean.numel())
-    # that bound is wide; so by the deviation of the draws themselves: five of its standard errors, 48 entries
+    # that bound is wide. A closer one is five standard errors, from the deviation of the draws, for each of 48 entries
     deviation = dweights(codec, x, dy, 500).std(0)
     assert bool(((mean - dy.t() @ x).abs() <= 5 * deviation / math.sqrt(draws)).all())
 
@@ -89,7 +89,8 @@ def test_the_error_falls_with_the_root_of_the_draws(codec: RowSample) -> None:
     dy = torch.randn(len(x), 30, dtype=torch.float64)
     draws = dweights(codec, x, dy, 64 * 16) - dy.t() @ x
     few, many = draws.square().mean().sqrt(), draws.view(16, 64, *draws.shape[1:]).mean(1).square().mean().sqrt()
-    # the mean square of 16 means over a matrix of rank >= 30: a relative deviation of at most sqrt(2 / 16 / 30)
+    # the mean square of 16 means over a matrix of rank >= 30 has a relative deviation of at most sqrt(2 / 16 / 30); the
+    # tolerance is five such deviations
     assert float(few / many) == pytest.approx(8, rel=5 * math.sqrt(2 / 16 / 30))
 
 
@@ -119,7 +120,7 @@ def test_rows_without_mass_are_not_drawn() -> None:
         y = roundtrip(codec, x)
         assert bool(y.isfinite().all())
         assert not bool(y[[i for i in range(40) if i not in (5, 30)]].any())
-    # with as many places as there are rows with mass, the winners take all
+    # if the number of kept rows suffices for all rows that are not zero, all of these are kept exactly
     assert torch.equal(roundtrip(RowSample(0.3), x), x)
     assert torch.equal(roundtrip(RowSample(0.3), torch.zeros(40, 6)), torch.zeros(40, 6))
 

@@ -1,4 +1,4 @@
-"""DropIT: exactly the largest entries, exactly; positions in the fewest bytes; shapes that do not depend on values."""
+"""DropIT keeps the largest entries exactly; positions take the fewest bytes; shapes do not depend on values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzz: `python -m tests.fuzz --cases 2000 --seed 1`, or one case: `--case 'family=bert mode=fp16'`."""
+"""Random cases: `python -m tests.fuzz --cases 2000 --seed 1`; or one case: `--case 'family=bert mode=fp16'`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fuzz.compare import Failure
 
 @dataclass
 class Summary:
-    """What a run found, by the rule that was broken."""
+    """The result of a run: the cases that failed, grouped by the rule that they broke."""
 
     ran: int = 0
     drawn: set[Case] = field(default_factory=set)
@@ -72,7 +72,7 @@ def fuzz(count: int, start: int, *, quiet: bool = False, keep_going: bool = True
     )
     @given(cases())
     def run(case: Case) -> None:
-        # hypothesis varies a case that it has drawn, often by nothing
+        # hypothesis also makes variants of a case that it has drawn, and many of them are equal to it
         assume(case not in summary.drawn)
         summary.drawn.add(case)
         failures = check(case)

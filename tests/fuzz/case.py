@@ -1,4 +1,4 @@
-"""A case of the fuzz: what is drawn, with what weights, and how a case is written on one line."""
+"""A case of the fuzz: its fields, the weights with which their values are drawn, and its text on one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.families import FUZZED
 
-# what has seen fewer tests is drawn more often
+# values that other tests cover less are drawn more often
 WEIGHTS: dict[str, dict[Any, int]] = {
     "family": dict.fromkeys(FUZZED, 1),
     "mode": {"fp32": 2, "bf16": 2, "fp16": 3, "autocast": 2, "autocast-fp16": 3},
@@ -46,7 +46,7 @@ WEIGHTS: dict[str, dict[Any, int]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What one comparison is made of. The defaults are the plainest case, to which a failing one is reduced.
+    """The setting of one comparison. The defaults are the simplest case, to which a failing one is reduced.
 
     Attributes:
         mode: The dtype of the weights, or "autocast" (bf16) and "autocast-fp16" over fp32 weights.
@@ -90,7 +90,7 @@ class Case:
         return " ".join(f"{name}={value}" for name, value in values.items() if value != getattr(plain, name)) or "-"
 
     def tidy(self) -> Case:
-        """The same case without what cannot be combined, so that no draw is wasted."""
+        """The same case without combinations that are not possible, so that every drawn case can run."""
         family = FUZZED[self.family]
         changes: dict[str, Any] = {}
         if family.task == "image":
@@ -104,7 +104,7 @@ class Case:
         if self.special == "nan-padding" and changes.get("padding", self.padding) in ("none", "holes"):
             changes["special"] = "nan-input"
         if self.labels == "both" or self.preset != "exact":
-            # without logits there is nothing to make the second loss of
+            # the second loss of "both" is made from the logits
             changes["keep_logits"] = True
         if self.program == "scaler":
             changes["mode"] = "autocast-fp16"

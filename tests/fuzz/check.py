@@ -1,4 +1,4 @@
-"""One case from beginning to end, and the plainest case that fails in the same way."""
+"""Check one case, and reduce a failing case to the simplest one that fails in the same way."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check(case: Case) -> list[Failure]:
         stock, ours = _outcome(case, "stock"), _outcome(case, "ours")
         failures = _judge(case, ours, stock)
     if isinstance(ours, Exception):
-        # torch's engine holds what a failed backward left in its queue until the next one, in stock too
+        # after a failed backward, torch's engine keeps its queue until the next backward, in stock too
         torch.zeros(1, requires_grad=True).sum().backward()
     if live_entries():
         failures.append(Failure("registry not empty", f"{live_entries()} entries"))
@@ -40,8 +40,8 @@ def check(case: Case) -> list[Failure]:
 def _outcome(case: Case, side: str) -> Result:
     try:
         return run_program(case, side)
-    except Exception as error:  # whatever it is, it is compared with the other side's
-        # the frames hold the models
+    except Exception as error:  # any error is compared with the other side's
+        # the frames of the traceback would keep the models alive
         return error.with_traceback(None)
 
 
@@ -60,8 +60,10 @@ def _judge(case: Case, ours: Result, stock: Result) -> list[Failure]:
 
 
 def _is_confirmed(case: Case) -> bool:
-    """Whether the same case is above the law with other seeds too. The two errors are different roundings of the same
-    size, and where a batch has two tokens one of them may well be three times the other.
+    """Whether the same case is above the law with other seeds too.
+
+    The two errors come from different roundings of the same size. With only two tokens in a batch, one error may be
+    three times the other by chance.
     """
     again = 0
     for seed in range(case.seed + 1, case.seed + 7):
@@ -85,7 +87,7 @@ def _short(error: Exception) -> str:
 
 
 def reduce(case: Case, failures: Sequence[Failure], attempts: int = 120) -> Case:
-    """The plainest case found that still breaks one of the same rules: each field back to its default, if it may."""
+    """The simplest case that still breaks one of these rules: a field gets its default if the case then still fails."""
     rules = {failure.rule for failure in failures}
 
     def fails(other: Case) -> bool:

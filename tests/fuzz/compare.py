@@ -1,16 +1,16 @@
-"""The rules that both sides of a case are held to.
+"""The rules by which our side of a case is compared with stock's.
 
-Forward values: bit by bit, NaN at the same positions, under every preset. Three values may differ by roundings, as the
-README says: the loss where the logits are never whole, and what is computed from it.
+Forward values are bit-equal under every preset, with NaN at the same positions. Only the loss may differ by a few
+roundings, if the logits are never whole.
 
-Gradients under a lossless config: bit by bit in the family's `bit_equal` modes without the loss head. Elsewhere, per
-backward and over all parameters, ||ours - oracle|| <= LAW ||stock - oracle|| against the fp64 oracle with the same
-dropout masks, or ||ours - stock|| of at most one rounding of ||stock||.
+Gradients under a lossless config are bit-equal in the family's `bit_equal` modes without the loss head. Elsewhere, for
+each backward and over all parameters, ||ours - oracle|| <= LAW ||stock - oracle||, with an fp64 oracle that has the
+same dropout masks; or ||ours - stock|| is at most one rounding of ||stock||.
 
-Gradients under a lossy preset: ||ours - stock|| <= BOUNDS[preset] ||stock||, finite where stock's are.
+Gradients under a lossy preset: ||ours - stock|| <= BOUNDS[preset] ||stock||, and ours are finite where stock's are.
 
-Everywhere: the same parameters have gradients of the same dtype and shape, and where stock's are not finite ours are
-not; with a loss head or a lossy preset, some are not (a GradScaler looks for one).
+In all cases the same parameters have gradients, of the same dtype and shape, and ours are not finite where stock's are
+not. With a loss head or a lossy preset it is enough that some are not finite: a GradScaler needs to find only one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.fuzz.families import FUZZED
 from tests.fuzz.models import batch_of, config_of
 from tests.fuzz.programs import Seen
 
-# the law is 1.1 over many batches (tests/models/test_families.py); one tiny batch scatters around it, so that what is
-# above this is tried again with other seeds (tests/fuzz/check.py)
+# the law is 1.1 over many batches (tests/models/test_families.py). The ratio of one tiny batch scatters: a case above
+# this limit is repeated with other seeds (tests/fuzz/check.py)
 LAW = 2.0
 # by how many roundings the loss, the longest sum in a model, may differ if it is summed in pieces
 LOSS_ROUNDINGS = 8
@@ -39,7 +39,7 @@ EPS = {
     "autocast": torch.finfo(torch.bfloat16).eps,
     "autocast-fp16": torch.finfo(torch.float16).eps,
 }
-# some four times what the presets err on tiny models with random weights; inf: only finiteness is asked
+# about four times the errors of the presets on tiny models with random weights; inf: only finiteness is checked
 BOUNDS: dict[str, float] = {
     "int8": 0.15, "int4": 1.0, "adaptive": 1.0, "fp8": 0.4, "tempo": 0.2, "inverted": 0.2, "fewbit": 1.0,
     "forward_ad": 0.2, "dropit": 5.0, "blocksparse": 5.0, "pooled": float("inf"), "sampled": float("inf"),
@@ -80,7 +80,7 @@ def compare(case: Case, ours: Sequence[Seen], stock: Sequence[Seen], oracle: Ora
         pairs = [(seen, theirs[_key(seen)]) for seen in ours if seen.kind == "gradient" and seen.stage == stage]
         failures += _compare_gradients(case, pairs, oracle)
     if _may_hide(case, stock) and any(failure.rule == HIDDEN for failure in failures):
-        # the scale of a GradScaler follows from what it found
+        # a GradScaler changes its scale when it finds NaN or inf, so the scale may differ, too
         failures = [failure for failure in failures if failure.rule not in (HIDDEN, SCALE)]
     return failures
 
@@ -88,8 +88,8 @@ def compare(case: Case, ours: Sequence[Seen], stock: Sequence[Seen], oracle: Ora
 def _may_hide(case: Case, stock: Sequence[Seen]) -> bool:
     """Whether a gradient of ours may be finite where stock's is not.
 
-    So it is for the NaN or inf of a row without a target: 0 * NaN in stock, while the loss head does not read such a
-    row. And where fp16 overflows: what a lossy codec gives back may be just small enough.
+    It may if NaN or inf is in a row without a target: stock computes 0 * NaN, while the loss head does not read such a
+    row. It may also if fp16 overflows: the values that a lossy codec returns may be just small enough.
     """
     overflow = case.special == "large-weight" and not config_of(case).lossless
     return overflow or (case.loss_head and not _poisoned(case, stock))
@@ -107,7 +107,7 @@ def _has_target(case: Case, index: int) -> bool:
     labels = batch_of(case, "stock", index).get("labels")
     if labels is None:
         return True
-    # a causal model predicts all but the first
+    # a causal model does not predict the first token
     labels = labels[:, 1:] if FUZZED[case.family].task == "causal" else labels
     return bool((labels != -100).any())
 
@@ -127,7 +127,7 @@ def _by_name(seen: Sequence[Seen]) -> dict[tuple[str, str, str], Tensor]:
 
 def _same_things(case: Case, ours: Sequence[Seen], stock: Sequence[Seen]) -> list[Failure]:
     a, b = _by_name(ours), _by_name(stock)
-    # with logits=False they are absent in training by design
+    # with logits=False the model returns no logits in training
     missing = [k for k in b if k not in a and (case.keep_logits or k[2] != "logits")]
     extra = [k for k in a if k not in b]
     failures = []
@@ -171,7 +171,7 @@ def _compare_gradients(case: Case, pairs: list[tuple[Seen, Tensor]], oracle: Ora
     if failures:
         return failures
     if may_refuse(case) and not all(bool(stock.isfinite().all()) for _, stock in pairs):
-        # what reaches padding is not refused where there is NaN or inf: with loss scaling that step is skipped anyway
+        # a gradient with NaN or inf that reaches padding is not refused, because loss scaling skips such a step anyway
         return []
     if not config_of(case).lossless:
         return _within_bound(case, pairs)
@@ -183,8 +183,8 @@ def _compare_gradients(case: Case, pairs: list[tuple[Seen, Tensor]], oracle: Ora
 
 
 def _compare_finiteness(case: Case, pairs: list[tuple[Seen, Tensor]]) -> list[Failure]:
-    # a codec shares a range among a group's elements, and the loss head skips rows without a target: others may be
-    # finite, but whoever looks for NaN or inf finds one
+    # elements of a codec's group share a range, and the loss head skips rows without a target. So NaN or inf may be at
+    # other elements than in stock, but if stock has any, ours must have some
     elsewhere = case.loss_head or not config_of(case).lossless
     ours_any = any(not bool(seen.value.isfinite().all()) for seen, _ in pairs)
     stock_any = any(not bool(stock.isfinite().all()) for _, stock in pairs)
@@ -204,8 +204,8 @@ def _compare_finiteness(case: Case, pairs: list[tuple[Seen, Tensor]]) -> list[Fa
 def must_be_bit_equal(case: Case) -> bool:
     """Whether the family's row promises bit-equal gradients in the case's mode.
 
-    It does not where sums are taken in another order: adapters, reentrant checkpointing (an engine of its own per
-    region), backward under another autocast, ModernBERT's local attention through our op.
+    It does not if sums are taken in another order: with adapters, with reentrant checkpointing (each region runs a
+    backward of its own), in a backward under another autocast, or in ModernBERT's local attention with our op.
     """
     family = BY_NAME.get(case.family)
     if family is None or (case.loss_head and case.labels != "none") or case.program == "autocast-backward":

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that count objects."""
+"""A fixture for tests that count objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def few_objects() -> Iterator[None]:
-    """What was there before the test is no garbage of it: collecting after every op looks at its own objects alone."""
+    """Freeze the objects that exist before the test, so that each garbage collection looks only at the test's own."""
     gc.collect()
     gc.freeze()
     yield

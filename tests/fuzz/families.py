@@ -13,7 +13,7 @@ _SIZES: dict[str, Any] = {
 _DECODER = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 56, "use_cache": False, "pad_token_id": 0}
 _BERT_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
-# bit_equal of a row that is not in tests/families.py: (); the fp64 oracle decides
+# in no mode are these rows expected to be bit-equal: their gradients are compared with the fp64 oracle
 _MORE: tuple[Family, ...] = (
     Family(
         "mixtral", "MixtralConfig", {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -15,7 +15,7 @@ from tests.fuzz.families import EAGER_ONLY, FUZZED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIDES = ("stock", "ours", "oracle")
-# of T5 and BART, beside a source of any length
+# the length of the labels of T5 and BART, whatever the length of the source
 TARGET_LENGTH = 5
 
 
@@ -57,7 +57,7 @@ def build(case: Case, side: str, index: int = 0) -> Any:
 
 
 def _oracle_of(model: Any) -> Any:
-    """The same model in fp64. The grouped products of experts are not to be had in fp64."""
+    """The same model in fp64. Its experts run in eager mode, because grouped products do not exist in fp64."""
     for module in model.modules():
         if hasattr(module, "set_experts_implementation"):
             module.set_experts_implementation("eager")
@@ -123,7 +123,7 @@ def _texts(case: Case, generator: torch.Generator) -> Batch:
         batch["attention_mask"] = mask
     labels = ids.masked_fill(mask == 0, -100)
     if task == "causal":
-        # what padding predicts; the first label is never used
+        # padding tokens predict nothing; the first label is never used
         labels[:, 1:].masked_fill_(mask[:, :-1] == 0, -100)
     if task == "masked":
         labels.masked_fill_(torch.rand(b, s, generator=generator) < 0.4, -100)
@@ -141,7 +141,7 @@ def _texts(case: Case, generator: torch.Generator) -> Batch:
 
 
 def attention_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """[B, S], 1 for real tokens. But for "row" every row has a real token."""
+    """[B, S], 1 for real tokens. Every row has a real token, except under "row"."""
     b, s = case.batch, case.length
     mask = torch.ones(b, s, dtype=torch.long)
     for row in range(b):

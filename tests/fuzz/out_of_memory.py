@@ -1,4 +1,4 @@
-"""Memory that runs out at the n-th op of a training step, and what a patched model has to be afterwards.
+"""Let memory run out at the n-th op of a training step, and check that the patched model still works afterwards.
 
 `python -m tests.fuzz.out_of_memory` tries every n of every subject.
 """
@@ -39,7 +39,7 @@ class OutOfMemoryAt(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained; the model is of bf16, where its family's gradients are bit-equal to stock's."""
+    """What is trained. The model is in bf16, because its family's gradients are bit-equal to stock's there."""
 
     name: str
     family: str
@@ -65,7 +65,7 @@ SUBJECTS = (
 
 @dataclass
 class Pair:
-    """A patched model and its stock twin, and what a step of the twin gives."""
+    """A patched model, the same model as stock, and two batches."""
 
     subject: Subject
     ours: Any
@@ -79,7 +79,7 @@ class Pair:
 
 
 def make_pair(subject: Subject) -> Pair:
-    """Both models, after a step each, so that what is made once is there."""
+    """Both models after one step each, so that objects that are made only once exist already."""
     family = BY_NAME[subject.family]
     stock, ours = _model(subject), _model(subject)
     patch_model(ours, subject.config)
@@ -117,7 +117,7 @@ def hooks_of(model: nn.Module) -> int:
 
 
 def try_at(pair: Pair, n: int) -> list[str]:
-    """Let memory run out at op n of a step; what is wrong afterwards, in words."""
+    """Let memory run out at op n of a step. Returns messages about what is wrong afterwards."""
     ours = pair.ours
     hooks, tensors = hooks_of(ours), _tensor_count()
     message = _run_out(ours, pair.batch, n)
@@ -129,10 +129,10 @@ def try_at(pair: Pair, n: int) -> list[str]:
         found.append("saved-tensor hooks are still on")
     if hooks_of(ours) != hooks:
         found.append(f"{hooks_of(ours) - hooks} module hooks more")
-    # a batch without padding first: what is left of the other's mask would show
+    # the batch without padding comes first: its result would be wrong if the mask of the failed step were still used
     for name, batch in (("another", pair.other), ("the same", pair.batch)):
         found += _compare_step(pair, batch, f"the next step on {name} batch")
-    # torch's engine holds what a failed backward left in its queue until the next one, in stock too
+    # after a failed backward, torch's engine keeps its queue until the next backward, in stock too
     if _tensor_count() > tensors:
         found.append(f"{_tensor_count() - tensors} tensors more are alive two steps later")
     return [f"{message or n}: {line}" for line in found]
@@ -197,18 +197,18 @@ def unpatches(pair: Pair) -> list[str]:
 
 
 def try_all(subject: Subject, every: int = 1, first: int = 0) -> tuple[int, list[str]]:
-    """How many n were tried, every so many-th from the first, and what was wrong."""
+    """Try every `every`-th op, from op `first` on. Returns how many were tried, and messages about what was wrong."""
     pair = make_pair(subject)
     chosen = range(first % every, count_ops(pair), every)
     found = [line for n in chosen for line in try_at(pair, n)]
     if not subject.checkpointing:
-        # a checkpointed region refuses a second try of its recomputation, in stock too
+        # torch does not recompute a checkpointed region a second time after a failure, in stock too
         found += [line for n in chosen for line in retry_at(pair, n)]
     return len(chosen), found + unpatches(pair)
 
 
 def main() -> int:
-    """Every op of every subject. Returns the exit status: 1 if anything was wrong."""
+    """Try the ops of every subject. Returns the exit status: 1 if anything was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.out_of_memory", description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="try every so many-th op")
     arguments = parser.parse_args()

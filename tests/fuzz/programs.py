@@ -1,4 +1,4 @@
-"""The orders of forwards and backwards that a case is run in, and what is seen of them."""
+"""The programs of the fuzz: orders of forwards and backwards, and the tensors that are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.families import Batch, Fp64
 from tests.fuzz.case import Case
 from tests.fuzz.models import batch_of, build
 
-# keeps gradients of a tiny loss out of fp16's subnormal numbers, as a GradScaler does
+# factors for the loss, so that small gradients are not subnormal in fp16; a GradScaler does the same
 LOSS_SCALES = {"fp16": 2.0**6, "autocast-fp16": 2.0**10}
 AUTOCAST = {"autocast": torch.bfloat16, "autocast-fp16": torch.float16}
 
@@ -174,7 +174,7 @@ def _partial(run: Run) -> None:
 
 
 def _eval_between(run: Run) -> None:
-    """Steps with an evaluation between forward and backward and after; the weights move by the same on each side."""
+    """Two steps with an evaluation between forward and backward. The weights change by the same on each side."""
     model = run.model()
     for step in ("first", "second"):
         batch = run.batch()
@@ -191,7 +191,7 @@ def _eval_between(run: Run) -> None:
 
 
 def _scaler(run: Run) -> None:
-    """Two optimizer steps under a GradScaler whose first scale overflows, so that steps are skipped."""
+    """Two optimizer steps under a GradScaler. With a large weight the first scale overflows, and steps are skipped."""
     model = run.model()
     start = 2.0**40 if run.case.special == "large-weight" else 2.0**10
     scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=1, enabled=run.side != "oracle")

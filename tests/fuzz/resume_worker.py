@@ -19,7 +19,7 @@ KILLED_IN = 5
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Enough rows for an epoch and a half."""
+    """18 rows, so that the run takes one epoch and a half."""
 
     def __init__(self, family: Family) -> None:
         batches = [family.make_batch("right", seed) for seed in range(6)]
@@ -40,7 +40,7 @@ class Announce(TrainerCallback):
 
 
 def make_model(family: Family, *, ours: bool, seed: int = 0) -> Any:
-    """A model with dropout, so that the state of the generators has to come back too."""
+    """A model with dropout, so that a resumed run must also restore the state of the generators."""
     model = family.build(dropout=0.1, seed=seed)
     return patch_model(model, BODY) if ours else model
 

@@ -22,7 +22,7 @@ from hf_actcompress.records import live_entries
 from tests.families import BY_NAME, Batch, mode_of
 from tests.fuzz.check import prepare
 
-# Python's own caches and the C heap move by this much over thousands of steps; one object per step shows
+# Python's own caches and the C heap change by this much over thousands of steps; one object per step would be more
 PYTHON_BLOCKS = 1000
 RESIDENT_BYTES = 24 * 1024 * 1024
 Step = Callable[[int], None]
@@ -75,7 +75,7 @@ def read(step: int) -> Reading:
 
 def live_tensors() -> list[Tensor]:
     """Every tensor that the garbage collector knows."""
-    # isinstance would look into lazy proxies that other libraries keep
+    # isinstance would evaluate lazy proxies of other libraries
     return [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
 
 
@@ -111,7 +111,7 @@ def _cut(batch: Batch, length: int) -> Batch:
 
 
 def soak(step: Step, steps: int, readings: int = 10) -> list[Reading]:
-    """Run the steps and read ten times; the first fifth is warm-up and not read."""
+    """Run the steps and take readings at equal distances. There is none in the first fifth, which is a warm-up."""
     first = steps // 5
     at = [first + (steps - first) * i // (readings - 1) for i in range(readings)]
     found = []

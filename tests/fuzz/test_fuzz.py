@@ -1,4 +1,4 @@
-"""A short run of the fuzz, other cases every day, and that the rules of the comparison can fail."""
+"""A short run of the fuzz, with other cases every day, and tests that its rules find differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_the_cases_of_today() -> None:
-    """Derandomised: the day is the seed, which is printed with what fails."""
+    """The day is the seed, so that a failure can be repeated. The seed is printed with it."""
     pytest.importorskip("peft")
     day = int(time.time() // 86_400)
     print(f"seed {day}")

@@ -26,7 +26,7 @@ def test_usable_after_running_out(subject: Subject) -> None:
 
 
 def test_ops_of_forward_and_backward_are_counted() -> None:
-    """Otherwise memory would never run out in backward."""
+    """The counter must see the ops of backward, or else memory would never run out there."""
     pair = make_pair(SUBJECTS[0])
     whole = count_ops(pair)
     with OutOfMemoryAt() as counter:

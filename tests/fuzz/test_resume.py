@@ -46,7 +46,10 @@ def _differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[s
 @pytest.mark.daily(3)
 @pytest.mark.parametrize("name", ["bert", "gpt2-gelu-tanh"])
 def test_killed_and_resumed(name: str, tmp_path: Path) -> None:
-    """In a patched model and in a stock one, from the checkpoint that the killed run left; gradients are bit-equal."""
+    """A patched and a stock model resume from the killed run's checkpoint, and end with an uninterrupted run's weights.
+
+    This holds because the family's gradients are bit-equal to stock's.
+    """
     family = BY_NAME[name]
     assert "fp32" in family.bit_equal
     whole = make_model(family, ours=True)

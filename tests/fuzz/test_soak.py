@@ -1,4 +1,4 @@
-"""A short soak of each subject, and that a leak would be seen."""
+"""A short soak of three subjects, and a test that a leak is found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_memory_is_constant(subject: Subject) -> None:
 
 
 def test_a_leak_is_seen() -> None:
-    """One small tensor per step, and a graph of one element per step."""
+    """The step leaks one small tensor."""
     left: list[Tensor] = []
     step = make_step(SUBJECTS[1])
 

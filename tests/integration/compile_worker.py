@@ -1,4 +1,4 @@
-"""A process of its own: compile a small model with Inductor, print what it keeps and which caches hit."""
+"""Compile a small model with Inductor in a process of its own; print what it keeps and how often caches hit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_actcompress import kept_bytes, patch_model
 
 
 class Block(nn.Module):
-    """A norm and an MLP with dropout: what a matmul reads is pointwise."""
+    """A norm and an MLP with dropout. Its matmuls read the results of the norm and of the activation."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compiled models for the tests of torch.compile."""
+"""Helpers for the tests of torch.compile."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def kept_by(model: Any, batch: dict[str, Any]) -> int:
 def same_step(
     ours: tuple[Tensor, Gradients], stock: tuple[Tensor, Gradients], *, rms_norms: bool, limit: float = 1e-6
 ) -> None:
-    """The loss bit by bit; gradients bit by bit, but for fp32 in models with RMSNorms.
+    """The loss is bit-equal. Gradients are bit-equal too, except in fp32 in models with RMSNorms.
 
-    There x is read twice inside of the norm and once beside it, and a mark hands back the sum of the first two, where
-    the stock graph adds one after the other: two roundings of three terms, seen through a few layers.
+    There x is read twice inside the norm and once outside. A mark returns the sum of the first two gradients, while the
+    stock graph adds the three one after the other. So the sums are rounded differently in each layer.
     """
     assert torch.equal(ours[0], stock[0])
     if rms_norms:

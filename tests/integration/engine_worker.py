@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 STEPS = 2
-# A family whose gradients are stock's bits in every mode, without the loss head; one with all that is on by default.
+# The first family is trained without the loss head: its gradients are bit-equal to stock's in every mode. The second is
+# trained with all options that are on by default.
 BIT_EQUAL, WHOLE = "gpt2-gelu-tanh", "llama"
 
 
 def _accelerator() -> Any:
     """A new Accelerator on CPUs.
 
-    accelerate counts CPU processes, and shards over them, only if it is told so: its own switch for CPUs turns FSDP and
-    DeepSpeed off.
+    accelerate's own option for CPUs switches FSDP and DeepSpeed off. So this function sets the state in which it counts
+    CPU processes and shards over them.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -38,12 +39,12 @@ def _accelerator() -> Any:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     if os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() != "true":
         return Accelerator()
-    # memory can be pinned for a GPU alone
+    # memory can only be pinned for a GPU
     return Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=CPUOffloadPolicy(pin_memory=False)))
 
 
 def _data(family: Any) -> list[dict[str, Tensor]]:
-    """Single samples: the engine's data loader gives each process its own."""
+    """Single samples, which the engine's data loader divides among the processes."""
     samples = []
     for seed in range(4):
         batch = family.make_batch("right", seed=seed)
@@ -52,7 +53,7 @@ def _data(family: Any) -> list[dict[str, Tensor]]:
 
 
 def _train(accelerator: Any, name: str, patched: bool, checkpointing: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of this process, and what training changed: whole, if not in every process."""
+    """The losses of this process, and the changes of whole weights. Some engines gather these in one process only."""
     from hf_actcompress import patch_model
     from tests.families import BODY, BY_NAME
 
@@ -80,7 +81,7 @@ def _train(accelerator: Any, name: str, patched: bool, checkpointing: bool) -> t
 
 
 def _difference(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> dict[str, Any]:
-    """The size of what stock changed, and our difference from it."""
+    """The L2 norm of stock's changes, and of our difference from them."""
     assert ours.keys() == stock.keys()
     size = sum(float(x.double().square().sum()) for x in stock.values()) ** 0.5
     error = sum(float((ours[n].double() - x.double()).square().sum()) for n, x in stock.items()) ** 0.5

@@ -47,7 +47,7 @@ def _lora(model: Any) -> Any:
 
 
 def _assert_same_step(ours: Any, stock: Any, dtype: torch.dtype) -> None:
-    """The same bits with bf16 weights; in fp32 an RMSNorm hands back one gradient where stock adds two."""
+    """Gradients are bit-equal in bf16. In fp32 they are close: an RMSNorm returns one gradient where stock adds two."""
     (loss, grads), (expected_loss, expected) = step(ours, _batch()), step(stock, _batch())
     assert expected and any(float(g.abs().sum()) > 0 for g in expected.values())
     if dtype == torch.bfloat16:
@@ -105,14 +105,14 @@ def test_bitsandbytes_with_lora(bits: int, dtype: torch.dtype, order: str, check
     for patched in (False, True):
         model = _loaded(tmp_path, bits, dtype)
         assert any(isinstance(m, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)) for m in model.modules())
-        # casts the norms to fp32 and makes the embedding's output need a gradient, as recipes do
+        # this casts the norms to fp32 and makes the embedding's output require a gradient; QLoRA recipes call it
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
         if patched and order == "patch, lora":
             patch_model(model, BODY)
         model = _lora(model)
         models.append(patch_model(model, BODY) if patched and order == "lora, patch" else model)
     stock, ours = models
-    # the norms are fp32, and with them the stream between the layers
+    # the norms are in fp32, and so are the hidden states between the layers
     _assert_same_step(ours, stock, torch.float32)
     assert [type(m) for m in unpatch_model(ours).modules()] == [type(m) for m in stock.modules()]
 
@@ -203,7 +203,7 @@ def test_torchao_with_lora(quantise: Quantise, order: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("quantise", [_int8_training, _int8_mixed_training, _bitnet_training])
 @pytest.mark.parametrize("order", ["quantise, patch", "patch, quantise"])
 def test_torchao_quantised_training(quantise: Quantise, order: str, dtype: torch.dtype) -> None:
-    """The weights themselves train; rounding is stochastic in some, so that both sides start from one seed."""
+    """The quantised weights are trained. Some methods round stochastically, so both sides start from the same seed."""
     stock = _torchao(_llama(dtype), quantise)
     if order == "quantise, patch":
         ours = patch_model(_torchao(_llama(dtype), quantise), BODY)

@@ -46,7 +46,7 @@ def test_a_lossless_codec_changes_no_bit(name: str, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("codec", STORES)
 def test_a_layer_is_computed_again_from_what_was_stored(codec: str) -> None:
-    """The gradients of the last layer are those of a layer that is given what the codec gives back."""
+    """The gradients of the last layer are those of a layer whose input was packed and unpacked by the codec."""
     model, batch = build(BY_NAME["llama"], "fp32"), BY_NAME["llama"].make_batch()
     model.config.use_cache = False
     last, seen = model.model.layers[-1], {}
@@ -64,7 +64,7 @@ def test_a_layer_is_computed_again_from_what_was_stored(codec: str) -> None:
 
     patch_model(model, CompressionConfig(checkpoint=("layers.1",), checkpoint_input=codec, loss_head=False))
     _, found = step(model, batch)
-    # rounding of fp32, of the order of its eps
+    # the differences are a few roundings of fp32
     for name, g in zip(names, expected, strict=True):
         assert float((found[name] - g).norm() / g.norm()) < 1e-6, name
 
@@ -78,13 +78,13 @@ def test_the_loss_is_stocks_and_a_second_step_too(name: str, codec: str) -> None
     first, second = step(model, batch), step(model, batch)
     assert torch.equal(first[0], expected[0]) and torch.equal(second[0], expected[0])
     assert not differing(first[1], second[1])
-    # and it is used: the gradients are not quite those of stock
+    # the codec was used, so the gradients are not exactly stock's
     assert differing(first[1], expected[1])
 
 
 @pytest.mark.parametrize(("model", "dtype_bytes"), [(bert, 2), (gpt2, 2), (llama, 2)])
 def test_bytes_per_layer(model: Any, dtype_bytes: int) -> None:
-    """One byte per element and 4 bytes of scale for 64 of them, instead of two bytes; half a byte at 4 bits."""
+    """int8 keeps one byte per element and 4 bytes for each 64 elements; int4 half a byte; without a codec it is two."""
 
     def prepare(config: CompressionConfig) -> Any:
         def patch(model: Any) -> Any:
@@ -97,7 +97,7 @@ def test_bytes_per_layer(model: Any, dtype_bytes: int) -> None:
         slope(model, prepare=prepare(packed(codec)), length=128).kept
         for codec in ("identity", "int8", "int8_outliers", "int4", "offload")
     )
-    # what else the region keeps, of 256 tokens: an RNG state of some 5 KB where it draws
+    # for its 256 tokens, a layer that draws random numbers also keeps an RNG state of about 5 KB
     rest = plain - dtype_bytes
     assert 0 <= rest < 0.2
     assert int8 - rest == pytest.approx(1.0625, abs=0.01)
@@ -128,7 +128,7 @@ def test_whoever_asks_for_checkpointing_and_whenever() -> None:
     model, batch = build(family, "fp32"), family.make_batch()
     patch_model(model, packed("int4"))
     plain = kept_bytes(lambda: model(**batch), "cpu")
-    # as Trainer does, after patching
+    # Trainer also switches it on after patching
     model.gradient_checkpointing_enable({"use_reentrant": False})
     after = kept_bytes(lambda: model(**batch), "cpu")
     model.gradient_checkpointing_disable()

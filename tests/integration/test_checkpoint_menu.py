@@ -1,4 +1,4 @@
-"""What a checkpointed layer keeps, which layers are checkpointed, and stock's own forms of both: the same gradients."""
+"""Options of checkpointing change no gradient: what a layer keeps, which layers are checkpointed, stock's own forms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYERS = 2
 
 
 class Kernels(TorchDispatchMode):
-    """How often the fused attention runs, forward and backward."""
+    """Counts how often fused attention runs, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_attention_does_not_run_again(name: str, padding: str, reentrant: bool) 
         found = step(model, batch)
     assert torch.equal(found[0], expected[0])
     assert relative_error(found[1], oracle) <= EXACT * relative_error(expected[1], oracle)
-    if name != "t5":  # whose bias needs a gradient, which no fused kernel gives
+    if name != "t5":  # T5's bias needs a gradient, which no fused kernel computes
         assert (stock.forward, stock.backward) == (2 * LAYERS, LAYERS)
         assert (kept.forward, kept.backward) == (LAYERS, LAYERS)
 
@@ -72,7 +72,7 @@ def test_attention_does_not_run_again(name: str, padding: str, reentrant: bool) 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("mode", ["bf16", "autocast"])
 def test_with_tiles_and_dropout_in_other_modes(config: CompressionConfig, name: str, mode: str) -> None:
-    """What is drawn stays the same; attention with dropout runs again."""
+    """The random numbers stay the same. Attention with dropout is computed again."""
     for dropout in (0.0, 0.1):
         model, batch = checkpointed(name, mode, dropout=dropout), BY_NAME[name].make_batch("right")
         expected = step(patch_model(model, replace(BODY, tiled_mlp=config.tiled_mlp)), batch, mode)
@@ -107,7 +107,7 @@ def test_a_second_backward_and_one_that_has_been_written_on() -> None:
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         assert not differing(grads, expected)
         model.zero_grad()
-    # what is kept must be what the layer has used
+    # this hook changes attention's output in place; backward must use the values that the layer has used
     writes = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: (args[0].mul_(0.5),))
     written = step(model, batch)[1]
     # the write changes the layout of a gradient, and with it, on some CPUs, how a product rounds
@@ -118,7 +118,7 @@ def test_a_second_backward_and_one_that_has_been_written_on() -> None:
 
 @pytest.mark.parametrize("model", [bert, gpt2, llama])
 def test_bytes_per_layer(model: Any) -> None:
-    """In bf16 two bytes for attention's output, four per head for its statistics; heads are 64 wide."""
+    """In bf16 attention's output takes two bytes per element, and its statistics four per head, which is 64 wide."""
 
     def prepare(config: CompressionConfig) -> Callable[[Any], Any]:
         def patch(model: Any) -> Any:
@@ -127,7 +127,7 @@ def test_bytes_per_layer(model: Any) -> None:
 
         return patch
 
-    # as a program, a layer without dropout does not keep the generator's state
+    # without programs, because a program without dropout does not keep the generator's state
     configs = CompressionConfig(programs=False), KEPT
     plain, kept = (slope(model, prepare=prepare(config), length=128).kept for config in configs)
     assert kept - plain == pytest.approx(2 + 4 / 64, abs=0.01)
@@ -146,7 +146,7 @@ def small(config: CompressionConfig) -> tuple[Any, list[bool]]:
 
 
 def test_shorthands_and_their_memory() -> None:
-    """The last layer's second run saves nothing at the peak; an estimate counts layers of the whole model."""
+    """Checkpointing the last layer, too, does not lower the peak. An estimate applies shorthands to the whole model."""
     ids = torch.randint(0, 64, (2, 256), generator=torch.Generator().manual_seed(0))
     peaks, expected = {}, None
     for name, flags in {"every:1": [1] * 6, "every:2": [1, 0] * 3, "but_last:1": [1] * 5 + [0]}.items():
@@ -156,7 +156,7 @@ def test_shorthands_and_their_memory() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         grads = {n: p.grad.clone() for n, p in model.named_parameters()}
         expected = expected or grads
-        # sums in another order
+        # sums are taken in another order
         assert relative_error(grads, expected) < 1e-5
 
         def forward(model: Any = model) -> Tensor:
@@ -214,7 +214,7 @@ def test_stocks_own_forms(name: str, options: Any, config: Any, monkeypatch: pyt
 @pytest.mark.parametrize("config", [BODY, KEPT, replace(BODY, tiled_mlp=5)], ids=["exact", "kept", "tiled"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_trls_selective_checkpointing(name: str, config: CompressionConfig, padding: str) -> None:
-    """``gradient_checkpointing_kwargs={"selective": True}`` of its trainers: attention does not run again."""
+    """With TRL's ``gradient_checkpointing_kwargs={"selective": True}`` attention does not run again."""
     selective = pytest.importorskip("trl.models").enable_selective_activation_checkpointing
     batch, results = BY_NAME[name].make_batch(padding), []
     oracle = oracle_step(build(BY_NAME[name], "fp32"), batch)
@@ -235,7 +235,7 @@ def test_trls_selective_checkpointing(name: str, config: CompressionConfig, padd
 @pytest.mark.parametrize("programs", [False, True])
 @pytest.mark.parametrize("name", ["gpt2-gelu-new", "llama"])
 def test_one_layer_beside_the_cache_that_a_plain_forward_makes(name: str, programs: bool) -> None:
-    """GPT-2 hands it to its layers by position, where transformers does not take it out."""
+    """GPT-2 passes the cache to its layers as a positional argument, which transformers does not remove."""
     config, batch = replace(BODY, programs=programs), BY_NAME[name].make_batch()
     steps = []
     for checkpoints in ((), ("h.1" if name.startswith("gpt2") else "layers.1",)):

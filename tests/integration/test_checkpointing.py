@@ -1,4 +1,4 @@
-"""Gradient checkpointing and hooks on saved tensors: gradients and random streams are those of stock with the same."""
+"""Gradient checkpointing and hooks on saved tensors: gradients and random numbers are those of stock with the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _enable(model: Any, api: str, **options: Any) -> Any:
 
 
 def _assert_like_stock(ours: Any, stock: Any, family: Family, mode: str = "bf16") -> None:
-    """Loss, gradients, and where the generator stands afterwards."""
+    """Compare the loss, the gradients, and the state of the generator afterwards."""
     batch = family.make_batch(family.paddings[-1])
     expected_loss, expected = step(stock, batch, mode)
     expected_state = torch.get_rng_state()
@@ -92,7 +92,7 @@ def test_the_layers_are_recomputed(family: Family) -> None:
 
 
 class _Offload(saved_tensors_hooks):
-    """As TRL's OffloadActivations: large tensors go through a copy, parameters and small ones are left."""
+    """Hooks like TRL's OffloadActivations: large tensors are copied, parameters and small tensors are not."""
 
     def __init__(self) -> None:
         self.packed = 0

@@ -19,7 +19,7 @@ from tests.families import BY_NAME, differing, step
 from tests.slopes import llama, slope
 
 SHARE = 0.3
-# what makes q, k and v
+# the modules that compute q, k and v
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "c_attn", "query_key_value", "Wqkv", "qkv_proj",
                "q_norm", "k_norm")  # fmt: skip
 
@@ -38,7 +38,7 @@ def chosen(batch: dict[str, Any], share: float = SHARE) -> Tensor:
 
 
 def with_stops(model: nn.Module, keep: Tensor) -> nn.Module:
-    """The oracle, of a stock model: what layers get and return, q, k and v are constants but in the rows `keep`."""
+    """The oracle: a stock model whose layer inputs and outputs, q, k and v are constants except in the rows `keep`."""
 
     def stop(y: Tensor) -> Tensor:
         return torch.where(keep if y.dim() == 3 else keep[..., None], y, y.detach())
@@ -84,7 +84,7 @@ def test_the_gradients_are_those_of_the_chosen_tokens(name: str, padding: str, c
     expected_loss, expected = step(with_stops(model, chosen(batch)), batch)
     assert torch.allclose(loss, expected_loss, rtol=1e-6)
     assert_close(grads, expected)
-    # a second step chooses anew
+    # a second step chooses tokens again
     assert_close(step(ours, batch)[1], expected)
 
 
@@ -95,14 +95,14 @@ def test_adapters_and_frozen_weights() -> None:
     settings = peft.LoraConfig(r=4, target_modules=["o_proj", "down_proj", "gate_proj"], init_lora_weights=False)
     model = peft.get_peft_model(family.build(torch.float32), settings)
     ours = patch_model(copy.deepcopy(model), config())
-    # the loss of adapters alone: their rows are those of the layers
+    # only adapters are trained, and they use the chosen rows of their layers
     assert_close(step(ours, batch)[1], step(with_stops(model, chosen(batch)), batch)[1])
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_adapters_of_queries_keys_and_values_alone(name: str, padding: str) -> None:
-    """What keys and values of all tokens are made of reaches gradients through the chosen rows alone."""
+    """Keys and values are computed for all tokens, but gradients reach their adapters only through the chosen rows."""
     peft = pytest.importorskip("peft")
     family = BY_NAME[name]
     batch = family.make_batch(padding)
@@ -221,9 +221,10 @@ def test_without_gradients_and_unpatched_it_is_stock() -> None:
     ("preset", "limit"), (("exact", 7.65), ("int8", 4.1), ("int4", 2.71), ("int4_attention", 2.35)), ids=str
 )
 def test_kept_bytes(preset: str, limit: float) -> None:
-    """Units of the hidden size per token and layer, bf16: the chosen share, and keys and values of all.
+    """Bytes per token and layer in units of the hidden size, in bf16.
 
-    The rows of the rotary angles, which all layers share, are no part of a layer's.
+    A layer keeps the chosen tokens, and keys and values of all tokens. All layers share the rows of the rotary angles,
+    so these are not part of the figure.
     """
     options = CompressionConfig.from_preset(preset, tokens=SHARE)
     found = slope(llama, prepare=lambda model: patch_model(model, options), length=256, peak=True)
@@ -231,7 +232,7 @@ def test_kept_bytes(preset: str, limit: float) -> None:
 
 
 def test_products() -> None:
-    """Forward all tokens and the chosen ones, backward those alone: 1 + 3 * 0.3 of 3 forwards."""
+    """A step computes all tokens once, and the chosen ones forward and backward: 1 + 3 * 0.3 forwards instead of 3."""
     counts = []
     for options in (CompressionConfig(), CompressionConfig(tokens=SHARE)):
         model, ids = patch_model(llama(2, 128, 64), options), torch.randint(3, 60, (1, 100))

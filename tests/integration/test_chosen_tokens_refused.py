@@ -1,4 +1,4 @@
-"""Models and configs of which no tokens can be chosen: errors that say why."""
+"""Models and configs for which tokens cannot be chosen raise errors that say why."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_layers_in_which_tokens_meet_elsewhere() -> None:
 
 
 def test_a_layer_with_a_shift_is_refused() -> None:
-    """What attention shows is right, and what a neighbour adds is missing."""
+    """Here a layer adds a neighbour token outside of attention; for chosen tokens alone that would be missing."""
     model, batch = BY_NAME["llama"].build(torch.float32), BY_NAME["llama"].make_batch()
     model.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, dims=1),))
     patch_model(model, CompressionConfig(tokens=SHARE))

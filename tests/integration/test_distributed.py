@@ -1,5 +1,7 @@
-"""Two processes over gloo: DDP and FSDP2 with a patched model against the stock model in the same wrapper, and against
-one process in fp64; and every preset under DDP."""
+"""Two processes over gloo: DDP and FSDP2 with a patched model, and every preset under DDP.
+
+Gradients are compared with those of the stock model in the same wrapper, and with those of one process in fp64.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ RANKS = 2
 class Case:
     """One row.
 
-    A unit of FSDP that is not in use has its parameters freed, and backward comes to them in another order than the
-    records: BERT's layer i ends with a norm whose output layer i + 1 rebuilds, the final norm's output is rebuilt by a
-    head that may be a unit of its own.
+    FSDP frees the parameters of a unit that is not in use, and a record may need them in the backward of another unit:
+    BERT's layer i ends with a norm whose output layer i + 1 rebuilds, and the final norm's output is rebuilt by a head
+    that may be a unit of its own.
     """
 
     family: str
@@ -39,7 +41,7 @@ class Case:
     head: str = ""
     mixed: bool = False
     checkpointing: bool = False
-    # the inputs of checkpointed layers go through a codec, one that loses nothing
+    # the inputs of checkpointed layers go through a lossless codec
     packed: bool = False
     compiled: bool = False
     whole: bool = False
@@ -87,7 +89,7 @@ def _wrap(model: Any, case: Case) -> Any:
 
 
 def _gradients(model: Any, family: Family, rank: int) -> Gradients:
-    """Two steps' gradients added up, whole on every rank, under the names of the bare model."""
+    """The mean of two steps' gradients, whole on every rank, under the names of the model without its wrapper."""
     torch.manual_seed(rank)
     for _ in range(2):
         model(**family.make_batch("right", seed=rank)).loss.backward()
@@ -106,7 +108,7 @@ def _run_case(case: Case, rank: int) -> None:
         if case.checkpointing:
             model.gradient_checkpointing_enable()
     stock, ours = (_gradients(_wrap(model, case), family, rank) for model in models)
-    # FSDP2 has other dtypes than the model was patched with
+    # layers run as programs, although FSDP2 uses other dtypes than the model had when it was patched
     assert case.compiled or all(calls(models[1]))
     assert stock.keys() == ours.keys()
     if case.bit_equal:
@@ -115,22 +117,22 @@ def _run_case(case: Case, rank: int) -> None:
     oracle = {name: sum(part[name] for part in parts) / RANKS for name in parts[0]}
     assert oracle.keys() <= ours.keys()
     own = relative_error(stock, oracle)
-    # bf16 gradients have three digits: that the two ranks were averaged would show in the first
+    # bf16 gradients have about three digits; an error in averaging the two ranks would be much larger
     assert own < (0.03 if case.mixed else 1e-5)
     assert relative_error(ours, oracle) <= EXACT * own
 
 
-# presets that draw random numbers, each process its own
+# presets that draw random numbers, which differ between processes
 STOCHASTIC = ("actnn", "mesa", "gact", "sampled", "wtacrs")
 
 
 def _run_preset(preset: str, rank: int) -> None:
-    """On the same batch in both processes: what is drawn differs, what is not does not, and DDP takes the mean."""
+    """Both processes have the same batch. Gradients differ only if the preset draws numbers, and DDP takes the mean."""
     family = BY_NAME["bert" if preset in ("tempo", "inverted", "fewbit", "forward_ad") else "llama"]
     batch = family.make_batch("right")
 
     def gradients(model: Any) -> Gradients:
-        # as patch_model does; each process draws its own
+        # no seed is set here: patch_model has given each process random numbers of its own
         model(**batch).loss.backward()
         return {n.removeprefix("module."): p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -140,7 +142,7 @@ def _run_preset(preset: str, rank: int) -> None:
     assert bool(differing(*everyones)) == (preset in STOCHASTIC)
     wrapped = nn.parallel.DistributedDataParallel(patch_model(family.build(), preset), find_unused_parameters=True)
     synced = gradients(wrapped)
-    # halves are exact in binary
+    # halving is exact in binary, so it may come before or after the sum
     assert not differing(synced, {n: (everyones[0][n] + everyones[1][n]) / 2 for n in own})
 
 
@@ -154,7 +156,7 @@ def _worker(rank: int, folder: str) -> None:
     for what, check in checks:
         try:
             check(what, rank)
-        except AssertionError as error:  # the same on both ranks: the next case can still be run
+        except AssertionError as error:  # both ranks fail alike, so the next case can still be run
             failures.append(f"{what}: {error}")
     dist.destroy_process_group()
     assert not failures, "\n".join(failures)
@@ -162,5 +164,5 @@ def _worker(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """All cases in one pair of processes, which take longer to start than to run them."""
+    """All cases run in one pair of processes, because starting processes takes longer than running the cases."""
     mp.spawn(_worker, (str(tmp_path),), nprocs=RANKS)

@@ -28,7 +28,7 @@ SECONDS = 240
 
 @dataclass(frozen=True)
 class Engine:
-    """One row: a config of the recipes, what is changed in it, and what the model is told.
+    """One row: a config of the recipes, the changes in it, and whether the model checkpoints its layers.
 
     Attributes:
         changes: Fields of the yaml. A value that is a dict is merged into the section of that name.
@@ -42,7 +42,7 @@ class Engine:
 
     @property
     def type(self) -> str:
-        """What accelerate says that it runs: a config that it does not understand becomes plain DDP."""
+        """The engine that accelerate must report: it runs plain DDP if it does not understand a config."""
         kinds = {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}
         return next((kind for start, kind in kinds.items() if self.recipe.startswith(start)), "DEEPSPEED")
 
@@ -59,10 +59,10 @@ ENGINES: tuple[Engine, ...] = (
     Engine("deepspeed zero 3 with checkpointing", "deepspeed_zero3.yaml", checkpointing=True),
 )
 BY_ENGINE = {engine.name: engine for engine in ENGINES}
-# these are tried wherever the tests run; the others where there is time
+# one of these runs each day; all engines run with ALL_CASES=1
 QUICK = ("ddp", "fsdp2", "fsdp2 with offloaded parameters", "deepspeed zero 3")
 
-# what training changed in the whole model may differ by bf16's rounding, as an L2 norm
+# relative to the L2 norm of the changes by training in the whole model: half of bf16's eps
 TOLERANCE = 2**-8
 
 
@@ -74,12 +74,12 @@ def _free_port() -> int:
 
 
 def _launched(launcher: list[str], folder: Path, *args: str, deepspeed: bool = False) -> list[dict[str, Any]]:
-    """What each process found."""
+    """Run the worker in two processes and return the result of each."""
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
-        # accelerate starts no DeepSpeed with it; without a GPU, DeepSpeed takes the CPU by itself
+        # if this is true, accelerate does not start DeepSpeed, which uses the CPU anyway if there is no GPU
         "ACCELERATE_USE_CPU": str(not deepspeed).lower(),
     }  # fmt: skip
     command = [sys.executable, "-W", "ignore", "-m", *launcher, str(WORKER), "--folder", str(folder), *args]
@@ -111,7 +111,7 @@ def _check_engine(engine: Engine, folder: Path) -> None:
         assert found["processes"] == 2 and found["type"] == engine.type
         for name in (BIT_EQUAL, WHOLE):
             seen = found[name]
-            # sharding engines gather the weights in the first process alone
+            # sharding engines gather the weights in the first process only
             assert len(seen["losses"]) == STEPS and (rank > 0 or seen["size"] > 0)
             limit = 0.0 if name == BIT_EQUAL else TOLERANCE
             assert seen["error"] <= limit * seen["size"], (name, seen)
@@ -124,7 +124,7 @@ def _needs(engine: Engine) -> None:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 
-# two processes take their time to start: one engine a day, all of them with ALL_CASES=1
+# starting two processes takes long, so one engine runs each day, and all of them with ALL_CASES=1
 ALL = bool(os.environ.get("ALL_CASES"))
 DAY = datetime.date.today().toordinal()
 every_engine = pytest.mark.skipif(not ALL, reason="ALL_CASES=1 runs it")
@@ -154,7 +154,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 @pytest.mark.slow
 @every_engine
 def test_context_parallel(tmp_path: Path) -> None:
-    """Right, or an error. torch has no ring attention for CPUs: there the patched model raises as stock does."""
+    """The gradients are right, or both models raise: torch has no ring attention for CPUs."""
     changes = {
         "mixed_precision": "no", "parallelism_config": {
             "parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 1,

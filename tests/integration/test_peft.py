@@ -1,4 +1,4 @@
-"""LoRA and its kin through PEFT, in either order, against stock PEFT."""
+"""LoRA and other methods of PEFT, added before or after patching, against stock PEFT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def _lora(model: Any, name: str, **options: Any) -> Any:
-    """PEFT's defaults but for B, which is not zero: otherwise A would get no gradient."""
+    """LoRA with a B that is not zero, unlike PEFT's default: with B = 0, A would get no gradient."""
     torch.manual_seed(1)
     defaults = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": TASKS[name]}
     return get_peft_model(model, LoraConfig(**{**defaults, **options}))
@@ -63,13 +63,13 @@ def test_all_linear(name: str, order: str, lora_dropout: float) -> None:
 
 @pytest.mark.parametrize("lora_dropout", [0.0, 0.05])
 def test_adapters_of_the_first_layer(lora_dropout: float) -> None:
-    """Its input needs no gradient, as the embedding is frozen; q, k and v share it all the same."""
+    """The first layer's input needs no gradient, because the embedding is frozen. Even so, q, k and v share it."""
     ours, _ = _both("llama", lora_dropout=lora_dropout)
     report = memory_report(ours, BY_NAME["llama"].make_batch("none"))
     kept = {row.module: row.patched_tensors for row in report.rows}
-    # as rows, which is how products read it
+    # the input is kept as a matrix [tokens, features], as products read it
     shared = ["bfloat16[39, 32]"]
-    # masks of fewer elements than the generator's state has bytes
+    # the masks are kept, because they are smaller than the generator's state
     states = ["bool[39, 32]"] if lora_dropout else []
     adapters = [f"base_model.model.model.layers.0.self_attn.{p}_proj.lora_A.default" for p in "qkv"]
     assert [sorted(kept.get(name, ())) for name in adapters] == [shared + states, states, states]
@@ -83,7 +83,7 @@ def test_attention_only(order: str) -> None:
 
 @orders
 def test_modules_to_save(order: str) -> None:
-    """The copies that train, not the originals: the norms and the head."""
+    """The trained copies of norms and head are patched, and not their originals."""
     ours, stock = _both("llama", order, modules_to_save=["lm_head", "norm"])
     _assert_like_stock(ours, stock, "llama", 30)
     trained = [n for n, p in ours.named_parameters() if p.requires_grad and "modules_to_save" in n]
@@ -95,7 +95,7 @@ def test_modules_to_save(order: str) -> None:
 @orders
 @pytest.mark.parametrize("options", [{"use_rslora": True}, {"use_dora": True}, {"bias": "lora_only"}])
 def test_other_options_of_lora(order: str, options: dict[str, Any]) -> None:
-    """DoRA reads its base layer's weight and calls no adapter leaf for it: still the same gradients."""
+    """DoRA reads weights without calling the layers that hold them; the gradients are the same even so."""
     name = "bert" if "bias" in options else "llama"
     ours, stock = _both(name, order, **options)
     _assert_like_stock(ours, stock, name, 28)

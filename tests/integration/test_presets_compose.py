@@ -1,7 +1,7 @@
-"""Every preset with what else people train with: LoRA, autocast, checkpointing, accumulated gradients, torch.compile.
+"""Every preset together with LoRA, autocast, checkpointing, accumulated gradients and torch.compile.
 
-DDP is in test_distributed.py. What a preset does to the gradient, test_presets.py says; here it has to do the same in
-company.
+DDP is in test_distributed.py. test_presets.py checks the gradient error of each preset alone; here the error must not
+grow in combination with something else.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hf_actcompress.reference import rng
 from tests.families import BY_NAME, Family, Gradients, differing, relative_error
 from tests.test_presets import ERRORS
 
-# those that keep something else of activations and norms, which the gated MLPs of a Llama leave as they are
+# presets that keep something other than the inputs of activations and norms, which has no effect on a gated MLP
 VARIANTS = ("tempo", "inverted", "fewbit", "forward_ad")
-# largest gradient errors on these models, with room for another platform's rounding
+# largest gradient errors on these models, with a margin for another platform's rounding
 LIMITS = {**ERRORS, "adaptive": ERRORS["int4"], "fewbit": 0.3}
-# estimators: what they do to a gradient is not small, and averages out over steps or does not
+# estimators: their gradient errors are large, and average out over steps for some of them only
 ESTIMATES = ("dropit", "blocksparse", "pooled", "sampled", "wtacrs", "actnn")
-# those that draw numbers
+# presets that draw random numbers
 STOCHASTIC = ("sampled", "wtacrs", "actnn", "mesa", "gact")
 
 every_preset = pytest.mark.parametrize("preset", PRESETS)
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.daily(4)]
 
 @pytest.fixture(autouse=True)
 def only_the_models_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A patched model draws from its own generators, so what ran before in the process changes nothing."""
+    """Take away the generators of the process: a patched model must draw from its own ones only."""
     monkeypatch.setattr(rng, "_process", None)
 
 
@@ -115,7 +115,7 @@ def test_the_error_stays_what_it_is(preset: str, company: str) -> None:
 @every_preset
 @pytest.mark.parametrize("also_checkpointing", [False, True])
 def test_lora(preset: str, also_checkpointing: bool) -> None:
-    """Of the adapters alone, dropout in them included; and with checkpointing and autocast, as QLoRA runs."""
+    """Only the adapters are trained, with dropout in them; also with checkpointing and autocast, as QLoRA runs."""
     family = family_of(preset)
     stock, batch = lora(family.build(dropout=0.1), family), family.make_batch("none")
     dtype = None
@@ -139,7 +139,7 @@ def test_gradients_add_up_over_micro_batches(preset: str) -> None:
     model = patch_model(family.build(dropout=0.1), preset)
     batches = [family.make_batch("right", seed) for seed in range(3)]
     expected: Gradients = {}
-    # another one, that learns as much of the batches before, as the ranges of "mesa" do
+    # the expected sum is computed by a copy, because some codecs learn from earlier batches, as the ranges of "mesa" do
     other = copy.deepcopy(model)
     for batch in batches:
         for name, g in gradients(other, batch)[1].items():
@@ -151,7 +151,7 @@ def test_gradients_add_up_over_micro_batches(preset: str) -> None:
 
 
 class Block(nn.Module):
-    """A norm and an MLP: each role but attention, which is stock's under torch.compile."""
+    """A norm and an MLP: every role except attention, which stays stock under torch.compile."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -163,10 +163,10 @@ class Block(nn.Module):
         return loss
 
 
-# "exact" is compiled in test_compile.py, and "adaptive" has no format that "int4" has not
+# "exact" is compiled in test_compile.py, and every format of "adaptive" is also one of "int4"
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("exact", "adaptive")])
 def test_compile(preset: str) -> None:
-    """In one graph. The codes are what is kept there too; what can be derived is up to the compiler."""
+    """The model compiles to one graph, which keeps codes too. The compiler decides what it computes again."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     stock, x = Block(), torch.randn(2, 40, 32)
@@ -177,7 +177,7 @@ def test_compile(preset: str) -> None:
     ours_loss, found = gradients(compiled, {"x": x})
     found = {name.removeprefix("_orig_mod."): g for name, g in found.items()}
     assert torch.equal(ours_loss, loss)
-    # a graph draws from another generator
+    # a compiled graph draws from another generator
     assert error(found, exact) <= (1.5 if preset in STOCHASTIC else 1) * error(alone, exact) + 1e-6
     kept, before = (
         kept_bytes(lambda model=model: model(x=x.clone().requires_grad_()), "cpu") for model in (compiled, stock)

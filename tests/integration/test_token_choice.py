@@ -1,4 +1,4 @@
-"""Which tokens each `token_choice` takes: those whose embeddings get gradients."""
+"""Which tokens each `token_choice` chooses. The chosen tokens are those whose embeddings get gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_choices() -> None:
     drawn = [found("random") for _ in range(4)]
     assert any(not torch.equal(drawn[0], other) for other in drawn[1:])
     assert not any((rows & ~real).any() or (rows.sum(1) > count).any() for rows in drawn)
-    # the tokens that predict worst
+    # the tokens with the largest losses
     with torch.no_grad():
         logits = built(**batch).logits[:, :-1]
     labels = batch["labels"][:, 1:]

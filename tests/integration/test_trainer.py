@@ -41,7 +41,7 @@ class _Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 def _trainer(model: Any, family: Family, folder: Path, **options: Any) -> Trainer:
-    """It seeds the generators when it is built, so build one, train it, and then build the next."""
+    """A Trainer. Its constructor seeds the generators, so build one, train it, and only then build the next."""
     arguments = {
         "output_dir": str(folder), "per_device_train_batch_size": 3, "per_device_eval_batch_size": 6, "max_steps": 4,
         "logging_steps": 1, "report_to": "none", "bf16": True, "use_cpu": True, "disable_tqdm": True, "seed": 3,
@@ -69,7 +69,8 @@ def _assert_same_run(ours: Trainer, stock: Trainer, family: Family, steps: int =
         for a, b in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
             assert torch.equal(a, b)
     else:
-        # fp32 sums in another order, 1e-7 of the gradients, and Adam's first steps are signs of them
+        # sums in another order change the gradients by 1e-7, and may change the sign of a gradient near zero, on which
+        # Adam's first steps depend
         assert _losses(ours) == pytest.approx(_losses(stock), rel=1e-4)
 
 
@@ -92,7 +93,7 @@ def test_training_and_evaluation(family: Family, checkpointing: bool, tmp_path: 
 @pytest.mark.parametrize("how", ["fp32", "autocast", "checkpointed", "lora"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_layer_runs_as_programs(name: str, how: str, tmp_path: Path) -> None:
-    """In each micro-step, with all arguments that the Trainer hands on."""
+    """They do so in each micro-step, with all arguments that the Trainer passes on."""
     family = BY_NAME[name]
     model = family.build(dropout=0.1)
     if how == "lora":
@@ -109,7 +110,7 @@ def test_every_layer_runs_as_programs(name: str, how: str, tmp_path: Path) -> No
     "config", [BODY, CompressionConfig(), CompressionConfig(logits=False)], ids=["body", "exact", "no_logits"]
 )
 def test_label_smoothing(family: Family, config: CompressionConfig, tmp_path: Path) -> None:
-    """The Trainer keeps the labels and takes the logits, whatever the head does otherwise."""
+    """The Trainer does not pass the labels on and computes the loss from the logits, which no option may remove."""
     stock, ours = (
         _trainer(model, family, tmp_path, label_smoothing_factor=0.1)
         for model in (family.build(), patch_model(family.build(), config))
@@ -121,20 +122,20 @@ def test_label_smoothing(family: Family, config: CompressionConfig, tmp_path: Pa
 
 @three
 def test_the_whole_preset(family: Family, tmp_path: Path) -> None:
-    """With the loss head: its loss is computed in fp32 where autocast leaves stock's in bf16 (masked models)."""
+    """The loss head computes the loss in fp32. In masked models under autocast, stock's is in bf16."""
     stock, ours = (
         _trainer(model, family, tmp_path, learning_rate=1e-4) for model in (family.build(), patch_model(family.build()))
     )
     for trainer in (stock, ours):
         trainer.train()
-    # a loss of about 4 in bf16 is one of 2 ** -6 apart
+    # a loss of about 4 is rounded in bf16 by up to 2 ** -6
     assert _losses(ours) == pytest.approx(_losses(stock), abs=2**-6)
     assert ours.predict(ours.eval_dataset).predictions.shape == (24, 13, 67)
 
 
 @three
 def test_save_and_resume(family: Family, tmp_path: Path) -> None:
-    """Two steps, then two more from the checkpoint, in a stock model as in a patched one."""
+    """Two steps, and then two more from the checkpoint, in a patched model and in a stock one."""
     whole = _trainer(patch_model(family.build(dropout=0.1), BODY), family, tmp_path / "whole")
     whole.train()
     first = _trainer(
@@ -174,7 +175,7 @@ def test_accelerate_loop(family: Family) -> None:
 
 
 def test_unwrapped_without_the_fp32_wrapper() -> None:
-    """accelerate binds the forward that it finds to the model again, as if it were a function."""
+    """accelerate takes the forward that it finds and binds it to the model again, as if it were a plain function."""
     family = BY_NAME["llama"]
     accelerator, batch = Accelerator(cpu=True, mixed_precision="bf16"), family.make_batch("right")
     losses = []

@@ -40,8 +40,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 STEPS = 3
-# of the L2 norm of what training changed. Sums in another order than stock's differ by some 1e-7 per step in fp32;
-# under autocast one rounding of bf16 is 4e-3, and TRL's fused head sees hidden states that differ by none.
+# relative to the L2 norm of the changes by training. Sums in another order than stock's differ by about 1e-7 for each
+# step in fp32; under autocast one rounding of bf16 is 4e-3.
 TOLERANCES = {"fp32": 1e-4, "autocast": 5e-2}
 
 
@@ -73,7 +73,7 @@ def _texts() -> Any:
 
 
 def _long_texts() -> Any:
-    """Of 50 to 600 words: some do not fit a row."""
+    """Texts of 50 to 600 words, some of which do not fit into a row."""
     text = " ".join(_lines() * 5).split()
     return datasets.Dataset.from_dict({"text": [" ".join(text[i : i + n]) for i, n in enumerate((600, 50, 300, 450))]})
 
@@ -104,7 +104,7 @@ def _labelled() -> Any:
 
 
 def _reward(completions: list[str], **_: Any) -> list[float]:
-    """Any function that differs between completions."""
+    """A reward that differs between completions; its meaning does not matter."""
     return [float(sum(map(ord, text)) % 17) for text in completions]
 
 
@@ -189,7 +189,7 @@ def _lora(recipe: Recipe) -> Any:
 def _trained(
     recipe: Recipe, folder: Path, *, patched: CompressionConfig | None, adapters: bool, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses, and what training added to each weight that trains."""
+    """The losses, and the change of each trained weight."""
     model = _model(recipe, folder)
     if patched is not None:
         patch_model(model, patched)
@@ -234,7 +234,7 @@ def test_trains_as_stock(name: str, adapters: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "reward"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["", "peft_config"])
 def test_trains_as_stock_with_the_defaults_of_trl(name: str, adapters: bool, tmp_path: Path) -> None:
-    """bf16 autocast and gradient checkpointing."""
+    """TRL's defaults are bf16 autocast and gradient checkpointing."""
     _assert_same_training(BY_RECIPE[name], tmp_path, "autocast", adapters, gradient_checkpointing=True)
 
 
@@ -252,7 +252,7 @@ def test_prompts_of_a_group_are_kept_once(
 
 @pytest.mark.parametrize("name", ["sft packing", "sft packing bfd_split", "sft padding free"])
 def test_packed_rows_make_nothing_of_all_tokens_by_all_tokens(name: str, tmp_path: Path) -> None:
-    """The largest block of the model without its head, of which TRL's own makes tiles of any size."""
+    """The largest allocation of the model without its head is compared: TRL's own head makes tiles of any size."""
     recipe = replace(BY_RECIPE[name], data=_long_texts)
     model = _model(recipe, tmp_path, max_position_embeddings=1024)
     trainer = _trainer(recipe, model, tmp_path, **({"max_length": 400} if "packing" in name else {}))
@@ -273,7 +273,7 @@ def _kept_share(recipe: Recipe, folder: Path) -> float:
     """Bytes that one loss keeps for backward, ours over stock's, with LoRA made by the trainer."""
     kept = []
     for patched in (False, True):
-        # as wide as it must be for the activations to outweigh what does not grow with the model
+        # wide enough that activations take more bytes than what does not grow with the model
         model = _model(
             recipe, folder / str(patched), hidden_size=128, intermediate_size=448, num_hidden_layers=4
         ).bfloat16()
@@ -295,5 +295,5 @@ def _kept_share(recipe: Recipe, folder: Path) -> float:
 
 @pytest.mark.parametrize(("name", "goal"), [("sft", 0.45), ("dpo", 0.62)])
 def test_kept_bytes_with_peft_config(name: str, goal: float, tmp_path: Path) -> None:
-    """TRL's fused head calls the inner model, past the outermost forward: the savings must not depend on that."""
+    """TRL's fused head calls the inner model and not the outermost forward. The savings must be the same even so."""
     assert _kept_share(BY_RECIPE[name], tmp_path) <= goal

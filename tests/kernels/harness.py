@@ -1,4 +1,4 @@
-"""What every kernel is held to, on a GPU where there is one and in Triton's interpreter elsewhere.
+"""Checks for every kernel, on a GPU if there is one, and otherwise in Triton's interpreter.
 
 A kernel's test calls `check(name, ...)` for the shapes and dtypes it wants; arguments come from the module's own
 SAMPLES. The specification is the function of `reference/`, run at the dtype (stock) and in fp64 (the oracle).
@@ -46,7 +46,7 @@ def samples(name: str, dtype: torch.dtype, rows: int, width: int) -> Iterator[Ar
 
 
 def run(name: str, args: Args) -> list[Tensor | None]:
-    """The kernel's results, its uninitialised memory poisoned with NaN."""
+    """The kernel's results. Memory that it allocates is filled with NaN first."""
     tensor = next(x for x in args if isinstance(x, Tensor))
     with use("triton"), poisoned():
         return flat(implementation(name, tensor)(*args))
@@ -54,9 +54,9 @@ def run(name: str, args: Args) -> list[Tensor | None]:
 
 @contextmanager
 def launched() -> Iterator[list[tuple[str, int]]]:
-    """What the kernels that are launched inside move: (the kernel's name, bytes of the tensors that it was handed).
+    """The kernels that are launched while the block runs: (name, bytes of the tensors that the kernel gets).
 
-    A tensor handed twice, in place of one that the kernel does not need, counts once.
+    A tensor may be passed a second time, in place of one that the kernel does not need. It counts once.
     """
     found: list[tuple[str, int]] = []
 
@@ -74,7 +74,7 @@ def launched() -> Iterator[list[tuple[str, int]]]:
 
 def moved(name: str, *args: Any) -> int:
     """The bytes that the kernel `name` reads and writes for these arguments, counted from its launches."""
-    # what it does once for all, such as a probe of its own, is not of this call
+    # the first run does what is done only once, such as a probe, which must not be counted
     run(name, args)
     with launched() as launches:
         run(name, args)
@@ -91,7 +91,7 @@ def flat(result: Any) -> list[Tensor | None]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN and the largest integers, so that what a kernel leaves unwritten shows."""
+    """torch.empty fills memory with NaN and the largest integers, so that a test sees what a kernel does not write."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -106,7 +106,10 @@ def wide(args: Args) -> Args:
 
 
 def check(name: str, args: Args, terms: Terms | None = None, bitwise: bool = False) -> None:
-    """Values within the law (or the reference's bits), twice the same, from any layout; arguments left alone."""
+    """Check a kernel's results: they are within the law, or have the reference's bits if `bitwise`.
+
+    They must be the same in a second run and for other layouts, and the arguments must not change.
+    """
     before = [x.clone() for x in args if isinstance(x, Tensor)]
     ours, stock = run(name, args), specified(name, args)
     assert_equal_bits([x for x in args if isinstance(x, Tensor)], before)
@@ -117,7 +120,7 @@ def check(name: str, args: Args, terms: Terms | None = None, bitwise: bool = Fal
         assert_law(ours, stock, specified(name, wide(args)), terms(*wide(args)) if terms else [None] * len(ours))
     assert_equal_bits(present(run(name, args)), present(ours))
     other = scattered(args)
-    # a forward is the reference's for every layout, which may choose another order of summation
+    # for another layout the reference may sum in another order, and a bitwise kernel must give the same bits even then
     assert_equal_bits(present(run(name, other)), present(specified(name, other) if bitwise else ours))
 
 
@@ -127,7 +130,7 @@ def assert_law(
     oracle: Sequence[Tensor | None],
     terms: Sequence[Tensor | None],
 ) -> None:
-    """Law 2. Stock's own error is at least what one rounding of each term, in fp32, and one of the result make."""
+    """Law 2. Stock's error counts as at least one fp32 rounding of each term and one rounding of the result."""
     for index, (a, b, truth, summed) in enumerate(zip(ours, stock, oracle, terms, strict=True)):
         if a is None or b is None or truth is None:
             continue

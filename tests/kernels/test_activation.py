@@ -1,4 +1,4 @@
-"""The kernels that are told an activation, against the reference and fp64, for every row of its table."""
+"""The kernels that take an activation as an argument, against the reference and fp64, for every activation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_kind(name: str, dtype: torch.dtype) -> None:
-    # more than one tile, and enough elements that an error's norm says something
+    # more than one tile, and enough elements for a meaningful norm of the error
     kinds = set()
     for args in samples(name, dtype, 3, 8191):
         check(name, args)

@@ -1,4 +1,4 @@
-"""Activations in a forward, tried on all inputs: what is shown there, what is refused, and how the forms round."""
+"""Kernels of activations in a forward: a form is used if it has stock's bits for all inputs, and refused otherwise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def in_fp64(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def emulated(name: str, x: Tensor, out: torch.dtype) -> Tensor:
-    """A form in torch's fp32, with a rounding after each of stock's ops."""
+    """Compute a form in torch's fp32, with a rounding after each of stock's ops."""
     r, w, f = rounding(x.dtype), rounding(out), x.float()
     if name == "silu":
         return (f / (1 + in_fp64(torch.exp, -f))).to(out)
@@ -68,14 +68,14 @@ def emulated(name: str, x: Tensor, out: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="of the interpreter's functions")
 def test_forms_round_after_each_op(name: str, dtype: torch.dtype, wide: bool) -> None:
-    """Every input; the interpreter's exp and tanh are fp64's, so the emulation's are, too."""
+    """All inputs are compared. The interpreter computes exp and tanh in fp64, so the emulation does too."""
     if wide and not name.startswith("gelu_new"):
         return
     out = torch.float32 if wide else dtype
     x, up = paired(dtype, DEVICE, 1)
     form = Form(name, False, out, out)
     y = launch([x.view(1, -1)], form, torch.empty(x.shape, dtype=out), x.numel())
-    # tanh(x) by e^2x and by numpy differ in fp64's last bits, which fp32 shows once in a while
+    # the kernel's tanh, from exp(2x), and torch's differ in fp64's last bits, which sometimes changes the fp32 result
     assert differing(y, emulated(name, x, out)) <= (65 if wide else 0)
     product = launch([x.view(1, -1), up.view(1, -1)], form, torch.empty_like(y), x.numel())
     assert differing(product, y * up) == 0
@@ -121,7 +121,7 @@ def test_one_wrong_value_is_refused(
         with caplog.at_level(logging.WARNING, logger="hf_actcompress"), use("triton"):
             for name, args in (("activation_fwd", (x,)), ("gated_product_fwd", (x, x))):
                 kind, stock = STOCKS["quick_gelu"]
-                # stock's ops run in its place
+                # the form is refused, and stock's ops run
                 ours = implementation(name, x, kind)(*args, stock, kind)
                 assert_equal_bits([ours], [getattr(reference, name)(*args, stock, kind)])
         assert "1 of 65536 results differ" in caplog.text and "stock's ops run" in caplog.text
@@ -145,7 +145,7 @@ def test_views_are_read_where_they_are() -> None:
     assert_equal_bits(ours, specified("gated_product_fwd", args))
     assert ours[0].stride() == (stock(gate) * up).stride()  # type: ignore[union-attr]
     assert moved("gated_product_fwd", *args) == 3 * gate.numel() * 2
-    # in another layout stock's result has another layout, too: its ops run
+    # for another layout stock's result has another layout too, so stock's ops run
     assert moved("activation_fwd", both.transpose(0, 1), *reversed(STOCKS["gelu_new"])) == 0
     swapped = both.transpose(1, 2)
     (ours,) = run("gated_product_fwd", (swapped, swapped, stock, kind))
@@ -159,7 +159,7 @@ def test_what_is_not_known_is_not_believed() -> None:
     assert identity(partial(functional.gelu, approximate="tanh")) != identity(functional.gelu)
     assert identity(partial(hf.QuickGELUActivation.forward, module)) == identity(STOCKS["quick_gelu"][1])
     assert identity(torch.tanh) == torch.tanh
-    # another function under the name of this kind: no form has its bits
+    # a function that is not of the named kind is refused, because no form has its bits
     assert shown_form(lambda x: torch.sigmoid(1.75 * x) * x, "quick_gelu", torch.bfloat16, DEVICE, False) is None
     with use("triton"):
         x = torch.randn(8, device=DEVICE)
@@ -169,7 +169,7 @@ def test_what_is_not_known_is_not_believed() -> None:
 
 
 def test_under_autocast_a_form_of_its_own_is_shown() -> None:
-    """A CPU's autocast leaves torch.pow alone, a GPU's runs it in fp32."""
+    """Under autocast a GPU computes torch.pow in fp32 and a CPU does not, so the form may be another one."""
     kind, stock = STOCKS["gelu_new"]
     with torch.autocast(DEVICE.type, torch.bfloat16):
         x = torch.randn(3, 40, dtype=torch.bfloat16, device=DEVICE)
@@ -211,7 +211,7 @@ def test_bytes_moved(name: str, kind: str) -> None:
 
 def test_variant_that_keeps_the_derivative_makes_two_passes() -> None:
     x, stock, kind = next(args for args in samples("activation_fwd", torch.bfloat16, 3, 200) if "quick_gelu" in args)
-    # its form is shown once
+    # the first call tries the form
     run("activation_fwd", (x, stock, kind))
     with use("triton"), launched() as launches:
         y = ops.activation_derivative(x.clone().requires_grad_(), stock, kind)

@@ -1,4 +1,4 @@
-"""Every kernel compiled ahead of time for every generation of GPU, by the recipe that writes the table."""
+"""The recipe that writes the table compiles kernels ahead of time for generations of GPUs; the builds are checked."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ STREAMING = [
     for name, module in KERNELS.items()
     if module in {"activation", "activation_forward", "gated_mlp", "rms_norm", "layer_norm", "rope"}
 ]
-# per element in 16 bits: a GPU of data centers affords some 10 per byte that it moves. Codes take 45 at most but where
-# each element divides for its row, which is narrower than a tile
+# the most instructions per element of 16 bits: a data center GPU has time for about 10 for each byte that it moves.
+# Codes take 45 at most, except where rows are narrower than a tile: each element then needs a division to find its row
 INSTRUCTIONS = {"activation_output_bits": 45, "activation_output_bwd": 45, "fewbit_bwd": 45, "fewbit_codes": 53}
-# compiled for the widths that models have
+# modules whose kernels depend on the width: they are compiled for the widths of models
 BY_WIDTH = {
     "rms_norm", "layer_norm", "methods.norm_output", "methods.fewbit", "rope", "int_group", "float8",
     "linear_cross_entropy",
 }  # fmt: skip
 WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
-# the same where groups or outputs are many and even; odd ones begin anywhere
+# these kernels access 16 bytes at a time if groups or outputs are many and even; odd ones may begin at any address
 GROUPED = [
     name
     for name, module in KERNELS.items()
@@ -56,7 +56,7 @@ GROUPED = [
 
 
 def compiled(out: Path, *options: str) -> list[dict[str, Any]]:
-    # in a process of its own: this one has triton as an interpreter
+    # in another process, because this one may use Triton's interpreter
     command = [sys.executable, str(ROOT / "recipes" / "compile_kernels.py"), "--out", str(out), "--jobs", "1", *options]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
@@ -68,7 +68,7 @@ def check(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["spilled_bytes"] == 0 and row["shared_bytes"] <= 1024 * SHARED[row["capability"]], row
         if row["name"] in STREAMING:
-            # of narrow rows, a tile of which is one access, the statistics are a larger share
+            # if rows are narrow, a tile is one access, and statistics are a larger share of all accesses
             assert row["wide"] > 0.88, row
         if row["name"] in INSTRUCTIONS and row["dtype"] != "float32":
             assert row["instructions"] * 32 * row["warps"] <= INSTRUCTIONS[row["name"]] * POINTWISE_TILE, row
@@ -107,9 +107,9 @@ def test_gradient_from_the_output_in_half_precision(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_blocks_depend_on_widths_where_the_table_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are looked at, not run."""
+    """Launches are recorded, and do not run."""
     module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
-    # what is tried here would be wrong
+    # kernels do not run here, so the results of probes would be wrong; they must not be remembered
     monkeypatch.setattr(module, "_repeats", {}, raising=False)
     if hasattr(module, "shown_form"):
         form = lambda _, kind, dtype, *rest: module.Form(*module.FORMS[kind][0], dtype, dtype)  # noqa: E731
@@ -132,7 +132,7 @@ def test_blocks_depend_on_widths_where_the_table_says_so(name: str, monkeypatch:
 
 
 def kernel_options() -> dict[str, list[set[str]]]:
-    """The compile-time options of the kernels of a name."""
+    """For each kernel name, the compile-time options of the kernels that have it."""
     found: dict[str, list[set[str]]] = defaultdict(list)
     for module in sorted(set(KERNELS.values())):
         for name, x in vars(importlib.import_module(f"hf_actcompress.kernels.{module}")).items():

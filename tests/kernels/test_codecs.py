@@ -1,4 +1,4 @@
-"""The codecs on the kernels: what they store and what comes back is the reference's."""
+"""With the kernels, codecs store and return the same bits as with the reference."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_torch_has_no_better_product_of_is_unpacked(codec: Codec, monkeypat
     x, dy = torch.randn(4, 64, device=DEVICE), torch.randn(4, 3, device=DEVICE)
     away, meta = Offload(codec).pack(x)
     with monkeypatch.context() as patch:
-        # not fetched for nothing
+        # nothing must be copied to the device if no product follows
         patch.setattr(offload, "_to_device", None)
         assert Offload(codec).grad_weight(dy, away, meta) is None
         assert codec.grad_weight(dy, *codec.pack(x)) is None

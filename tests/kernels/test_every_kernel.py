@@ -22,7 +22,7 @@ from tests.oracle import assert_equal_bits, gradients
 
 every_kernel = pytest.mark.parametrize("name", KERNELS)
 
-# no operators in a traced graph, because a compiler fuses stock's ops there
+# these have no operators in a traced graph, because a compiler fuses stock's ops there
 EAGER = {"activation_fwd", "gated_product_fwd"}
 
 
@@ -70,7 +70,7 @@ def test_is_an_operator_while_a_graph_is_traced(name: str) -> None:
             opcheck(func, inputs)
 
 
-# ops that stand in a graph: a module that keeps its input runs stock's code there
+# ops that appear in a graph; modules that keep their input run stock's code there instead
 TRACED = {
     "layer_norm_output": lambda x, weight: ops.layer_norm_output(x, (24,), weight),
     "rms_norm_output": lambda x, weight: ops.rms_norm_output(x, weight, 1e-6),
@@ -81,7 +81,7 @@ TRACED = {
 
 @pytest.mark.parametrize("name", TRACED)
 def test_fullgraph(name: str) -> None:
-    """With an explicit choice, which a compiled function keeps: no break, and the operators in the graphs."""
+    """A compiled function keeps an explicit choice. Its graph has no break and contains the operators."""
     operators: list[str] = []
 
     def collect(graph: torch.fx.GraphModule, _: Any) -> Any:

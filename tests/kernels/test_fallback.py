@@ -1,4 +1,4 @@
-"""A kernel that fails after it was trusted: `auto` goes on with the reference, whoever holds the kernel."""
+"""If a kernel fails after `auto` has trusted it, the reference runs instead, also for callers that hold the kernel."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ NAME, ROW = "rms_norm_bwd", "weight_after_cast"
 
 
 class _Accelerated:
-    """What `auto` looks at in a tensor: an accelerator's, while the kernel itself runs in the interpreter."""
+    """The attributes that `auto` reads of an accelerator's tensor. The kernel itself runs in the interpreter."""
 
     is_cuda, device, dtype = True, CPU, torch.float32
 
 
 class _Failing:
-    """A launcher that raises `error` as soon as it is told."""
+    """A launcher that raises `error` once a test has set it."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.error, self.calls = kernel, None, 0
@@ -70,7 +70,7 @@ def test_the_reference_runs_instead_and_it_is_said_once(failing: _Failing, caplo
     with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
         assert_equal_bits(present(held(*args)), present(stocks))
         failing.error, launches = None, failing.calls
-        # as it was held, and as it is found now
+        # the held function and a new lookup both run the reference
         assert_equal_bits(present(held(*args)), present(stocks))
         assert found() is getattr(reference, NAME) and failing.calls == launches
     (record,) = caplog.records
@@ -78,7 +78,7 @@ def test_the_reference_runs_instead_and_it_is_said_once(failing: _Failing, caplo
     assert record.name.startswith("hf_actcompress") and said in record.getMessage()
     assert said.removeprefix(f"{NAME} ({ROW}) failed on cpu: ") in dispatch.kernel_status(CPU)[NAME]
     assert all("failed" not in status for name, status in dispatch.kernel_status(CPU).items() if name != NAME)
-    # the kernel's other rows go on
+    # other cases of the same kernel still run
     assert dispatch._launcher(NAME, "one_plus_weight", CPU).__wrapped__ is failing
 
 
@@ -134,7 +134,7 @@ def test_a_lost_device_is_one_that_raises_when_waited_for(monkeypatch: pytest.Mo
 def test_programs_that_hold_the_kernel_go_on(
     failing: _Failing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their functions are found when they are made; the gradients are the reference's, which are stock's."""
+    """A program finds its functions when it is made. After a failure its gradients are still stock's, as before."""
 
     def accelerated(name: str, x: Tensor, row: str | None = None) -> Any:
         return found() if name == NAME else implementation(name, x, row)
@@ -142,7 +142,7 @@ def test_programs_that_hold_the_kernel_go_on(
     # a program is proved against the leaves, which run the reference here
     failing.kernel = getattr(reference, NAME)
     monkeypatch.setattr(emit, "implementation", accelerated)
-    # layers of one kind share their programs, also with other models
+    # layers of one kind share their programs, also between models, so the caches are emptied
     monkeypatch.setattr(schedule, "_schedules", {})
     monkeypatch.setattr(whole, "_wholes", {})
     leaves, programs = pair("llama")

@@ -1,4 +1,4 @@
-"""The few-bit kernels: the reference's codes wherever f' is not at a border, and its gradients bit by bit."""
+"""The few-bit kernels give the reference's codes, except where f' is at a border, and gradients with its bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_samples(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 def borders(kind: str, bits: int) -> list[float]:
-    """Of f', for method "values"."""
+    """The borders between the codes of f', for method "values"."""
     if kind in TWO_VALUED or kind in UNBOUNDED:
         return []
     if bits < 8:
@@ -51,7 +51,7 @@ def test_every_kind_is_there() -> None:
 def test_codes_differ_at_borders_only(kind: str, options: tuple[float, ...], bits: int, method: str) -> None:
     x = torch.linspace(-8, 8, 4099, device=DEVICE)
     if method != "values" and kind not in (*TWO_VALUED, *UNBOUNDED):
-        # the borders of x themselves, which are below
+        # also the borders of x themselves, which belong to the code below
         x = torch.cat((x, x.new_tensor(fewbit_borders(kind, bits, method))))
     with poisoned():
         ours, scale = kernel.fewbit_codes(x, kind, options, bits, method)
@@ -66,13 +66,13 @@ def test_codes_differ_at_borders_only(kind: str, options: tuple[float, ...], bit
     assert method == "values" and bool(((a - b).abs() <= 1).all())
     slope = reference.activation_bwd(torch.ones_like(x).double(), x.double(), kind, options)[differ]
     distance = (slope[:, None] - torch.tensor(borders(kind, bits), device=DEVICE).double()).abs().amin(1)
-    # f' <= 1.3 from exp and erf of a few roundings each, by torch and by the kernel
+    # f' is at most 1.3; torch and the kernel compute it from exp and erf, with a few roundings each
     assert bool((distance <= 16 * torch.finfo(torch.float32).eps).all())
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_none(broken: float) -> None:
-    """The factor is NaN where the reference's is, and elsewhere the codes are its codes."""
+    """The scale is NaN where the reference's is, and elsewhere the codes equal the reference's."""
     x = torch.tensor([0.5, broken, -0.5], device=DEVICE)
     for kind, options, bits, method in CONFIGURATIONS:
         args = x.view(3, 1), kind, options, bits, method

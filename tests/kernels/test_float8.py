@@ -1,4 +1,4 @@
-"""float8's kernels make the reference's bits."""
+"""The kernels of float8 have the reference's bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_same_bits(x: torch.Tensor, format: torch.dtype, group_size: int) -> N
         codes, scale = kernel.float8_pack(x, format, group_size)
     codes_, scale_ = reference.float8_pack(x, format, group_size)
     torch.testing.assert_close(scale, scale_, rtol=0, atol=0, equal_nan=True)
-    # a NaN has no sign
+    # as numbers, because a NaN may have either sign
     torch.testing.assert_close(codes.float(), codes_.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -65,7 +65,10 @@ def _converted(x_ptr, codes_ptr, back_ptr, E4M3: tl.constexpr, HARDWARE: tl.cons
 @pytest.mark.parametrize("hardware", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_number_of_16_bits(dtype: torch.dtype, hardware: bool, format: torch.dtype) -> None:
-    """By the instructions and without: torch's own bytes of all that a scale leaves, and what they stand for."""
+    """All 16-bit numbers in the format's range become torch's own bytes, which are decoded to the right numbers.
+
+    This holds with the GPU's instructions for conversion and without them.
+    """
     if hardware and DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("the GPU has no such instructions")
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE).view(dtype)
@@ -75,7 +78,7 @@ def test_every_number_of_16_bits(dtype: torch.dtype, hardware: bool, format: tor
     expected = x.to(format)
     finite = x.abs() <= torch.finfo(format).max
     if hardware and DEVICE.type == "cpu":
-        # the interpreter's own conversion does not round: what it can show are the numbers that the format has
+        # the interpreter's conversion does not round, so only numbers that the format has can be compared
         finite &= expected.to(dtype) == x
         assert int(finite.sum()) > 240
     assert torch.equal(codes[finite], expected.view(torch.uint8)[finite])
@@ -87,7 +90,7 @@ def test_every_number_of_16_bits(dtype: torch.dtype, hardware: bool, format: tor
 @every_format
 def test_every_code_is_decoded(format: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(format).view(2, 128)
-    # the interpreter knows no subnormal bf16
+    # the interpreter does not support subnormal bf16 numbers
     for scale in (1.0, 2.0**-100, 3e38):
         scales = torch.full((2, 1), scale, device=DEVICE, dtype=torch.bfloat16)
         for dtype in (*DTYPES, torch.float64):

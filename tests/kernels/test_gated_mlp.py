@@ -1,4 +1,4 @@
-"""The gated product's kernels on views; test_activation.py holds them to the reference, for every activation."""
+"""The gated product's kernels on views; test_activation.py compares them with the reference for every activation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_product_and_gradients_in_one_pass_have_the_bits_of_two(dtype: torch.dty
             before, where = dh.clone(), dh.data_ptr()
             ours = run("gated_product_and_bwd", (dh, gate, up, stock, kind, options, out, owned))
             assert_equal_bits(ours, expected)
-            # the product takes the place of a gradient that the caller gives away, and of none else
+            # the product overwrites dh only if the caller no longer needs it (`owned`)
             assert (ours[0].data_ptr() == where) is owned  # type: ignore[union-attr]
             assert owned or torch.equal(dh, before)
 

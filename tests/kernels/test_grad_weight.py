@@ -1,4 +1,4 @@
-"""The weight gradients out of what codecs keep: within the law for every format, tile and share of the tokens."""
+"""Weight gradients from what codecs keep are within the law for every format, tile and share of the tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def within_the_law(name: str, args: Args) -> None:
 
 def test_every_product_that_is_timed_is_held_to_the_law() -> None:
     assert set(FACTORS) == set(TIMED)
-    # that one is a kernel before torch's product
+    # topk_grad_weight is a kernel that is followed by torch's product
     assert {name for name in KERNELS if name.endswith("grad_weight")} == {*FACTORS, "topk_grad_weight"}
 
 
@@ -73,7 +73,7 @@ def test_every_product_that_is_timed_is_held_to_the_law() -> None:
 @every_case
 def test_against_the_oracle(name: str, case: tuple[torch.dtype, int, int]) -> None:
     dtype, rows, width = case
-    # of the widest row the first sample alone: what differs between samples does not grow with it
+    # for the widest row only the first sample, because the differences between samples do not depend on the width
     for args in list(samples(name, dtype, rows, width))[: 1 if width > 1000 else None]:
         within_the_law(name, args)
 
@@ -92,7 +92,7 @@ def test_in_shares_of_the_tokens(name: str, dtype: torch.dtype, monkeypatch: pyt
 
     for codec in ("int_group", "block_sparse", "pooled"):
         monkeypatch.setattr(f"hf_actcompress.kernels.{KERNELS[f'{codec}_grad_weight']}.launch_of", launch_of)
-    # of which half are kept, or a quarter
+    # codecs keep half of these 300 tokens, or a quarter
     args = next(samples(name, dtype, 300, 24))
     within_the_law(name, args)
     assert max(seen) > 1
@@ -121,7 +121,7 @@ def test_windows(window: int) -> None:
 
 
 def test_as_many_features_and_outputs_as_tiles() -> None:
-    """In several bands of tiles, of which the last is narrower."""
+    """dW has several bands of tiles, and the last band is narrower."""
     tile = grad_weight.TILES[4]
     x = torch.randn(3, 2 * tile.features + 1, device=DEVICE)
     dy = torch.randn(3, 9 * tile.outputs + 1, device=DEVICE)
@@ -158,7 +158,7 @@ def test_tf32_where_torch_allows_it(setting: str, precision: str) -> None:
     try:
         dy = torch.ones(2, 2, device=DEVICE)
         assert grad_weight.options(dy, grad_weight.tile_for(dy, 8))["PRECISION"] == precision
-        # no product of fp32
+        # the setting is for products in fp32, and this one is in fp16
         assert grad_weight.options(dy.half(), grad_weight.tile_for(dy.half(), 8))["PRECISION"] == "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -174,7 +174,7 @@ def test_outliers_are_exact() -> None:
 
 
 class _Made(TorchDispatchMode):
-    """The largest tensor that an op has made, in memory that is no argument's."""
+    """Records the size of the largest tensor that an op has made, unless it is in the memory of an argument."""
 
     def __init__(self, args: Args) -> None:
         super().__init__()
@@ -215,8 +215,8 @@ STORED: dict[str, tuple[str, Callable[[Tensor, Tensor], Args]]] = {
 @pytest.mark.parametrize("implementation", ["kernel", "reference"])
 @pytest.mark.parametrize("stored", STORED)
 def test_the_dense_input_is_never_made(stored: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor on the way is a quarter as large as x; without a kernel, codes have to be unpacked whole."""
-    # as on a GPU: so few tokens are not shared out, which makes a sum for each share
+    """Every tensor that is made is smaller than a quarter of x. Only the reference must unpack all codes at once."""
+    # with the GPU's smallest share there is only one share for so few tokens, and so only one sum
     monkeypatch.setattr(grad_weight, "_SHARE", dict.fromkeys(("cpu", "cuda"), 512))
     name, pack = STORED[stored]
     x, dy = torch.randn(512, 256, device=DEVICE), torch.randn(512, 8, device=DEVICE)
@@ -233,7 +233,7 @@ def test_the_dense_input_is_never_made(stored: str, implementation: str, monkeyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_linears_of_models_have_the_tiles_that_are_compiled_ahead_of_time(dtype: torch.dtype) -> None:
-    """recipes/compile_kernels.py takes rows of 4096; a launch differs from it in the tile and in nothing else."""
+    """recipes/compile_kernels.py compiles for rows of 4096. Launches for other widths could only differ in the tile."""
     dy = torch.empty(1, 1, dtype=dtype)
     for short in (False, True):
         compiled = grad_weight.tile_for(dy, 4096, short)

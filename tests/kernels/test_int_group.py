@@ -29,7 +29,7 @@ def assert_same_bits(x: Tensor, bits: int, group_size: int, channels: Tensor | N
     with poisoned():
         ours = kernel.int_group_pack(x, bits, group_size, False, channels)
     stock = reference.int_group_pack(x, bits, group_size, False, channels)
-    # a group with a NaN has no scale, and then its zero point is any number
+    # the scale of a group with a NaN is NaN, and its zero point then does not matter
     lost = stock[1].isnan()
     ours, stock = ((codes, scale, zero.masked_fill(lost, 0)) for codes, scale, zero in (ours, stock))
     for a, b in zip(ours, stock, strict=True):
@@ -55,7 +55,7 @@ def test_a_group_wider_than_a_tile(bits: int, width: int) -> None:
 
 def test_ends_of_the_range_constants_and_numbers_that_are_none() -> None:
     big = torch.finfo(torch.float32).max
-    # the interpreter knows no subnormal bf16
+    # the interpreter does not support subnormal bf16 numbers
     rows = [[0.0] * 8, [-0.0, 0.0] * 4, [3e-38, -3e-38] * 4, [big, -big] * 4, [255.0, 0.0] * 4, [-3.3] * 8]
     rows += [[x, *range(7)] for x in (torch.inf, -torch.inf, torch.nan)]
     x = torch.tensor(rows, device=DEVICE)
@@ -83,10 +83,10 @@ def test_stochastic_rounding_has_no_bias(bits: int, group_size: int) -> None:
     count = 256
     mean = draws(row.repeat(count, 1), bits, group_size).mean(0)
     step = (row.max() - row.min()) / (2**bits - 1) * 1.01
-    # a code is one of two neighbours: Hoeffding's bound for 60 means at once, once in 10^9
+    # a code is one of two neighbours, so Hoeffding's bound applies; for 60 means it fails once in 10^9 times
     bound = step * (torch.tensor(2 * 60 * 1e9).log() / (2 * count)).sqrt()
     assert bool(((mean - row).abs() <= bound).all())
-    # and all of them together, of which a bias of the same sign would be seen at once
+    # the mean over all 60 has a smaller bound, which would find a small bias of the same sign
     assert (mean - row).mean().abs() <= bound / 60**0.5
 
 
@@ -100,11 +100,11 @@ def test_stochastic_draws_follow_the_codecs_seed() -> None:
 
 
 def test_stochastic_draws_are_independent_of_each_other() -> None:
-    # halfway between two codes: one bit per element
+    # 0.5 is halfway between two codes, so each element gives one random bit
     x = torch.full((400, 64), 0.5, device=DEVICE)
     x[:, ::8], x[:, 1::8] = 0, 3
     up = (draws(x, 2, 8) > 0.5).float().view(400, 8, 8)[:, :, 2:].flatten(1)
-    # of 48 columns
+    # the largest correlation between two of 48 columns
     correlation = torch.corrcoef(up.T).fill_diagonal_(0).abs().max()
-    # a correlation of 400 draws has a deviation of 1/20; 48^2 / 2 of them, once in 10^6
+    # a correlation of 400 draws has a deviation of 1/20; the largest of 48^2 / 2 exceeds the limit once in 10^6 times
     assert correlation < 6.2 / 20

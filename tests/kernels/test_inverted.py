@@ -1,4 +1,4 @@
-"""The kernels of the activations that keep their output: the bits are the reference's, the gradients within the law."""
+"""The kernels of activations that keep their output: mask bits are the reference's, gradients are within the law."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_gradient_from_the_output(dtype: torch.dtype) -> None:
 
 
 def ends(kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Outputs at and beyond the ends of the fits, all on the right and then all on the left; inf and NaN of there."""
+    """Outputs at and beyond the ends of the fits, inf and NaN too; the first eight on the right branch, others left."""
     fit = INVERTED[kind]
     right = [fit.y_min - 1e-3, fit.y_min, 0.0, fit.split**2 + fit.y_min, fit.end**2 + fit.y_min, 1e4, torch.inf]
     left = [fit.y_min - 1e-3, fit.y_min, fit.y_min * 0.5, -1e-9, -1e-20, -0.0, 0.0]
@@ -55,7 +55,7 @@ def test_ends_of_the_branches(kind: str, dtype: torch.dtype) -> None:
     assert ours is not None and stock is not None
     assert bool((ours[4:8] == 1).all())
     assert bool(ours[-2:].isnan().all())
-    # where two pieces meet, either may be taken: each is off by 2e-5 at most
+    # where two pieces of a fit meet, either may be used: the error of each is at most 2e-5
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(ours, stock, rtol=0 if eps < 1e-6 else eps, atol=4e-5, equal_nan=True)
 

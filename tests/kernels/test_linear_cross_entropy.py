@@ -1,4 +1,4 @@
-"""The loss head's kernels: within the law, whatever the chunks, and in place."""
+"""The loss head's kernels are within the law for chunks of any size, and can write gradients in place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_lawful(name: str, args: Any, oracle: Any, terms: list[Tensor | None])
 def fwd_terms(
     h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Any, dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """What one rounding of each x - max and of each exp adds up to in the log of the sum."""
+    """The effect of one rounding of each x - max and of each exp on the logarithm of the sum."""
     x = torch.nn.functional.linear(h, weight, bias)
     for function in pointwise:
         x = function(x)
@@ -75,7 +75,7 @@ def test_grad_of_a_chunk(layout: str, in_place: bool) -> None:
     dy = kernel._softmax_grad(y, *rest, in_place)
     assert (dy.data_ptr() == y.data_ptr()) == (in_place and layout == "contiguous")
     assert dy is y or torch.equal(y, before)
-    # a softmax of a few roundings
+    # the softmax has a few roundings
     torch.testing.assert_close(dy, expected, rtol=8 * torch.finfo(torch.float32).eps, atol=2**-24)
 
 
@@ -91,7 +91,7 @@ def statistics(logits: Tensor, target: Tensor, width: int, of: Any) -> list[Tens
 @pytest.mark.parametrize("width", [5, 16])
 def test_numbers_that_are_none(end: float, width: int) -> None:
     logits = torch.randn(4, 16, device=DEVICE)
-    # in the first chunk and in the last; everywhere
+    # in the first chunk, in the last chunk, and in a whole row
     logits[0, 0] = logits[1, 15] = end
     logits[2] = end
     target = torch.tensor([0, 1, 2, 3], device=DEVICE)

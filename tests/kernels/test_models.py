@@ -1,4 +1,4 @@
-"""Whole patched models on the kernels: the loss is stock's, the gradients are within the law."""
+"""Patched models that run on the kernels: the loss is stock's, and gradients are within the law."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_loss_and_gradients(name: str, mode: str) -> None:
     assert error**0.5 <= EXACT * own**0.5
 
 
-# of each layer: what is launched for its MLP's activation, and how often
+# which kernels are launched for the activation of each layer's MLP, and how often
 PASSES = {
     "llama": {"_fwd_kernel": 1, "_bwd_kernel": 1, "_product_kernel": 0},
-    # the rebuilt result, and dx
+    # `_activation_kernel` runs for the rebuilt result, and for dx
     "gpt2-gelu-new": {"_fwd_kernel": 1, "_activation_kernel": 2},
 }
 
@@ -54,7 +54,7 @@ PASSES = {
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", PASSES)
 def test_passes_over_an_mlp(name: str, checkpointed: bool) -> None:
-    """Programs: one for the forward; the product that is made again in backward comes with its gradients."""
+    """Layers run as programs. A gated MLP's product is computed again in backward by the kernel of its gradients."""
     model, batch = on_device(BY_NAME[name], "bf16", 0)
     batch = {key: x[:1, :6] for key, x in batch.items()}
     layers = model.config.num_hidden_layers
@@ -62,12 +62,12 @@ def test_passes_over_an_mlp(name: str, checkpointed: bool) -> None:
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with use("triton"):
-        # code is written, and forms are shown
+        # the first step writes the programs' code and tries the forms of activations
         expected = step(model, batch, "bf16")
         with launched() as launches:
             loss, gradients = step(model, batch, "bf16")
     counts = Counter(name for name, _ in launches)
-    # a checkpointed layer's second forward leaves out what its backward makes again
+    # a checkpointed layer's second forward does not compute what its backward computes again
     assert {kernel: counts[kernel] for kernel in PASSES[name]} == {k: n * layers for k, n in PASSES[name].items()}
     assert torch.equal(loss, expected[0])
     assert all(torch.equal(gradients[name], expected[1][name]) for name in gradients)

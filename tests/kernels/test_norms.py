@@ -46,7 +46,7 @@ def torchs_sum(values: np.ndarray, lanes: int, warps: int) -> np.float32:
     # lanes first (block_x_reduce): those beyond 32 through shared memory
     while found.shape[1] > 32:
         found = found[:, : found.shape[1] // 2] + found[:, found.shape[1] // 2 :]
-    # then shuffles: a lane without a partner adds its own value, and is not asked any more
+    # then shuffles: a lane without a partner adds its own value, and its result is not used
     for offset in (16, 8, 4, 2, 1):
         found = found + np.concatenate([found[:, offset:], found[:, -offset:]], axis=1)
     # then warps (block_y_reduce)
@@ -71,7 +71,7 @@ def test_rms_norm_in_one_kernel_sums_as_torch_does(
     expected = np.float32(1) / np.sqrt(mean + np.float32(1e-6))
     if not torch.cuda.is_available():
         assert_equal_bits([rstd.view(-1)], [torch.from_numpy(expected)])
-        # an order of its own, not any
+        # the order is not that of several passes, whose sums differ
         assert rows < 16 or not torch.equal(rstd, passes[1])
     torch.testing.assert_close(rstd, passes[1], rtol=1e-6, atol=0)
     assert_equal_bits([y], [reference.rms_norm_rebuild(x, rstd, weight, "weight_in_fp32")])
@@ -80,7 +80,7 @@ def test_rms_norm_in_one_kernel_sums_as_torch_does(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_in_one_kernel_has_every_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "_repeats_torch", lambda x: True)
-    # one launch and no other
+    # only one kernel may be launched
     monkeypatch.setattr(rms_norm, "_rms_norm_square", None)
     monkeypatch.setattr(rms_norm, "_rebuild_kernel", None)
     for x, weight, eps, formula in samples("rms_norm_fwd", dtype, 21, 132):
@@ -91,14 +91,14 @@ def test_rms_norm_in_one_kernel_has_every_formula(dtype: torch.dtype, monkeypatc
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [128, 768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384])
 def test_this_gpu_sums_in_that_order(width: int) -> None:
-    """Where it fails RMSNorm's forward is right all the same, in several passes."""
+    """If this fails, RMSNorm's forward is still right, but runs in several passes."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows in (1, 5, 16, 100):
             assert rms_norm._probe_order(DEVICE, dtype, rows, width), (dtype, rows)
 
 
 class _OnGpu:
-    """What is looked at of a tensor before the order of its sum is tried."""
+    """The attributes of a CUDA tensor that are read before the order of its sum is tried."""
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16, contiguous: bool = True) -> None:
         self.x, self.contiguous = torch.empty(shape, dtype=dtype, device="meta"), contiguous
@@ -132,14 +132,14 @@ def test_order_is_tried_once_for_what_decides_it(monkeypatch: pytest.MonkeyPatch
     for x in (_OnGpu(20, 64), _OnGpu(20, 130), _OnGpu(0, 4096), _OnGpu(20, 20480), _OnGpu(20, 4096, contiguous=False)):
         assert not takes(x)
     assert not takes(torch.ones(20, 4096)) and len(tried) == 4
-    # one block is 512 lanes, the other 16 warps of 32: as many threads in another order
+    # for 1 row a block has 512 lanes, and for 4000 rows 16 warps of 32 lanes: as many threads in another order
     assert not takes(_OnGpu(1, 16384)) and not takes(_OnGpu(4000, 16384)) and len(tried) == 6
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not takes(_OnGpu(20, 2048)) and takes(_OnGpu(20, 4096)) and len(tried) == 6
 
 
 def test_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has one of its own; random numbers are drawn without the common generator."""
+    """A CPU sums in another order, which the probe finds out. It does not draw from the default generator."""
     state = torch.get_rng_state()
     assert torch.cuda.is_available() or not rms_norm._probe_order(torch.device("cpu"), torch.float32, 20, 1024)
     assert torch.equal(torch.get_rng_state(), state)
@@ -156,7 +156,7 @@ def test_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def norm_terms(dnormed: Tensor, dy: Tensor, normed: Tensor, rstd: Tensor, centred: bool = True) -> Terms:
-    """Of dx, dweight and dbias."""
+    """The magnitudes of the terms of dx, dweight and dbias."""
     direct = dnormed.abs()
     dx = direct + (direct * normed.abs()).mean(-1, keepdim=True) * normed.abs()
     if centred:
@@ -180,7 +180,7 @@ def layer_norm_terms(
     dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Any, needed: Any,
     dresidual: Any = None,
 ) -> Terms:  # fmt: skip
-    # a rounding of x - mean is one of the larger of the two
+    # a rounding error of x - mean is relative to the larger of the two
     normed = (x.abs() + mean.abs()) * rstd
     return norm_terms(dy * gain_of(weight), dy, normed, rstd)
 
@@ -217,7 +217,8 @@ def test_backward(name: str, case: Case) -> None:
         check(name, args, TERMS[name])
 
 
-# wider than the registers: tiles of two rows and a block that is not full, two tiles of one program
+# rows that are too wide for the registers. Seven of them need tiles of two rows, a block of columns that is not full,
+# and two tiles for one program
 WIDE = 8200
 
 
@@ -246,7 +247,7 @@ def test_backward_returns_what_is_needed(name: str, width: int) -> None:
 @pytest.mark.parametrize("width", [9, WIDE])
 @pytest.mark.parametrize("name", ["layer_norm_bwd", "rms_norm_bwd"])
 def test_gradient_beside_the_norm_is_added_in_the_same_pass(name: str, width: int) -> None:
-    """With the bits of a sum that is made afterwards."""
+    """The result has the bits of a sum that is computed afterwards."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         *args, _ = list(samples(name, dtype, 5, width))[-1]
         alone = run(name, tuple(args))

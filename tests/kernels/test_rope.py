@@ -1,4 +1,4 @@
-"""The rotary kernels: the reference's bits, the memory order of stock's results, tensors read where they are."""
+"""The rotary kernels have the reference's bits and the memory order of stock's results, and make no copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.daily(6)
 
 Case = tuple[torch.dtype, int, int]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# of x, and of cos and sin
+# the dtypes of x, and of cos and sin
 DTYPES = ((FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP32), (FP32, BF16), (BF16, FP16))
 
 
@@ -49,7 +49,7 @@ def test_shapes_and_dtypes(shape: tuple[int, ...], dtypes: tuple[torch.dtype, to
 
 
 def layouts() -> dict[str, Tensor]:
-    """[2, 3, 5, 8] in every order that models have it in, and in some that they have not."""
+    """x [2, 3, 5, 8] in every memory layout that models use, and in some that they do not use."""
     return {
         "dense": normal(2, 3, 5, 8),
         "heads after tokens": normal(2, 5, 3, 8).transpose(1, 2),
@@ -74,7 +74,7 @@ def test_layouts(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert y.stride() == expected.stride()
 
 
-# what no tile is for: the reference's function, under an explicit choice too
+# cases without a kernel: the reference's function runs, even under the choice "triton"
 ELSEWHERE: dict[str, Any] = {
     "odd width": ((2, 3, 5, 7), (1, 1, 5, 7), FP32),
     "angles per head": ((2, 3, 5, 8), (2, 3, 5, 8), FP32),
@@ -98,7 +98,7 @@ def test_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Tokens so far apart that the last begins beyond 2^31 elements; of the memory between, nothing is touched."""
+    """Tokens are so far apart that the last one begins beyond 2^31 elements. The memory between them is not touched."""
     step = 2**31 // 4 + 8
     x = torch.empty(4 * step + 8, dtype=BF16, device=DEVICE).as_strided((1, 1, 5, 8), (0, 0, step, 1))
     x.copy_(normal(1, 1, 5, 8, dtype=BF16))

@@ -1,4 +1,4 @@
-"""The kernels of kept entries: back where they were, bit by bit, in narrow rows and in wide ones."""
+"""The kernels put kept entries back into their places, bit by bit, in narrow rows and in wide ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_samples(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
         else:
             with poisoned():
                 ours = kernel.topk_grad_weight(*args)
-            # the same product of the same rows
+            # both compute the same product of the same rows
             assert torch.equal(ours, reference.topk_grad_weight(*args))
 
 
@@ -32,7 +32,7 @@ def test_samples(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
 def test_widths_of_the_index_and_of_tiles(features: int, share: float, masked: bool) -> None:
     x = torch.randn(2, features, device=DEVICE)
-    # all of them at the end, in the last tile
+    # the largest entries are at the end, in the last tile
     x[1, : -features // 8] *= 0.01
     packed = reference.topk_pack(x, int(share * features), masked)
     with poisoned():

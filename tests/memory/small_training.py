@@ -30,7 +30,7 @@ def make_batch(batch_size: int) -> dict[str, torch.Tensor]:
 
 
 def training(seed: int = 0, fits: int | None = None):
-    """A model, an optimizer, and a step that runs out of memory in the middle above a batch size."""
+    """A model, an optimizer, and a step that runs out of memory halfway if the batch has more than `fits` rows."""
     torch.manual_seed(seed)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

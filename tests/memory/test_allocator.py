@@ -1,4 +1,4 @@
-"""The ruler itself: allocator events of calls whose bytes are known."""
+"""The measurement itself: allocator events of calls whose bytes are known."""
 
 import gc
 
@@ -25,7 +25,7 @@ def test_net_is_what_is_held_and_peak_what_was_held_at_once():
 
 
 def test_blocks_of_before_are_left_out_even_at_an_address_of_an_earlier_trace():
-    # the profiler keeps a size by address; the allocator hands the same addresses out again
+    # the profiler remembers sizes by address, and the allocator uses the same addresses again
     for size in (N, 2 * N, N):
         allocator_trace(lambda size=size: [torch.empty(size) for _ in range(4)])
     held = [torch.empty(N) for _ in range(4)]
@@ -84,7 +84,7 @@ def test_kept_bytes_is_what_backward_needs_and_the_loss():
             self.logits = x.neg()
             self.loss = self.logits.exp().sum()
 
-    # exp keeps its output; the doubled x and the logits are freed; the loss is one float
+    # exp keeps its output; the logits are freed; the loss is one float
     assert kept_bytes(Output, "cpu") == x.nbytes + 4
     assert kept_bytes(lambda: Output().loss, torch.device("cpu")) == x.nbytes + 4
 

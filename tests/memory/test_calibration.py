@@ -1,4 +1,4 @@
-"""calibrate: where the bits go, what it predicts, and that the model is left as it was."""
+"""calibrate: how it distributes bits, which error it predicts, and that it does not change the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_budget_is_kept_and_used(rows: list[Sensitivity], average: float) ->
     spent = sum(row.elements * bits for row, bits in zip(rows, widths, strict=True))
     left = average * sum(row.elements for row in rows) - spent
     assert left >= -1e-6 * max(spent, 1)
-    # nothing that would still fit was left out
+    # no row could have more bits within the budget
     for row, bits in zip(rows, widths, strict=True):
         wider = [b for b in BITS if b > bits]
         assert not wider or (wider[0] - bits) * row.elements > left - 1e-6 * max(spent, 1)
@@ -39,7 +39,7 @@ def test_the_budget_is_kept_and_used(rows: list[Sensitivity], average: float) ->
 def test_more_bits_where_the_gradient_depends_on_it() -> None:
     rows = [Sensitivity("h.0", "mlp", 1000, 0.5), Sensitivity("h.1", "mlp", 1000, 0.01)]
     assert allocate(rows, 5) == [8, 2]
-    # per bit: the same error in a tenth of the elements is ten times as dear
+    # with equal errors the smaller row gets more bits, because they cost fewer bytes there
     rows = [Sensitivity("h.0", "mlp", 10_000, 0.1), Sensitivity("h.1", "norm", 1000, 0.1)]
     assert allocate(rows, 2.6) == [2, 8]
     rows = [Sensitivity("h.0", "mlp", 1000, 0.1), Sensitivity("h.1", "mlp", 1000, 0.1)]
@@ -75,7 +75,7 @@ def test_calibrate_end_to_end() -> None:
     assert found.average_bits <= 5
     assert {row.role for row in found.rows} == {"norm", "mlp"} and all(row.error > 0 for row in found.rows)
     tokens, width = BATCH["input_ids"].numel(), model.config.intermediate_size
-    # gate and up
+    # a gated MLP keeps gate and up
     assert all(row.elements == 2 * tokens * width for row in found.rows if row.role == "mlp")
     assert Calibration.from_json(found.to_json()) == found
     patch_model(model, found)
@@ -84,7 +84,7 @@ def test_calibrate_end_to_end() -> None:
 
 
 def test_the_predicted_error_is_the_measured_one() -> None:
-    """The groups' errors add up as squares; without attention's, which is not among them."""
+    """The prediction adds up the squared errors of the groups. Attention is exact here, as no group contains it."""
     model = FAMILY.build(torch.float32)
     found = calibrate(model, BATCH, 4, config=CompressionConfig())
     measured = fidelity_report(model, BATCH, found, seeds=1).relative_error
@@ -99,7 +99,7 @@ def test_under_checkpointing_it_says_that_it_sees_nothing() -> None:
 
 
 def test_the_names_are_those_of_the_model_inside_its_wrapper() -> None:
-    """Adapters that come later are patched by them."""
+    """The names have no prefix of PEFT, so that a calibration also fits a model whose adapters are added later."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(FAMILY.build(torch.float32), LoraConfig(r=4, target_modules="all-linear"))

@@ -1,6 +1,6 @@
-"""Estimates beside what the CPU's allocator shows of the real step.
+"""Estimates, compared with the CPU allocator's events of the real step.
 
-With few layers all of them are run, with more two to four stand for all.
+An estimate runs all layers of a model that has few of them. Otherwise it runs two to four layers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def real(
     checkpointing: bool = False,
     autocast: torch.dtype | None = None,
 ) -> tuple[int, int]:
-    """(kept, peak) of a step with the gradients already there, on the allocator."""
+    """(kept, peak) of a step while old gradients exist, by the allocator."""
     model = get_peft_model(model, adapters) if adapters is not None else model
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -49,7 +49,7 @@ def real(
     ids = torch.randint(3, model.config.vocab_size, (batch, length))
 
     def forward() -> Any:
-        # around the forward alone, as everybody has it: the context keeps its casts of the weights until it ends
+        # as usual, autocast is around the forward only: it keeps its casts of the weights until it ends
         with torch.autocast("cpu", autocast or BF16, enabled=autocast is not None):
             return model.train()(input_ids=ids, labels=ids)
 
@@ -132,7 +132,7 @@ def test_batch_and_sequence_sizes(family, config, batch, length):
 
 @pytest.mark.parametrize("family", BUILDS)
 def test_an_evaluation(family):
-    """With its outputs held, logits and caches among them; the layers that are not run add what others add."""
+    """Its outputs are held, such as logits and caches. Layers that are not run add as much as those that are run."""
     built = BUILDS[family](LAYERS).eval()
     several = Estimates(built, device="cpu")
     ids = torch.randint(3, built.config.vocab_size, (2, 128))
@@ -148,7 +148,7 @@ def test_an_evaluation(family):
 
 
 def test_attention_dropout_takes_the_path_of_a_cpu():
-    # the plain math, which keeps the probabilities
+    # with dropout a CPU computes attention op by op, and keeps the probabilities
     build = partial(gpt2, hidden=HIDDEN, bos_token_id=0, eos_token_id=0, attn_pdrop=0.1)
     model = build(FEW)
     found = estimate(model, batch_size=2, seq_len=128, config="stock", device="cpu")
@@ -165,7 +165,7 @@ def test_shared_prompts_are_estimated_as_if_there_were_none():
     assert any("share_prompts" in note for note in found.notes) and not alone.notes
 
 
-# all heads read one key, which is laid out like its transpose, or is broadcast to all of them
+# models whose heads all read one key: its memory layout is also that of its transpose, or it is broadcast to all heads
 ONE_KEY: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (hf.LlamaForCausalLM, {"num_key_value_heads": 1, "intermediate_size": 256}),
     "gemma3": (hf.Gemma3ForCausalLM, {"num_key_value_heads": 1, "intermediate_size": 256, "head_dim": 32}),

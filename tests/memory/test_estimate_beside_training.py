@@ -1,4 +1,4 @@
-"""An estimate runs beside a training, and beside another estimate: none of them sees anything of the others."""
+"""An estimate may run beside a training or another estimate: none of them affects the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": partial(hf.LlamaForCausalLM, LLAMA),
     "gpt2": partial(hf.GPT2LMHeadModel, GPT2),
 }
-# what was exchanged at some time: kernels, chunks, offloading, masks, the generator's state, the default dtype
+# these need other kernels, chunks, offloading, masks, generator states and default dtypes than the training beside them
 ESTIMATES: tuple[Callable[[], Estimate], ...] = (
     partial(estimate, LLAMA, batch_size=2, seq_len=32, config="int8", dtype="bfloat16"),
     partial(estimate, GPT2, batch_size=2, seq_len=32, config="exact", device="cpu", gradient_checkpointing=True),
@@ -112,7 +112,7 @@ def test_a_training_beside_estimates_is_bit_equal(name: str, preset: str) -> Non
 
 
 def attributes() -> dict[tuple[str, str], Any]:
-    """Every function and class that hangs on a module or class of torch, transformers' masks or this package."""
+    """Callable attributes of modules of torch and this package, of `masking_utils`, and of this package's classes."""
     found: dict[tuple[str, str], Any] = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in ("torch", "hf_actcompress") and name != "transformers.masking_utils":
@@ -126,13 +126,13 @@ def attributes() -> dict[tuple[str, str], Any]:
 
 
 def exchanged(before: dict[tuple[str, str], Any]) -> list[tuple[str, str]]:
-    """What is another object now, and what is gone; a module that was loaded since counts for nothing."""
+    """Attributes that are another object now, or are gone. Modules that were loaded later do not count."""
     now = attributes()
     return [key for key, value in before.items() if now.get(key) is not value]
 
 
 class Watched(hf.LlamaForCausalLM):
-    """Looks around in the forward and in the backward of the step that an estimate runs."""
+    """Calls `look` in the forward and in the backward of the step that an estimate runs."""
 
     look: Callable[[], None]
 
@@ -157,7 +157,7 @@ def test_nothing_of_the_process_is_exchanged(preset: str, device: str, monkeypat
     model = Watched(LLAMA)
     options = {"batch_size": 2, "seq_len": 16, "config": preset, "device": device, "gradient_checkpointing": True}
     before = attributes()
-    # lazy imports are done by the first one
+    # the first estimate does the lazy imports
     estimate(model, **options)
     seen.clear()
     before = attributes()
@@ -169,7 +169,7 @@ def test_the_generator_of_the_process_is_not_set_while_layers_are_computed_again
     found: list[int] = []
 
     class Reseeding(torch.nn.Identity):
-        """Does what a training beside the estimate does: moves the generator on."""
+        """Changes the state of the generator, as a training beside the estimate does."""
 
         def forward(self, input: Tensor) -> Tensor:
             found.append(torch.initial_seed())
@@ -182,7 +182,7 @@ def test_the_generator_of_the_process_is_not_set_while_layers_are_computed_again
     model.gradient_checkpointing_enable()
     torch.manual_seed(0)
     estimate(model, batch_size=2, seq_len=16, config="stock", device="cpu")
-    # in the forward and when it is computed again, it is as the last one left it
+    # in the forward and in the recomputation, each call finds the seed that the call before it has set
     assert len(found) > len(model.model.layers)
     assert [*found, torch.initial_seed()] == list(range(len(found) + 1))
 
@@ -231,11 +231,11 @@ MADE = [
     GPT2,
     hf.BertConfig(num_hidden_layers=1, architectures=["BertForMaskedLM"]),
     hf.T5Config(num_layers=1, num_decoder_layers=1),
-    # asks for the default dtype
+    # this model's code reads the default dtype
     hf.M2M100Config(encoder_layers=1, decoder_layers=1, architectures=["M2M100ForConditionalGeneration"]),
-    # takes the dtype of its config
+    # this model takes the dtype of its config
     hf.ApertusConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=VOCAB),
-    # parameters that are in fp32 whatever the dtype
+    # this model has parameters that are in fp32 whatever the dtype
     hf.MambaConfig(num_hidden_layers=1),
     hf.LlavaConfig(
         text_config={"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "vocab_size": VOCAB},

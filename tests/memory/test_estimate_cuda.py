@@ -1,7 +1,7 @@
-"""The rules of a CUDA device, beside bytes that were counted with torch's own CUDA formulas on fake CUDA tensors.
+"""The rules of a CUDA device, compared with bytes that torch's own CUDA formulas give on fake CUDA tensors.
 
-Per token and layer at batch 2 x 512 with dropout at its default; a harness outside of this project ran autograd's CUDA
-code without data, and gave the same bytes with two versions of torch and transformers.
+The figures are bytes per token and layer for 2 x 512 tokens, with dropout at its default. A program outside of this
+project ran autograd's CUDA code without data, and counted the same bytes with two versions of torch and transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIGURES = [
     (BERT, {"dtype": "float32", "autocast": "bfloat16"}, 46144),
     (GPT2, {"dtype": "bfloat16"}, 44608),
     (LLAMA, {"dtype": "bfloat16"}, 87176),
-    # fp32 with grouped heads: the math path, probabilities and all
+    # in fp32, grouped heads take the math path, which keeps the probabilities
     (LLAMA, {"dtype": "float32"}, 237576),
     (LLAMA, {"dtype": "bfloat16", "lora": 16}, 128.57 * 2**20 / (BATCH * LENGTH)),
     (BERT, {"dtype": "bfloat16", "gradient_checkpointing": True}, 2 * 768),
@@ -45,13 +45,14 @@ FIGURES = [
 @pytest.mark.parametrize(("config", "options", "figure"), FIGURES)
 def test_stock_keeps_what_a_device_keeps(config, options, figure):
     found = estimate(config, batch_size=BATCH, seq_len=LENGTH, config="stock", **options)
-    # a generator's state per call of a fused op, in blocks of 512 bytes, is no figure per token
+    # each call of a fused op keeps a generator's state in a block of 512 bytes, which does not grow with the tokens
     assert found.kept_per_layer / (BATCH * LENGTH) == pytest.approx(figure, rel=2e-4)
 
 
 @pytest.mark.parametrize(
     ("config", "figure"),
-    # norm inputs, q, k, v and the output, MLP pre-activations, and statistics; Llama: 4 + 4 + 2 x 0.25 + 4 x 2.75 h
+    # a layer keeps norm inputs, q, k, v and attention's output, MLP pre-activations, and statistics; for Llama this is
+    # 4 + 4 + 2 x 0.25 + 4 x 2.75 h
     [(BERT, 20.09), (LLAMA, 19.5)],
 )
 def test_patched_models_keep_the_floor_on_a_device(config, figure):
@@ -66,11 +67,12 @@ def test_a_chunk_of_logits_is_counted_beside_the_gradients_of_the_head():
         h, weight = (torch.empty(rows, hidden, dtype=torch.bfloat16) for rows in (tokens, vocab))
         target, row = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens)
         backward = device_rules().function("linear_cross_entropy_bwd")
-        # computed, and then known
+        # the first result is computed, and the second one is remembered
         for _ in range(2):
             allocator.forget()
             grads = backward(row, h, weight, None, target, row, row, (), (True, True, False))
-            # h's in fp32, the weight's; as many logits as the hidden states have elements, and the chunk's own product
+            # held are the gradients of h, in fp32, and of the weight. At the peak there are also a chunk of as many
+            # logits as the hidden states have elements, and the chunk's own product
             kept = 4 * tokens * hidden + 2 * vocab * hidden
             assert allocator.live_bytes == kept
             assert allocator.peak_bytes == kept + 2 * tokens * hidden + 2 * hidden * hidden
@@ -91,7 +93,7 @@ def test_flash_attention_adds_up_in_fp32_and_by_heads_in_its_backward(key_heads,
             dout, q, k, v, out, lse, None, None, rows, rows, 0.0, True, seed, seed, scale=None
         )
     assert allocator.live_bytes == q.nbytes + 2 * k.nbytes == sum(x.nbytes for x in grads)
-    # 200 rows are 256 in memory; 80 features are 96, and 160 are 192
+    # in memory, 200 rows are padded to 256, 80 features to 96, and 160 features to 192
     in_fp32 = 4 * 2 * heads * 256 * (1 + (96 if features == 80 else 192))
     by_heads = 2 * q.nbytes if key_heads < heads else 0
     assert allocator.peak_bytes == allocator.live_bytes + in_fp32 + by_heads
@@ -170,7 +172,7 @@ def test_the_values_are_those_of_the_stock_dropout_and_its_mask_one_byte():
 
 
 def test_autocast_comes_before_the_choice_of_the_attention_kernel():
-    # rotary embeddings hand out fp32, which autocast casts: flash, and no probabilities
+    # rotary embeddings return fp32, which autocast casts to bf16: flash attention runs, and keeps no probabilities
     options = {"batch_size": BATCH, "seq_len": LENGTH, "config": "exact"}
     mixed, half = (
         estimate(LLAMA, dtype="float32", autocast="bfloat16", **options),
@@ -187,5 +189,5 @@ def test_a_mask_that_a_model_makes_itself_is_skipped_where_it_hides_nothing():
     short, long = (
         estimate(config, batch_size=1, seq_len=size, config="stock", dtype="bfloat16") for size in (512, 1024)
     )
-    # a mask of the decoder would have a byte for every two tokens
+    # a mask of the decoder would grow with the square of the tokens
     assert long.kept_bytes < 2.01 * short.kept_bytes

@@ -1,4 +1,4 @@
-"""One process under DistributedDataParallel, beside what that allocates."""
+"""Estimates for one process under DistributedDataParallel, compared with what that allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of mixtures of experts beside what the CPU's allocator shows of the real step."""
+"""Estimates of mixtures of experts, compared with the CPU allocator's events of the real step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Estimates of models 16 times as large as what was run, beside the allocator's events of the real step.
+"""Estimates of models up to 16 times as large as what was run, compared with the allocator's events of the real step.
 
-Only the depth is extrapolated, from two to four layers, or two to four periods where kinds of layers take turns; a
-batch and a sequence of whatever size are run as they are.
+Only the depth is extrapolated: from two to four layers, or from two to four periods if layers of different kinds
+alternate. Batches and sequences are run at their full size.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def test_an_encoder_and_a_decoder():
 
 @pytest.mark.parametrize(("family", "checkpointing", "device"), [("bert", False, "cuda"), ("llama", True, "cpu")])
 def test_what_estimates_share_changes_no_byte(family, checkpointing, device):
-    """Two depths after the first of several, what kernels were found to make, and copies that ran another batch.
+    """After its first estimate, an `Estimates` runs only two depths, and it remembers what kernels return.
 
-    One of the codecs learns in training.
+    It also uses copies of the model that ran another batch. One of the codecs learns in training.
     """
     model, length = BUILDS[family](TIMES * FEW, hidden=64), 32
     several = Estimates(model, device=device)
@@ -104,18 +104,19 @@ def test_what_estimates_share_changes_no_byte(family, checkpointing, device):
             options = {"batch_size": batch, "seq_len": length, "gradient_checkpointing": checkpointing}
             alone = estimate(model, config=config, device=device, **options)
             if batch == 5:
-                # without roles first, from copies that have them
+                # first without roles, from copies that were made with roles
                 assert several.device_bytes(batch, length, config, checkpointing) == alone.device_bytes
             assert several.replayed(batch, length, config, checkpointing) == alone
             assert several.device_bytes(batch, length, config, checkpointing) == alone.device_bytes
 
 
 class Depths:
-    """A stand-in for steps: bytes by depth, and the depths that were asked for.
+    """A substitute for a model's steps, which computes bytes from the depth and records the depths that are asked for.
 
     Args:
-        kept: Of so many layers.
-        before, at_loss, after: What is alive in the first layers, above what is kept at the loss, and at the end.
+        kept: A function of the number of layers: the bytes that these keep.
+        before, at_loss, after: Bytes that are alive before the layers, at the loss beside what is kept, and at the end.
+        hidden: A peak of so many bytes per layer, which is not in the timelines.
     """
 
     def __init__(self, kept: Any, before: int, at_loss: int, after: int, hidden: int = 0) -> None:
@@ -126,7 +127,7 @@ class Depths:
         layers = [self.kept(i) for i in range(n + 1)]
         forward = [self.before, *layers]
         backward = [layers[-1] + self.at_loss, *layers[::-1], self.after]
-        # a peak that no allocation shows
+        # a peak that the timelines do not show
         peak = max(*forward, *backward, self.hidden * n)
         return FakeStep(self.kept(n), peak, {"norm": self.kept(n)}, forward, backward)
 
@@ -151,7 +152,7 @@ LINE, BEND = (lambda n: 7 * n + 5), (lambda n: 7 * n + 5 + (n > 3))
         (Depths(BEND, 1, 9, 1), None, [2, 3, 4, 20]),
         (Depths(LINE, 1, 9, 1), True, [2, 3]),
         (Depths(LINE, 1, 9, 1), False, [20]),
-        # the peak of few layers is not that of many
+        # the peak of a few layers is at another place than that of many
         (Depths(LINE, 1, 9, 120), None, [2, 3, 4]),
         (Depths(LINE, 90, 9, 1), True, [2, 3]),
         (Depths(LINE, 1, 9, 1000), True, [2, 3]),

@@ -1,6 +1,6 @@
 """Estimates for one process of several, against the allocator's events of a model that FSDP2 has sharded.
 
-Both sides use torch's fake process group: the tensors of the truth are real, its collectives move nothing.
+Both sides use torch's fake process group. The measured model has real tensors, but its collectives transfer nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def truth(
         step()
         peak = measure_step(step, "cpu").peak_bytes
         weights = sum(p.to_local().nbytes for p in model.parameters())
-        # last: a forward alone leaves gathered weights behind
+        # this comes last, because a forward without a backward leaves gathered weights behind
         kept = kept_bytes(lambda: model(input_ids=ids, labels=ids), "cpu")
         return kept, peak, weights
 

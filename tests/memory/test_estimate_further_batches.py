@@ -1,4 +1,4 @@
-"""A further batch of a model under a config: its two layers are run once, and say what all others add."""
+"""A further batch size for the same model and config: a model of two layers is run once and shows what others add."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest
     for batch, length in ((20, 32), (3, 48)):
         ran.clear()
         found = several.device_bytes(batch, length, preset, checkpointing)
-        # checkpointed layers take other turns in backward with a batch of 20
+        # the backward of checkpointed layers has other allocations with a batch of 20, so one more step may be run
         assert len(ran) <= 1 + checkpointing
         alone = estimate(
             config, batch_size=batch, seq_len=length, config=preset, gradient_checkpointing=checkpointing, **options
@@ -54,12 +54,12 @@ def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest
         assert found == alone.device_bytes
 
 
-# what a layer's backward makes beside what is kept
+# bytes that a layer's backward has allocated at each of its places, beside what is kept
 _WORK = (3, 8, 1, 5, 2)
 
 
 def step(layers: int, layer: int, head: int, turns: int = 1) -> FakeStep:
-    """Of layers that each keep so much, with a head in so many turns."""
+    """A step of `layers` layers that keep `layer` bytes each, and of a head with so many allocations (`turns`)."""
     forward = [7, *(7 + layer * i + more for i in range(layers) for more in (layer, layer // 2))]
     kept = 7 + layer * layers
     backward = [kept + head] * turns + [kept - layer * i + more for i in range(layers) for more in _WORK] + [9]
@@ -70,14 +70,14 @@ def test_where_the_units_are() -> None:
     base, longer = step(2, 8, 5), step(3, 8, 5)
     unit = unit_of(base, longer, growth_of(base, longer))
     assert unit is not None and unit.apart == len(_WORK) == len(unit.places)
-    # a head of more turns moves nothing that is counted
+    # more allocations of the head do not change the result
     found, expected = (unit.growth(step(2, 80, 50, 4)), growth_of(step(2, 80, 50, 4), step(3, 80, 50, 4)))
     assert found is not None and (found.forward, found.backward) == (expected.forward, expected.backward)
     assert found.step.kept == expected.step.kept == 80
 
 
 def test_what_a_unit_leaves_behind_is_followed() -> None:
-    """Two bytes of each layer until the end of the backward, where the peak of many layers is."""
+    """Each layer leaves two bytes allocated until the end of the backward, where the peak of many layers is."""
 
     def leaves(layers: int) -> FakeStep:
         found = step(layers, 8, 5)
@@ -97,11 +97,11 @@ def test_what_has_another_form_is_run() -> None:
     unit = unit_of(base, longer, growth_of(base, longer))
     assert unit is not None
     other = step(2, 80, 50)
-    # an allocation more in the one layer's backward or in the other's
+    # one more allocation in the backward of either layer
     for place in (3, 8):
         backward = [*other.backward[:place], 1000, *other.backward[place:]]
         assert unit.growth(FakeStep(other.kept, 1000, {}, other.forward, backward)) is None
-    # nothing at all
+    # a step without layers
     assert unit.growth(FakeStep(7, 7, {}, [7], [7])) is None
     # layers of two kinds
     uneven = FakeStep(0, 0, {}, base.forward, [28, 27, 30, 20, 26, 22, 18, 20, 12, 18, 14, 9])
@@ -109,7 +109,7 @@ def test_what_has_another_form_is_run() -> None:
 
 
 def test_the_guess_at_the_largest_batch() -> None:
-    """A batch of 2: 100 bytes of a weight's size stay, and what a batch keeps and works in grows with it."""
+    """The step has a batch of 2. The 100 bytes of a weight's size do not grow with the batch, and all others do."""
     weight = torch.empty(25)
     sizes = [100, 30, 40, -40, 20, -20, -30, -100]
     history = History(sizes, (1, 2, 3, 5), 4, (), [*range(len(sizes))], frozenset())

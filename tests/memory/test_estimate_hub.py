@@ -1,4 +1,4 @@
-"""A model of the hub by its name: with a connection, without one, and where the hub says no."""
+"""A model of the hub by its name: with a connection, without one, and if the hub refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def answers(monkeypatch, error: Exception | None) -> list[dict[str, Any]]:
-    """The hub answers so; the attempts."""
+    """Let the hub raise `error`, or answer if that is None. Returns a list that gets every attempt."""
     asked: list[dict[str, Any]] = []
 
     def metadata(url: str, **options: Any) -> object:
@@ -59,7 +59,7 @@ def save_in(cache: Any) -> Any:
 
 
 def test_without_a_connection_it_is_said_at_once(cache, monkeypatch):
-    """A ConnectionError is no OSError of the hub's own: any error of the attempt counts."""
+    """Any error of the attempt counts, whatever its type, because libraries raise different ones."""
     asked = answers(monkeypatch, RuntimeError("Name or service not known"))
     start = time.monotonic()
     with pytest.raises(ModelConfigError, match="path to a config.json"):
@@ -103,7 +103,7 @@ def test_what_the_hub_says_is_left_to_transformers(cache, monkeypatch, answer, s
     answers(monkeypatch, answer)
 
     def refuse(name: str, **options: Any) -> Any:
-        # False, in so many words: without it transformers asks on the console
+        # False must be passed explicitly: without it transformers asks the user on the console
         assert (name, options) == (NAME, {"trust_remote_code": False})
         raise OSError(said)
 

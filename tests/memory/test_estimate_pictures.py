@@ -74,7 +74,7 @@ CONFIGS = {
 
 
 def _batch(model: Any) -> dict[str, torch.Tensor]:
-    """Real values in the shapes that the estimate has, and so many placeholders as the picture has tokens."""
+    """A batch with real values in the shapes that the estimate uses, and a placeholder for each token of a picture."""
     batch = pictures(model, ROWS, TOKENS)
     ids = torch.randint(0, 900, (ROWS, TOKENS))
     for name, x in batch.items():
@@ -126,7 +126,7 @@ def test_kept_bytes_and_peak(name: str, preset: str | None) -> None:
 @pytest.mark.parametrize("lora", [None, 4])
 @pytest.mark.parametrize("name", ["llava", "qwen2-vl"])
 def test_deeper_ones(name: str, lora: int | None) -> None:
-    """Some towers give the output of a layer that is found by its number from the end; all of such a tower is run."""
+    """Some towers return the output of a layer that is counted from the end; all layers of such a tower are run."""
     config = CONFIGS[name]()
     config.text_config.num_hidden_layers = 7
     config.text_config.layer_types = ["full_attention"] * 7

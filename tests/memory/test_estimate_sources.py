@@ -1,4 +1,4 @@
-"""What an estimate can be asked of, what it leaves alone, and what it says of a model that it cannot have."""
+"""From what an estimate can be made, what it must not change, and what it says if it cannot load a model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_layers_of_two_kinds_in_turn():
 
 @pytest.mark.parametrize("config", ["stock", "exact"])
 def test_a_vocabulary_of_many_chunks(config):
-    """Of the chunks of logits an estimate runs the first ones and the last."""
+    """An estimate runs only the first chunks of logits and the last one."""
     options = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20000, **options)).train()
     found = estimate(model, batch_size=2, seq_len=128, config=config, device="cpu")
@@ -107,7 +107,7 @@ def test_a_module_is_left_as_it_was():
 
 def test_nothing_is_said_of_a_lossy_preset_before_it_is_used(caplog):
     model = BY_NAME["llama"].build()
-    # said once per process
+    # the message is logged once per process
     _say_once.cache_clear()
     estimate(model, **SIZES, config=CompressionConfig(mlp="int2"))
     assert not caplog.records
@@ -168,7 +168,7 @@ def test_what_the_optimizers_own_step_takes(name, cuda, make, dtype, rows):
 
 def test_the_optimizers_step_counts_where_it_takes_more_than_the_backward():
     model = BY_NAME["bert"].build()
-    # states that are many times as large as activations
+    # optimizer states are many times as large as the activations of so few tokens
     large, small = (
         estimate(model, batch_size=1, seq_len=4, optimizer=name, device="cuda") for name in ("adamw_torch", "adamw")
     )

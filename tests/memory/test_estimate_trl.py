@@ -1,4 +1,4 @@
-"""Estimates with the loss of TRL's trainers, beside the allocator's events of TRL's own head."""
+"""Estimates with the loss of TRL's trainers, compared with the allocator's events of TRL's own head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_actcompress.models.adapters import with_lora
 from tests.slopes import bert, llama
 
 ROWS, TOKENS = 2, 64
-# without Triton, TRL's own code makes copies of its tile, as wide as the vocabulary, which a GPU's does not
+# a small vocabulary: without Triton, TRL copies its tiles, which are as wide as the vocabulary; on a GPU it does not
 LLAMA = partial(llama, 3, hidden=256, vocab_size=128, pad_token_id=0)
 
 

@@ -1,6 +1,6 @@
 """Estimates of models with the vocabularies that they are shipped with, where the logits are most of the peak.
 
-Width, depth and the number of tokens are cut, so that a step of each fits any machine.
+Width, depth and the number of tokens are small, so that any machine can run a step of each.
 """
 
 from __future__ import annotations
@@ -54,5 +54,6 @@ def test_a_codec_leaves_logits_that_are_capped_alone(config: str) -> None:
     model = build()
     logits = BATCH * LENGTH * model.config.vocab_size * 4
     _, peak = real(model, config, BATCH, LENGTH)
-    # their tanh, which the model's graph holds, and the result; the head's own are written over
+    # two tensors of the logits' size: their tanh, which the model's graph holds, and the result; the head overwrites
+    # its own logits
     assert peak < 2.1 * logits

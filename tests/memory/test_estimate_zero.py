@@ -1,4 +1,4 @@
-"""One process of several under ZeRO, against the sums of its paper and of DeepSpeed's documented defaults.
+"""Estimates for one process of several under ZeRO, compared with its paper and with DeepSpeed's documented defaults.
 
 DeepSpeed is not installed and needs a GPU: nothing here is measured.
 """
@@ -36,7 +36,7 @@ def test_states_of_the_paper(stage: int, processes: int, published: float) -> No
     """arXiv 1910.02054, table 1: gigabytes of a model of 7.5 billion parameters with Adam in mixed precision."""
     found = Zero(stage, processes).states(of_one_tensor(7_500_000_000), SETTING, optimizer_rule("adamw"))
     assert sum(found[:3]) / 1e9 == pytest.approx(published, abs=0.06)
-    # of one tensor that is larger than what may be live
+    # the only tensor is larger than the limit for live parameters, and is gathered all the same
     assert found.workspace == 2 * (BUCKET + (7_500_000_000 if stage == 3 else 0))
 
 
@@ -82,7 +82,7 @@ def test_mixed_precision_is_weights_of_16_bits() -> None:
 def test_adapters_are_all_that_is_divided_in_stage_2() -> None:
     model = LLAMA().bfloat16()
     alone, found = (estimate(model, lora=4, **options) for options in (SIZES, {"zero": 2, "processes": 2, **SIZES}))
-    # in fp32 by peft, in bf16 by DeepSpeed
+    # PEFT has adapters in fp32 and DeepSpeed in bf16, divided between two processes
     assert found.gradients_bytes == pytest.approx(alone.gradients_bytes / 4, abs=2)
     assert alone.weights_bytes - alone.gradients_bytes < found.weights_bytes < alone.weights_bytes
 

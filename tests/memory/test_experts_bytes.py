@@ -1,4 +1,4 @@
-"""Mixtures of experts at the proportions that users have: bytes per token and layer in units of the hidden size."""
+"""Mixtures of experts in the proportions of real models: bytes per token and layer in units of the hidden size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def mixtral(layers: int) -> Any:
     )  # fmt: skip
 
 
-# in bytes, two per element: the floor of exact is 12.5 and 18.5 tensors of the hidden states' size
+# limits in bytes, with two bytes per element; the least that `exact` can keep is 12.5 and 18.5 tensors of the hidden
+# states' size
 LIMITS = [(qwen3_30b, 90, 27, 16.5), (mixtral, 80, 38.5, 21)]
 
 

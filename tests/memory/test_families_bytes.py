@@ -1,6 +1,6 @@
-"""What the other families keep per layer, in bf16, patched beside stock; counted on the allocator.
+"""What the other families keep per layer in bf16, patched and stock, counted by the allocator.
 
-Small configs in the proportions of the real ones. Dropout at its default, attention dropout 0.
+The configs are small, in the proportions of the real ones. Dropout has its default value, attention dropout is 0.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ROWS = [
     _row("mistral-window", "MistralForCausalLM", "MistralConfig", **_LLAMA, sliding_window=128),
     _row("gemma", "GemmaForCausalLM", "GemmaConfig", **_LLAMA, head_dim=64),
     _row("phi3", "Phi3ForCausalLM", "Phi3Config", **_LLAMA, bos_token_id=1, eos_token_id=2),
-    # stock keeps only 28 h: of a ReLU autograd keeps the output, which the next linear shares. the floor is 20 h; the
-    # layer's two dropouts are function calls, whose masks the net keeps as bits
+    # stock keeps only 28 h, because autograd keeps the output of a ReLU, which the next linear keeps anyway. The least
+    # is 20 h. The layer's two dropouts are function calls, whose masks the option `net` keeps as bits
     _row(
         "opt", "OPTForCausalLM", "OPTConfig", ratio=0.75, vocab_size=VOCAB, hidden_size=H, word_embed_proj_dim=H,
         num_attention_heads=4, ffn_dim=4 * H, use_cache=False,
@@ -102,7 +102,7 @@ def test_functional_dropout_of_opt_costs_states():
                 module.dropout = 0.0
         return patch_model(model)
 
-    # two states of a CPU's generator per layer, for 2 x 512 tokens of 256
+    # a layer keeps two states of the CPU's generator; the figure is for 2 x 512 tokens of 256 features
     with_dropout = slope(opt.build, prepare=patch_model).kept
     states = 2 * torch.get_rng_state().numel() / (2 * 512 * 256)
     assert with_dropout - slope(opt.build, prepare=without_dropout).kept == pytest.approx(states)

@@ -1,4 +1,4 @@
-"""fidelity_report: exact is exact, the figures are the gradients', and nothing is left behind."""
+"""fidelity_report: `exact` has no error, the figures agree with the gradients, and the model is not changed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_stochastic_rounding_averages_out() -> None:
     config = CompressionConfig(mlp="int4_stochastic")
     few, many = (fidelity_report(model, BATCH, config, seeds=n) for n in (1, 16))
     assert few.bias == pytest.approx(few.relative_error)
-    # independent draws: the error of their mean falls as 1 / sqrt(n)
+    # draws are independent, so the error of their mean falls as 1 / sqrt(n)
     assert many.bias < 0.5 * many.relative_error
 
 

@@ -1,4 +1,4 @@
-"""The search itself, against oracles that try everything; what it reports and refuses."""
+"""find_batch_size: its search, compared with measured peaks and exact formulas; its report, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.memory.small_training import LENGTH, make_batch, training
 
 
 def true_peak(batch_size: int) -> int:
-    """All that is there at the highest point of the first two steps."""
+    """All bytes that are allocated at the highest point of the first two steps."""
     model, optimizer, step = training()
     batch = make_batch(batch_size)
     peaks = []
@@ -135,7 +135,7 @@ def test_out_of_memory_errors_are_told_from_others():
     st.booleans(),
 )  # fmt: skip
 def test_the_search_is_exact_for_affine_peaks(state, slope, offset, room, start, measured):
-    """Whether the peak of what does not fit is known (a byte budget) or not (a card that ran out)."""
+    """The peak of a batch that does not fit may be known (with a byte budget) or not (on a card that ran out)."""
     limit = state + offset + slope + room
     best = (limit - state - offset) // slope
     search = Search(start, None, 12)
@@ -148,7 +148,7 @@ def test_the_search_is_exact_for_affine_peaks(state, slope, offset, room, start,
     assert found <= best
     if search.settled(limit):
         assert found == best
-    # growth is bound to 16 times per trial
+    # a trial may be at most 16 times as large as the one before
     assert search.settled(limit) or best > 16 * start or not measured
 
 
@@ -170,7 +170,7 @@ def test_on_a_card_without_a_budget():
 
 
 def test_the_longest_samples_of_a_data_set():
-    """Collated as in the training; a short data set is gone through again; what has no length is refused."""
+    """Samples are collated as in the training. A short data set is repeated. Samples without a length are refused."""
     data = [{"input_ids": list(range(n)), "size": 10 - n} for n in (3, 7, 1, 5)]
 
     def collate(samples):

@@ -48,8 +48,8 @@ def kept(model: str, dtype: torch.dtype, prepare: Any = None, autocast: bool = F
     return slope(build, dtype, prepare=prepare or (lambda stock: stock), autocast=autocast).kept
 
 
-# the ruler: the same stock figures as a count of the saved tensors by hand gives. for BERT in bf16 that is 36 h and
-# mean, rstd and logsumexp
+# a check of the measurement: stock's figures are those of a count of the saved tensors by hand. For BERT in bf16 that
+# is 36 h, and mean, rstd and logsumexp
 STOCK = [
     ("bert", BF16, None, 36.07),
     ("gpt2-new", BF16, None, 60.07),
@@ -130,8 +130,8 @@ def test_autocast_keeps_no_copies_of_weights(model):
 def test_peak_of_forward_and_backward_falls_with_what_is_kept(model):
     build = partial(BUILDS[model], hidden=256)
     stock, ours = slope(build, peak=True, length=192), slope(build, prepare=patch_model, peak=True, length=192)
-    # what grows with depth is what is kept; the workspace of one layer's backward is in the intercept. the 5% are for
-    # an allocation that happens to be live at one model's peak and not at the other's
+    # only kept bytes grow with the depth, and the workspace of one layer's backward does not. The 5% allow for an
+    # allocation that is alive at one model's peak and not at the other's
     assert stock.peak - ours.peak >= 0.95 * (stock.kept - ours.kept)
 
 
@@ -148,5 +148,5 @@ def checkpointed(model: Any, order: str) -> Any:
 @pytest.mark.parametrize("model", ["bert", "gpt2-new", "llama"])
 def test_under_gradient_checkpointing_a_layer_keeps_its_input(model, order):
     build = partial(BUILDS[model], hidden=256)
-    # bf16 input of the layer: 2 h; beside it the RNG state of 5,056 bytes, 0.02 h at this size
+    # a layer keeps its bf16 input, 2 h, and the RNG state of 5,056 bytes, 0.02 h at this size
     assert slope(build, prepare=partial(checkpointed, order=order)).kept == pytest.approx(2.0, abs=0.03)

@@ -1,4 +1,4 @@
-"""memory_report: its bytes are the allocator's, its advice is measured, and the model does not notice."""
+"""memory_report: its bytes are the allocator's, its advice agrees with measurements, and the model is not changed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch(padded: bool = False) -> dict[str, torch.Tensor]:
 
 
 def advice(model: Any, inputs: dict[str, torch.Tensor] | None = None) -> dict[str, int]:
-    """Bytes by the first word that tells the rows apart."""
+    """The bytes of each row of advice, by a word that only this row has."""
     report = memory_report(model, inputs or batch())
     keys = ("use_cache", "probabilities", "function", "mask", "adapters", "logits")
     return {next(key for key in keys if key in row.what): row.bytes for row in report.advice}
@@ -201,7 +201,7 @@ def test_advice_on_eager_attention():
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_advice_on_a_mask_per_layer(name):
     model = build(name)
-    # of two layers' copies one is spare
+    # two layers have a copy each, and one copy would be enough
     assert advice(model, batch(padded=True))["mask"] == 2 * LENGTH * LENGTH * 2
     assert "mask" not in advice(model)
     assert "mask" not in advice(patch_model(model), batch(padded=True))

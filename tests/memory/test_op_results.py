@@ -1,4 +1,4 @@
-"""What an op is known to make is what torch makes of such arguments, in an estimate's fake tensors."""
+"""Remembered results of ops on an estimate's fake tensors are what torch returns for such arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_actcompress.memory.estimation.fake_step.op_results import OpCalls, OpRes
 from hf_actcompress.private_apis import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
-# op -> its arguments behind a tensor [4, 6]
+# op -> its arguments after the first one, which is a tensor [4, 6]
 OPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pointwise": (aten.mul.Tensor, (2.0,)),
     "a sum": (aten.sum.default, ()),
@@ -76,7 +76,7 @@ def test_an_op_that_gives_an_argument_another_shape_is_asked_of_torch() -> None:
             x, out = torch.empty(rows, 6), torch.empty(out_rows, 6)
             assert calls(aten.mul.out, (x, x), {"out": out}) is out
             assert out.shape == (rows, 6) and out.untyped_storage().nbytes() == rows * 6 * 4
-    # only of the last one it is not known what it returns
+    # only the result of the last call is not remembered
     assert [found is None for found in known.values()] == [False, False, True]
 
 

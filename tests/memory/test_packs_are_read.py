@@ -18,7 +18,7 @@ INT8 = CompressionConfig(**{**vars(PRESETS["int8"]), "loss_head": False})
 
 
 class Packs:
-    """What an int_group codec packed, by the memory of its codes, and which of it was read."""
+    """Records what `IntGroup` codecs pack, by the address of the codes, and which packs are read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.packed: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
@@ -31,7 +31,7 @@ class Packs:
             result = method(codec, *args)
             if name == "pack":
                 codes = result[0][0]
-                # held, so that the memory is not used again for other codes
+                # the codes are held, so that their memory is not used again for other codes
                 self.packed[codes.data_ptr()] = codes, tuple(args[0].shape)
             elif result is not None:
                 tensors = args[0] if name == "unpack" else args[1]

@@ -1,4 +1,4 @@
-"""The papers' own settings, by the bytes that are saved for backward: at full size, on tensors without data.
+"""Bytes that are saved for backward in the papers' own settings: at full size, on tensors without data.
 
 Inverted Activations report BERT-base at 16 x 512 tokens in fp32 with 23.1% less, and a Mistral-7B in 4-bit weights at
 1 x 4096 tokens with 15.7% less, after a forward. Tempo's four techniques are about BERT-large with eager attention.
@@ -32,7 +32,7 @@ _DROPOUT = nn.functional.dropout.__code__
 
 
 class _Saved:
-    """In place of a saved tensor; it dies with the graph node."""
+    """Stands for a saved tensor, and is freed together with the graph node."""
 
     def __init__(self, x: Tensor, in_dropout: bool) -> None:
         self.x, self.in_dropout = x.detach(), in_dropout
@@ -66,7 +66,7 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 
 def invert_activations(model: nn.Module) -> int:
-    """Inverted Activations and nothing else: the activations are patched one by one, all around them is stock."""
+    """Patch the activations one by one. Everything else stays stock, so only Inverted Activations are measured."""
     kinds = (hf.activations.GELUActivation, hf.activations.SiLUActivation)
     activations = [m for m in model.modules() if type(m) in kinds]
     for activation in activations:
@@ -90,7 +90,7 @@ def test_inverted_activations_on_bert_base(dropout: float) -> None:
     assert invert_activations(model) == 12
     with without_data:
         ours = saved_bytes(model, lambda: model(input_ids=ids).last_hidden_state)
-    # per layer: 4 h activations of 4 bytes go, a bit each comes
+    # in each layer, 4 h elements of 4 bytes are no longer kept, and one bit is kept for each of them
     assert stock - ours == 12 * 16 * 512 * 4 * 768 * (32 - 1) // 8
     assert 1 - ours / stock >= 0.231
     per_token_and_layer = stock / (16 * 512 * 12 * 768)
@@ -108,10 +108,10 @@ class Block:
     """One decoder layer of Mistral-7B at 1 x 4096 tokens.
 
     Args:
-        dtype: Of the activations.
-        frozen: As 4-bit weights are: those of the linear layers need no gradient, so these keep no inputs.
-        stock: What stock keeps in bytes per token and h.
-        less: The share of it that Inverted Activations do not keep.
+        dtype: The dtype of the activations.
+        frozen: Whether weights of linear layers need no gradient, as 4-bit weights; the layers then keep no inputs.
+        stock: Bytes per token and h that stock keeps.
+        less: The share of these bytes that Inverted Activations do not keep.
     """
 
     dtype: torch.dtype
@@ -131,18 +131,19 @@ class Block:
 
     def kept(self, layer: Any) -> float:
         """Bytes per token and h."""
-        # the output of the layer before
+        # x is the result of an op, as the output of a layer before is
         x = torch.zeros(1, TOKENS, WIDTH, dtype=self.dtype, requires_grad=True) * 1
         cos, sin = (torch.zeros(1, TOKENS, 128, dtype=self.dtype) for _ in range(2))
         saved = saved_bytes(layer, lambda: layer(x, position_embeddings=(cos, sin)))
-        # which all layers share
+        # cos and sin are not counted, because all layers share them
         return (saved - cos.nbytes - sin.nbytes) / (TOKENS * WIDTH)
 
 
-# with h = 4096, the MLP 3.5 h wide and k, v 0.25 h: in fp32 two tensors of h for each norm, their outputs, q, k, v and
-# the attention's output (2.5), and four of the MLP's width, of which the product only for a weight that trains
+# h is 4096, the MLP 3.5 h wide, and k and v 0.25 h each. In fp32 a layer keeps two tensors of h for each norm; q, k, v
+# and attention's output (2.5 h); and three tensors of the MLP's width. If the weights of linear layers are trained, it
+# also keeps the outputs of the norms and the MLP's product
 BLOCKS = (
-    # the paper's own: the notebook loads 4-bit weights and computes in fp32, and replaces SiLU by GELU, as wide
+    # the paper's setting: its notebook loads 4-bit weights, computes in fp32, and replaces SiLU by GELU of equal width
     Block(FP32, True, stock=4 * (2 * 2 + 2.5 + 3 * 3.5), less=0.157),
     Block(FP32, False, stock=4 * (2 * 2 + 2 + 2.5 + 4 * 3.5), less=0.150),
     # the norms keep an fp32 copy
@@ -159,7 +160,7 @@ def test_inverted_activations_on_a_mistral_block(block: Block) -> None:
     assert invert_activations(layer) == 1
     with without_data:
         ours = block.kept(layer)
-    # rstd and logsumexp
+    # the rest is rstd and logsumexp
     assert block.stock <= stock <= block.stock + 0.1
     assert stock - ours == 3.5 * (block.dtype.itemsize - 1 / 8)
     assert 1 - ours / stock >= block.less
@@ -172,7 +173,7 @@ HEADS, LENGTH = 16, 512
 
 
 def bert_large(layers: int) -> Any:
-    """Eager attention, dropout 0.1 after the attention's softmax and elsewhere."""
+    """BERT-large with eager attention, and with dropout 0.1, also after attention's softmax."""
     model = bert(layers, hidden=1024, attn_implementation="eager")
     for module in model.modules():
         if isinstance(module, modeling_bert.BertSelfAttention):
@@ -193,17 +194,17 @@ class Kept:
 
     @property
     def stock(self) -> float:
-        """The probabilities before and after their dropout. Softmax keeps its output alone: so has torch since 1.11."""
+        """With the probabilities before and after their dropout. Since torch 1.11 softmax keeps only its output."""
         return 4 * (3 + 1 + 1 + 1 + 4 + 4 + 2) + self.probabilities * (4 + 4) + self.mask * (self.probabilities + 2)
 
     @property
     def tempo(self) -> float:
-        """GELU by its output and a bit, the norms by their outputs, the dropped probabilities and all masks rebuilt."""
+        """With the output of GELU and a bit, and the norms' outputs. Dropped probabilities and masks are rebuilt."""
         return 4 * (3 + 1 + 1 + 1 + 4) + 4 / 8 + self.probabilities * 4
 
 
 def test_tempo_on_bert_large() -> None:
-    """On a CPU, whose masks are of the activations' dtype."""
+    """Bytes are counted on a CPU, whose masks have the dtype of the activations."""
     # slope() counts 2 x 256 tokens
     ids = torch.randint(3, VOCAB, (1, LENGTH))
     measure = partial(slope, bert_large, FP32, length=LENGTH // 2, batch={"input_ids": ids, "labels": ids})
@@ -216,7 +217,7 @@ def test_tempo_on_bert_large() -> None:
 
 
 def test_tempo_on_bert_large_with_the_masks_of_cuda() -> None:
-    """Of one byte: 138 h, of which Tempo keeps 72.5."""
+    """With CUDA's masks of one byte per element, stock keeps 138 bytes per token and h, and Tempo 72.5."""
     with FakeTensorMode():
         layer = bert_large(1).train().bert.encoder.layer[0]
         x = torch.zeros(16, LENGTH, 1024, requires_grad=True) * 1
@@ -245,18 +246,18 @@ class Chain(nn.Module):
 
 IMAGES, CHANNELS, SIDE = 2, 32, 48
 
-# bytes per element of a feature map and layer, in fp32. In-Place ABN keeps the activation's output alone, which the
-# next convolution reads, and inverts activation and BatchNorm: so it takes invertible activations, such as a leaky ReLU
-# in place of a ReLU. Ours keeps the BatchNorm's input alone, and makes the output again, of any activation
+# bytes per element of a feature map and layer, in fp32. In-Place ABN keeps only the activation's output, which the next
+# convolution reads, and inverts activation and BatchNorm. So it needs an invertible activation, such as a leaky ReLU
+# instead of a ReLU. Ours keeps only the BatchNorm's input, and computes the output again, for any activation
 IN_PLACE_ABN = 4.0
 
 
 @pytest.mark.parametrize(
     ("activation", "stock"),
     [
-        # the BatchNorm's input, and the activation's output, of which a ReLU reads its sign
+        # stock keeps the BatchNorm's input and the activation's output, from which a ReLU reads the sign
         (nn.ReLU, 8.0),
-        # and the activation's input, where that does not work in place
+        # these keep the activation's input, too
         (nn.LeakyReLU, 12.0),
         (nn.SiLU, 12.0),
     ],

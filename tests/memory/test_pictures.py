@@ -1,4 +1,4 @@
-"""Pictures are drawn from what is in the data, and a page needs nothing but itself."""
+"""Pictures show the data that they are given, and a page needs no other file."""
 
 import io
 import re

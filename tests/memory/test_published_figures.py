@@ -1,4 +1,4 @@
-"""Memory that others have measured or derived, beside what `estimate` says of the same training.
+"""Memory that others have measured or derived, compared with what `estimate` says about the same training.
 
 `pytest -s` prints the table. A ratio is the estimate over the published figure.
 """
@@ -25,14 +25,14 @@ _ATTENTION = LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_p
 
 @dataclass(frozen=True)
 class Figure:
-    """A published one.
+    """A published figure.
 
     Args:
-        source: Who says it.
-        value: What they say.
-        ours: The same by `estimate`.
-        between: Where the ratio has to be.
-        why: What explains a ratio that is not 1.
+        source: Who published it.
+        value: The published figure.
+        ours: The same figure by `estimate`.
+        between: The limits of the ratio.
+        why: The reason for a ratio that is not 1.
     """
 
     source: str
@@ -43,7 +43,7 @@ class Figure:
 
 
 def _gpt_layer(attention: str) -> float:
-    """Bytes per token, layer and feature, with as many heads times tokens as make the attention core 80 of them."""
+    """Bytes per token, layer and feature. With 16 heads, 1024 tokens and features the attention core has 80 of them."""
     config = hf.GPT2Config(
         n_embd=1024, n_head=16, n_layer=6, n_positions=1024, activation_function="gelu", attn_implementation=attention
     )
@@ -75,7 +75,7 @@ def _bert(batch_size: int, **options: Any) -> float:
 
 @cache
 def _llama() -> Estimates:
-    """A QLoRA as peft's `prepare_model_for_kbit_training` leaves it: all that has no 4 bits is in fp32."""
+    """A QLoRA after PEFT's `prepare_model_for_kbit_training`: all weights that do not have 4 bits are in fp32."""
     config = hf.LlamaConfig(
         vocab_size=128_256, hidden_size=4_096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=131_072,
@@ -85,19 +85,19 @@ def _llama() -> Estimates:
 
 @cache
 def _llama_bytes(tokens: int) -> int:
-    # transformers of that time shifted the logits, in fp32, by a copy
+    # transformers of that time made a shifted copy of the logits, in fp32
     copy = 4 * 128_256 * tokens
     return _llama().device_bytes(1, tokens, None, gradient_checkpointing=True) + copy
 
 
 def _llama_tokens(card: int) -> float:
-    """The longest sequence on a card of so many GiB: bytes grow along a line."""
+    """The longest sequence on a card of so many GiB: bytes grow linearly with the tokens."""
     few, many = 932, 28_454
     each = (_llama_bytes(many) - _llama_bytes(few)) / (many - few)
     return few + (card * GIB - _llama_bytes(few)) / each
 
 
-# theirs lie on one line to the token: 404.75 of them for each GiB
+# their figures lie exactly on one line: 404.75 tokens for each GiB
 _TOKENS = {12: 932, 16: 2_551, 24: 5_789, 40: 12_264, 48: 15_502, 80: 28_454}
 _SMI = "theirs is what nvidia-smi shows less the context: what the allocator reserved, 1.1 to 1.3 of what is allocated"
 _REAL = "a replay of equal batches; the context and batches of other lengths are in theirs"

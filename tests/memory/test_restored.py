@@ -1,4 +1,4 @@
-"""A training that was only tried out is afterwards as it was: weights, states, modes, draws, memory."""
+"""After a trial a training is as it was before: weights, optimizer states, modes, generators and memory."""
 
 from __future__ import annotations
 

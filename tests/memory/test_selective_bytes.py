@@ -1,4 +1,4 @@
-"""Attention with its probabilities and scans: bytes per token and layer in units of the hidden size, bf16."""
+"""Bytes of eager attention and of scans, per token and layer in units of the hidden size, in bf16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mamba2(layers: int, hidden: int = 512) -> Any:
 
 
 eager_bert, eager_llama = (partial(build, attn_implementation="eager") for build in (bert, llama))
-# with the probabilities, stock's figure grows with the length: 512 tokens here. Exact is what sdpa keeps
+# stock keeps the probabilities, so its figure grows with the length, here 512 tokens. `exact` keeps what sdpa keeps
 LIMITS = {"bert": (eager_bert, 50, 20.5, 11.5), "llama": (eager_llama, 95, 23.5, 12.5), "mamba2": (mamba2, 160, 15, 8)}
 
 
@@ -42,7 +42,7 @@ def test_kept(name: str) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("build", [partial(bert, 2, 64), partial(mamba2, 2, 64)], ids=["bert", "mamba2"])
 def test_an_estimate_sees_it(build: Callable[..., Any], dropout: float) -> None:
-    """With and without a generator's state per call, which a CPU's is large enough to show."""
+    """With dropout, each call also keeps a generator's state; on a CPU it is large enough to matter."""
     model = build() if build.func is mamba2 else build(attn_implementation="eager", hidden_dropout_prob=dropout)  # type: ignore[attr-defined]
     if build.func is not mamba2:  # type: ignore[attr-defined]
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""The curve of a step whose bytes are known, and that it agrees with the other rulers."""
+"""memory_timeline of steps whose bytes are known; it agrees with the other measurements."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_known_bytes_at_known_times():
     seen = memory_timeline(step, "cpu")
     # the output and the sum; torch makes the gradient of the sum, 4 bytes, before its engine starts
     assert seen.kept_bytes == 4 * N + 8
-    # the product of the gradient (expanded, so of no size) and the output
+    # at the peak there is also the product of the output and its gradient; that is expanded, so it takes no memory
     assert seen.peak_bytes == 8 * N + 8
     assert seen.left_bytes == 0
     assert seen.backward is not None and seen.backward[0] < seen.peak_seconds < seen.backward[1]
@@ -63,7 +63,7 @@ def test_rises_in_forward_and_falls_in_backward():
     activation = 4 * 256 * 64
     # each layer adds its output, and the loss a square
     assert list(seen.bytes[:9]) == [activation * count for count in range(1, 10)]
-    # freed at once; then there are the loss and its gradient
+    # the square is freed at once; then there are the loss and its gradient
     assert seen.at(start) == seen.kept_bytes == 8 * activation + 8
     assert seen.at(end) < seen.kept_bytes and end <= seen.optimizer[0]
 
@@ -81,7 +81,7 @@ def test_an_empty_step_and_json():
     x = torch.randn(N, requires_grad=True)
     data = json.loads(memory_timeline(lambda: x.exp().sum().backward(), "cpu").to_json())
     assert data["peak_bytes"] == max(data["bytes"]) and data["backward"][0] < data["backward"][1]
-    # the gradient is new
+    # the gradient did not exist before the step
     assert data["left_bytes"] == x.nbytes
 
 

@@ -23,7 +23,7 @@ from .side import ORDERS
 from .subjects import BY_SUBJECT, SUBJECTS
 
 RESULTS = Path(__file__).parent / "results"
-# jobs; a run that is interrupted loses no more, and `--update` goes on from there
+# the table is written after so many jobs, so an interrupted run loses no more than these
 WRITTEN_EVERY = 10
 Job = tuple[str, str, tuple[tuple[str, str], ...]]
 
@@ -36,12 +36,12 @@ def run_job(job: Job) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, int]:
-    """How many rows have which status."""
+    """The number of rows with each status."""
     return dict(sorted(Counter(row.status for row in rows).items()))
 
 
 def _cell(rows: Sequence[Row]) -> str:
-    """What a method and a model have in the markdown table."""
+    """The text for one method and one model in the markdown table."""
     bad = Counter(row.status for row in rows if not row.good and row.status not in SKIPPED)
     if bad:
         return ", ".join(f"**{count} {status}**" for status, count in sorted(bad.items()))
@@ -87,7 +87,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _key(row: Row) -> tuple[int, ...]:
-    """The order of the tables."""
+    """The sort key of a row in the tables."""
     places = (list(BY_METHOD), list(BY_SUBJECT), [*PLAYS], [*ORDERS])
     values: tuple[object, ...] = (row.method, row.subject, (row.scenario, row.mode), row.order)
     return tuple(names.index(value) for names, value in zip(places, values, strict=True))

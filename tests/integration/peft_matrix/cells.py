@@ -1,4 +1,4 @@
-"""One cell of the matrix: a scenario on ours and on stock, and what the comparison says."""
+"""One cell of the matrix: a scenario is run on our side and on stock, and the results are compared."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .scenarios import SCENARIOS
 from .side import ORDERS, STOCK, Observation, Side, Tensors
 from .subjects import Subject
 
-# Of the L2 norm of all that a step gives. Sums in another order than stock's differ by some 1e-7 in fp32. What is above
-# is held against the truth in fp64: there ours may err by LAW times stock's error.
+# Relative to the L2 norm of all tensors of a step. Sums in another order than stock's differ by about 1e-7 in fp32. A
+# step above its tolerance is compared with stock in fp64: our error may be LAW times stock's.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LAW = 1.1
-# stock's error in a step is below, also where bf16 errs by a tenth; another function than stock's is farther away
+# stock's own error must be below this, or else the fp64 run did another thing than stock; in bf16 it may be a tenth
 SAME_STEP = 0.5
 README = Path(__file__).parents[3] / "hf_actcompress" / "README.md"
-# GLoRA's words for a layer that is not exactly torch's
+# a part of GLoRA's error message for a layer whose class is not exactly torch's
 _EXACT_TYPE = "is not a plain torch.nn.Linear"
 GOOD = ("equal", "close", "refused")
 SKIPPED = ("not applicable", "PEFT refuses", "no gradient")
@@ -50,9 +50,9 @@ MODES: dict[str, Mode] = {
     # with the loss head, whose gradients are close to stock's and not equal
     "whole": Mode(torch.float32, "exact", ""),
 }
-# the truth, from stock
+# stock in fp64, which is taken as the truth
 WIDE = Mode(torch.float64, BODY, "")
-# what is played in which mode: all scenarios in fp32, training in the others
+# which scenarios run in which mode: all of them in fp32, a few in the other modes
 PLAYS: tuple[tuple[str, str], ...] = (
     *((scenario, "fp32") for scenario in SCENARIOS), ("train", "bf16"), ("train", "whole"), ("disable", "whole"),
 )  # fmt: skip
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Played:
-    """A side after its scenario: what was noted, and the types of all modules after the last step.
+    """A side after its scenario: its observations, and the types of all modules after the last step.
 
     `late` says that the last adapter came after `patch_model`.
     """
@@ -97,7 +97,7 @@ class Played:
 def play(
     method: Method, subject: Subject, scenario: str, mode: Mode, order: str, folder: Path, stock: Played | None = None
 ) -> Played:
-    """Plays a scenario; an error ends it and is noted."""
+    """Run a scenario. An error ends it and becomes its last observation."""
     clear()
     reference = stock.weights if stock is not None else ()
     side = Side(method, subject, order, folder / order, mode.preset, mode.dtype, reference)
@@ -142,7 +142,7 @@ def _types(model: nn.Module | None) -> tuple[str, ...]:
 
 
 def _ideal(stock: Played, mode: Mode) -> tuple[str, ...]:
-    """The types that the final stock model has if it is patched now: nothing may stay stock for having come later."""
+    """The types of the final stock model's modules if it is patched now. Modules that came late must have them too."""
     if stock.model is None:
         return ()
     types = _types(patch_model(stock.model, mode.preset, strict=False))
@@ -173,7 +173,7 @@ def _judge(
     if missing and not ours.late:
         return "stays stock", f"{len(missing) // 2} modules outside of the base model, as {missing[0]}"
     if missing:
-        # `patch_model` was given the base model, and not what PEFT puts beside it
+        # `patch_model` was given the base model alone, and PEFT puts these modules outside of it
         detail = f"{detail}; {len(missing) // 2} modules outside of the base model stay stock".removeprefix("; ")
     assert ours.model is not None
     try:
@@ -208,7 +208,7 @@ def _compare(
 
 
 def _as_true(seen: Observation, stock: Observation, truth: Callable[[], Played], index: int) -> bool:
-    """Whether what we have is as near to the truth as what stock has."""
+    """Whether our error against stock in fp64 is at most LAW times the error of stock."""
     wide = truth().trace[index]
     if wide.error is not None or wide.tensors.keys() != stock.tensors.keys():
         return False
@@ -229,7 +229,7 @@ def _error(seen: Observation, expected: Observation) -> tuple[float, str]:
 
 
 def _refusal(seen: Observation) -> tuple[str, str]:
-    """A refusal says which order works: in its message, or in the README where the message is PEFT's own."""
+    """An error is a refusal if it says which order works. For PEFT's own error the README must say it."""
     message = str(seen.error)
     text = README.read_text() if _EXACT_TYPE in message else message
     named = "patch_model" in text and "get_peft_model" in text

@@ -1,4 +1,4 @@
-"""What a row of the table of PEFT methods is, and the configs that need more than options."""
+"""The class of a row in the table of PEFT methods, and functions for configs that need more than options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NotApplicableError(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What a config is made for: the model, and a folder for methods that read files."""
+    """What the function that makes a config gets: the model, and a folder for methods that read files."""
 
     subject: Subject
     folder: Path
@@ -41,10 +41,10 @@ class Method:
         known_task: PEFT has to know the task, because the method changes the inputs and the labels.
         forward: Keywords that the forward needs beside the batch's.
         after_backward: What PEFT's documentation tells the user to call between backward and the optimizer.
-        wrap: What takes the place of `get_peft_model` where the method needs more calls.
-        unstable_start: The start is made of gradients and magnifies their rounding: noise of 1e-7 in the gradients of
-            stock changes the start of LoRA-GA by 1e-2 to 1e-1. So the start itself is not compared.
-        exact_types: PEFT accepts layers of torch's own type alone, so `patch_model` has to come second.
+        wrap: The function to call instead of `get_peft_model` if the method needs more calls.
+        unstable_start: The initial adapter is computed from gradients and magnifies their rounding errors: noise of
+            1e-7 in stock's gradients changes that of LoRA-GA by 1e-2 to 1e-1. So the initial adapter is not compared.
+        exact_types: PEFT only accepts layers of torch's own type, so `patch_model` has to come second.
     """
 
     name: str
@@ -112,7 +112,7 @@ def ia3(context: Context) -> PeftConfig:
 
 
 def tokens(context: Context) -> PeftConfig:
-    """LoRA, and rows of the embedding that train."""
+    """LoRA, and some rows of the embedding that are trained."""
     if not context.subject.embedding:
         raise NotApplicableError(f"{context.subject.name} has no embedding")
     return lora(trainable_token_indices={context.subject.embedding: [3, 4, 5]})(context)
@@ -160,7 +160,7 @@ def mixture(context: Context) -> PeftConfig:
 
 
 def _every_row(layer_input: Any, model_input: Any, layer_name: str) -> torch.Tensor:
-    """What EVA looks at where there is no mask, or where the mask is not the decoder's."""
+    """All rows. EVA must use them if there is no mask, or if the mask is not the decoder's."""
     x: torch.Tensor = layer_input[0] if isinstance(layer_input, tuple) else layer_input
     return x.reshape(-1, x.shape[-1])
 
@@ -191,7 +191,7 @@ def wrap_lora_ga(model: Any, config: PeftConfig, context: Context) -> Any:
 
 
 def wrap_arrow(model: Any, config: PeftConfig, context: Context) -> Any:
-    """Arrow routes each token to saved adapters, which stay as they are; its own parts train."""
+    """Arrow routes each token to one of several saved adapters."""
     adapted = peft.create_arrow_model(
         base_model=model, task_specific_adapter_paths=_saved_loras(context),
         arrow_config=lora_configs.ArrowConfig(top_k=1, rng_seed=3),

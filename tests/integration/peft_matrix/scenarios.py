@@ -1,4 +1,4 @@
-"""What users do with an adapter, each as a function that plays it on one side."""
+"""Scenarios of what users do with an adapter. Each function runs one scenario on one side."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def train(side: Side) -> None:
 
 
 def second(side: Side) -> None:
-    """A second adapter is added after a step, trained, left again and deleted."""
+    """After a step a second adapter is added and trained. Then the first one is used again, and the second deleted."""
     _adapted(side)
     side.train("before the second adapter")
     side.model.add_adapter("second", side.method.config(side.context))
@@ -47,7 +47,7 @@ def disable(side: Side) -> None:
 
 
 def merge(side: Side) -> None:
-    """Merged and unmerged; then merged for good, and the whole base model trained."""
+    """After a step the adapter is merged, unmerged and trained again."""
     _adapted(side)
     side.train("before the merge")
     side.model.merge_adapter()
@@ -56,7 +56,7 @@ def merge(side: Side) -> None:
 
 
 def merge_and_unload(side: Side) -> None:
-    """Merged for good; then the whole base model is trained."""
+    """The adapter is merged into the base model, and then the whole base model is trained."""
     _adapted(side)
     side.train("before the merge")
     side.model = side.model.merge_and_unload().train()
@@ -66,7 +66,7 @@ def merge_and_unload(side: Side) -> None:
 
 
 def unload_and_add(side: Side) -> None:
-    """The adapter is taken off, and one of the same name is put on again."""
+    """The adapter is removed, and a new one of the same name is added."""
     _adapted(side)
     side.train("first adapter")
     layers = getattr(side.model.base_model, "unload", None)
@@ -77,7 +77,7 @@ def unload_and_add(side: Side) -> None:
 
 
 def save_and_load(side: Side) -> None:
-    """The adapter is saved, and put onto a new base model."""
+    """The adapter is saved, and loaded onto a new base model."""
     _adapted(side)
     side.train("before saving")
     folder = side.folder / "saved"

@@ -19,8 +19,8 @@ from .subjects import Subject
 STOCK, PATCH_FIRST, ADAPT_FIRST = "stock", "patch, adapt", "adapt, patch"
 ORDERS = (PATCH_FIRST, ADAPT_FIRST)
 Tensors = dict[str, Tensor]
-# The root mean square of a step, and of the noise. PEFT multiplies some factors by hundreds: a step by the gradient
-# itself would throw the model far off.
+# The root mean square of a step, and of the noise. PEFT multiplies some factors by hundreds, so a step as large as the
+# gradient would change the model far too much.
 STEP = 0.02
 
 
@@ -41,9 +41,9 @@ class Side:
         order: STOCK, PATCH_FIRST or ADAPT_FIRST.
         folder: For files. Each side has one of its own.
         preset: What `patch_model` is told.
-        reference: The weights that stock had before each of its steps. Ours starts each step from them, so that a step
-            is compared and not what training makes of a rounding error: PEFT multiplies some factors by hundreds.
-        weights: The same of this side, buffers too.
+        reference: The weights that stock had before each of its steps. Our side starts each step from them, because
+            rounding errors would grow from step to step: PEFT multiplies some factors by hundreds.
+        weights: The weights and buffers of this side before each of its steps.
     """
 
     method: Method
@@ -81,7 +81,7 @@ class Side:
         return self.ready(self.method.wrap(base, self.method.config(self.context), self.context))
 
     def ready(self, model: Any) -> Any:
-        """The model patched, if it is time for that, and in train mode."""
+        """Patch the model if it must be patched after the adapter is added, and switch it to train mode."""
         self.late = self.patched
         if self.order == ADAPT_FIRST and not self.patched:
             patch_model(model, self.preset)
@@ -93,7 +93,7 @@ class Side:
         self.trace.append(Observation(label, {name: x.detach().clone() for name, x in tensors}))
 
     def train(self, label: str, *, adapted: bool = True) -> None:
-        """A step down the gradient; the weights before it, the loss and all gradients are noted."""
+        """Take a step of gradient descent. The weights before it, the loss and all gradients are recorded."""
         self._start(label)
         self.steps += 1
         batch = cast_batch(self.subject.batch(), self.dtype)
@@ -122,7 +122,7 @@ class Side:
         if not (self.fresh and self.method.unstable_start):
             self.note(f"weights before {label}", parameters.items())
         self.fresh = False
-        # in fp64, what a method has computed from rounded weights is not what it computes from others
+        # in fp64 buffers are replaced, too, because a method computes some from weights, and stock's were rounded
         replaced = tensors if self.dtype == torch.float64 else parameters
         if self.steps < len(self.reference):
             with torch.no_grad():
@@ -132,7 +132,7 @@ class Side:
 
 
 def disturb(model: nn.Module, seed: int = 2) -> None:
-    """Adds small noise to what trains: a factor that starts at zero hides the other factor's gradient."""
+    """Add small noise to trainable weights: if one factor starts at zero, the other factor's gradient is zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in model.named_parameters():

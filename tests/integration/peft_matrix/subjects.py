@@ -76,7 +76,7 @@ _CLASSIFIER = {"bert": "BertForSequenceClassification"}
 
 
 def for_prompts(subject: Subject) -> Subject:
-    """The same model with a head that PEFT's prompt methods know: they add tokens and have to mend the labels."""
+    """The same model with a head that PEFT's prompt methods know: they add tokens and may have to extend the labels."""
     model = _CLASSIFIER.get(subject.name)
     if model is None:
         return subject
@@ -84,5 +84,5 @@ def for_prompts(subject: Subject) -> Subject:
 
 
 def options_of(subject: Subject) -> dict[str, Any]:
-    """What every PEFT config of this model is told."""
+    """The options of every PEFT config for this model."""
     return {"task_type": subject.task_type}

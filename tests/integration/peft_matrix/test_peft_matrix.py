@@ -23,7 +23,7 @@ SECONDS = 40
 # write the number of a failing run here to run its sample again
 SEED = int(os.environ.get("PEFT_MATRIX_SEED") or datetime.date.today().toordinal())
 
-# each of these was wrong, or crashed, or lost what it saves without a word
+# each of these cells had a wrong result, crashed, or silently lost its memory savings
 FAILED_BEFORE: tuple[tuple[str, str, str, str], ...] = (
     # PEFT writes in place into the output of the base layer
     ("adalora", "llama", "train", "fp32"),
@@ -34,17 +34,17 @@ FAILED_BEFORE: tuple[tuple[str, str, str, str], ...] = (
     ("bdlora", "bert", "train", "fp32"),
     ("alora", "gpt2-gelu-tanh", "train", "fp32"),
     ("poly", "bert", "train", "fp32"),
-    # PEFT asks for the name of an adapter layer's class
+    # PEFT reads the name of an adapter layer's class
     ("lora parameters", "llama", "second adapter", "fp32"),
-    # PEFT makes the adapter's leaves again after the first forward
+    # PEFT creates the adapter's layers again after the first forward
     ("eva", "bert", "train", "fp32"),
-    # PEFT accepts layers of exactly torch's type
+    # PEFT only accepts layers of exactly torch's type
     ("glora", "llama", "train", "fp32"),
     ("glora vector", "bert", "second adapter", "fp32"),
     # the names of the adapters are the same before and after
     ("lora", "llama", "unload and add", "fp32"),
     ("ia3", "bert", "unload and add", "fp32"),
-    # PEFT copies the base layer with its class, without what `patch_model` told it
+    # PEFT copies the base layer and its class, but not the settings from `patch_model`
     ("lora convolution", "vit", "train", "fp32"),
     ("lora convolution", "vit", "second adapter", "fp32"),
     ("dora convolution", "vit", "train", "fp32"),
@@ -68,7 +68,7 @@ def test_failed_before(cell: tuple[str, str, str, str]) -> None:
 
 
 def test_sample() -> None:
-    """As many cells as the time allows, in an order that the day decides."""
+    """Run as many cells as the time allows, in a random order that changes from day to day."""
     cells = [(m, s, *play) for m in BY_METHOD for s in BY_SUBJECT for play in PLAYS]
     random.Random(SEED).shuffle(cells)
     end = time.monotonic() + SECONDS
@@ -98,7 +98,7 @@ def test_committed_table_has_every_cell() -> None:
 
 
 def test_every_method_was_compared_on_some_model() -> None:
-    """Methods that need a GPU to start are the exception, and say so."""
+    """Exceptions are methods that need a GPU or a library that is missing, and their reasons say so."""
     rows = _table()
     compared = {row.method for row in rows if row.good}
     reasons = {row.method: row.detail for row in rows if row.method not in compared and row.status in SKIPPED}

@@ -82,7 +82,7 @@ def test_the_best_fit_is_taken_and_of_equal_ones_the_lowest_address():
 
 
 def fragmented(expandable: bool) -> CachingAllocator:
-    """Sequences that become longer: each frees what it made before the next one comes."""
+    """Sequences become longer, and the memory of each is freed before the next one is allocated."""
     allocator = CachingAllocator(expandable)
     for size in range(20, 60, 4):
         allocator.free(allocator.allocate(size * MIB))

@@ -1,4 +1,4 @@
-"""The replay of a training: its trace is that of the whole model; what it reserves follows the allocator's rules."""
+"""A replayed training has the trace of the whole model, and reserves memory by the rules of CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_trace_of_a_few_layers_becomes_that_of_all(name, preset, checkpointi
     step = run_step(several._model(bool(checkpointing)), setting, roles=False)
     whole = trace_of(Extrapolated(step, 0, False, base=step), BLOCK)
     assert whole is not None and trace.peak == whole.peak == step.peak
-    # each allocation and free, but for what the first forward of an adapter makes to look at it
+    # every allocation and free agrees, except for tensors that the first forward of an adapter makes to inspect it
     if lora is None:
         assert changes(trace) == changes(whole)
     trained = [p for p in several._model(False).parameters() if p.requires_grad]
