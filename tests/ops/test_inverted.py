@@ -183,7 +183,7 @@ def test_bytes(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_bytes_of_bert_feed_forward_in_fp32() -> None:
-    """The paper's claim of 23.1% of BERT's activations is 4 e - 0.5 of 16 e + 2 bytes: here is its numerator."""
+    """The authors report 23.1% less for BERT. We count 4 e - 0.5 of 16 e + 2 bytes; this test checks 4 e - 0.5."""
     hidden, tokens = 48, 32
     first, second = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
     x = torch.randn(tokens, hidden, requires_grad=True)

@@ -281,9 +281,7 @@ def test_sums_are_as_wide_as_the_device_has_it():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_a_product_is_added_by_its_own_kernel(dtype):
-    """The kernel adds in fp32 into the sum itself. The product takes no memory of its own and is not rounded to 16
-    bits.
-    """
+    """The kernel adds in fp32 into the sum itself. The product takes no memory and is not rounded to 16 bits."""
     dx, weight = torch.randn(64, 48, device="cuda").to(dtype), torch.randn(48, 80, device="cuda").to(dtype)
     before = torch.randn(64, 80, device="cuda")
     for way in (dx, dx.t().contiguous().t()):
