@@ -1,6 +1,4 @@
-"""Layers whose attention runs again in backward: it has a position bias (T5) or is the model's eager function (Gemma
-2).
-"""
+"""Layers whose attention runs again in backward: it has a position bias (T5) or is the model's eager one (Gemma 2)."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def roofline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_roofline_by_hand(roofline: ModuleType) -> None:
-    """A card with 1000 operations and 10 bytes a second. x [8, 4] has 4 bytes of codes and scales per element, dy is
-    [8, 2].
+    """A card with 1000 operations and 10 bytes a second. x [8, 4]: 4 bytes of codes and scales an element. dy is [8,
+    2].
     """
     form, shape, card = roofline.Form(1.0, 4.0), roofline.Shape(8, 4, 2), roofline.Card(10.0, 1000.0)
     # the first pass reads codes and writes x, the second moves x, dy and dW; 2 * 8 * 4 * 2 operations take less time

@@ -119,8 +119,7 @@ def test_models_move_no_more_than_is_committed(model: str) -> None:
 
 
 def test_what_is_committed_is_within_the_limits() -> None:
-    """Limits are shares of stock's bytes. Patched models move more where they rebuild what one kernel of torch
-    computes.
+    """Limits are shares of stock's bytes. Patched models move more where they rebuild what one torch kernel computes.
     """
     rows = json.loads(COMMITTED.read_text())["rows"]
     total = {(row["model"], row["mode"]): row["total"] for row in rows}

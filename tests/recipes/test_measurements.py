@@ -87,7 +87,7 @@ def _scratch(rows: int, inner: int, columns: int) -> int:
 
 @pytest.mark.daily(3)
 def test_working_peak(tmp_path: Path) -> None:
-    """Without their products, the peaks are those with them, but for a kernel's own scratch memory."""
+    """The peaks without products are those with them, except for the scratch memory of a kernel."""
     found = []
     for extra in ([], ["--products"]):
         sizes = ["--hidden", "128", "--tokens", "1024", "--tiles", "32"]
