@@ -75,8 +75,7 @@ def _largest(model: Any, batch: Batch) -> str:
 
 
 def by_type(rows: list[Row]) -> dict[str, Row]:
-    """For each type, the row in which exact saves most. A class without a head keeps little but the tensors of its
-    layers.
+    """For each type, the row in which exact saves most. A class without a head keeps little but tensors of its layers.
     """
     best: dict[str, Row] = {}
     for row in rows:
