@@ -1,4 +1,4 @@
-"""How model code sees the attention of a patched layer: it reads the stock name, and the current global names."""
+"""How model code sees the attention of a patched layer: it reads the stock name, and the current values of globals."""
 
 from __future__ import annotations
 

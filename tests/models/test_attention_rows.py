@@ -178,8 +178,7 @@ def test_a_function_that_looks_across_rows_is_not_used(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda family: family.name)
 def test_memory_grows_with_the_tokens(family: Family) -> None:
-    """Measures the largest block of memory in steps of 1,024 and 2,048 tokens. With 1,024 the loss is bit-equal to
-    stock's.
+    """Measures the largest block of memory in steps of 1,024 and 2,048 tokens. A loss of 1,024 is bit-equal to stock's.
     """
     options = {"max_position_embeddings": 2048, "sliding_window": 64, "num_attention_heads": 2}
     stock, sizes, losses = model_of(family, "fp32", **options), [], []

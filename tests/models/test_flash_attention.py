@@ -55,7 +55,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def with_kernel(family: Any, mode: str, **options: Any) -> Any:
     model = build(family, mode, **options)
-    # the public setter fails if the package is not installed
+    # `set_attn_implementation` would look for the package
     model.config._attn_implementation_internal = NAME
     return model
 

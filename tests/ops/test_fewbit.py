@@ -155,7 +155,7 @@ def test_values_beat_steps_from_three_bits_up(kind: str, bits: int, spread: floa
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_a_plain_uniform_quantiser_beats_steps_too_near_zero(bits: int) -> None:
-    """Ours is better in each case, and the steps are better for wide inputs: its levels include neither 0 nor 1."""
+    """Its levels include neither 0 nor 1, so ours is always better, and the steps are better for wide inputs."""
     for spread, plain_wins in ((1.0, True), (3.0, False)):
         x = torch.randn(200_000) * spread
         slope = truth(x, "gelu")

@@ -75,8 +75,7 @@ def _largest(model: Any, batch: Batch) -> str:
 
 
 def by_type(rows: list[Row]) -> dict[str, Row]:
-    """For each type, the row in which exact saves most. A class without a head keeps little but tensors of its layers.
-    """
+    """For each type, the row in which exact saves most. A class without a head keeps little but its layers' tensors."""
     best: dict[str, Row] = {}
     for row in rows:
         whole = row.saved is not None and row.saved_int8 is not None and not row.flag
