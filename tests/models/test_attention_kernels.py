@@ -1,5 +1,6 @@
-"""Attention calls without a mask for which stock keeps more than q, k and v: repeated heads (if heads are wider than
-256) or probabilities (if k is wider than v).
+"""Attention calls for which stock keeps more than q, k and v.
+
+They have no mask. Stock keeps repeated heads (if heads are wider than 256) or probabilities (if k is wider than v).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Eager attention (with a softcap or sinks) that computes some rows of queries at a time: the gradients are stock's,
-and no tensor of T x T is made.
+"""Eager attention, with a softcap or sinks, that computes some rows of queries at a time.
+
+The gradients are stock's, and no tensor of T x T is made.
 """
 
 from __future__ import annotations
@@ -178,7 +179,9 @@ def test_a_function_that_looks_across_rows_is_not_used(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda family: family.name)
 def test_memory_grows_with_the_tokens(family: Family) -> None:
-    """Measures the largest block of memory in steps of 1,024 and 2,048 tokens. A loss of 1,024 is bit-equal to stock's.
+    """Measures the largest block of memory in steps of 1,024 and 2,048 tokens.
+
+    The loss of 1,024 tokens is bit-equal to stock's.
     """
     options = {"max_position_embeddings": 2048, "sliding_window": 64, "num_attention_heads": 2}
     stock, sizes, losses = model_of(family, "fp32", **options), [], []

@@ -1,5 +1,4 @@
-"""Evaluation under no_grad: MLPs run in tiles, loss and logits are stock's, logits that nobody reads are not computed.
-"""
+"""Evaluation under no_grad: MLPs run in tiles, loss and logits are stock's, and unread logits are not computed."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_model_is_stocks(mode: str, checkpointing: bool | None) -> None:
 
 
 def test_which_calls_go_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls with few tokens, without gradients or without tiles do not."""
+    """Calls with few tokens, without gradients or without tiles do not go in segments."""
     kind, calls = type(build().model.layers[0].linear_attn), []
     monkeypatch.setattr(
         linear_attention.ops, "linear_attention", lambda *args: calls.append(args[1]) or in_segments(*args)

@@ -224,8 +224,7 @@ def test_padding_rows_that_are_dropped_get_their_logits() -> None:
 
 @pytest.mark.parametrize("smoothing", (0.0, 0.1))
 def test_cross_entropy_inside_of_autocast(smoothing: float) -> None:
-    """Autocast runs it in fp32, even if log_softmax stays in bf16. Encoder-decoder models call it inside of autocast.
-    """
+    """Autocast runs it in fp32, even if log_softmax stays in bf16. Encoder-decoder models call it under autocast."""
     stock, ours = pair(llama)
     ids = batch()["input_ids"]
     losses = []

@@ -247,8 +247,7 @@ def test_memory_report_sees_what_packed_batches_keep() -> None:
 @pytest.mark.parametrize(("kernel", "dtype"), [("flash", torch.bfloat16), ("efficient", torch.float32)])
 @pytest.mark.parametrize("window", [None, 4])
 def test_calls_of_cudas_kernels_fit_their_signatures(kernel: str, dtype: torch.dtype, window: int | None) -> None:
-    """The tensors have no values. Before a kernel is used on a device, its results are compared with those of "pieces".
-    """
+    """The tensors have no values. A device compares a kernel's results with those of "pieces" before it uses it."""
     of = sequences.Sequences(2, 40, (0, 3, 20, 40, 61, 80))
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 40, h, 16, device="cuda", dtype=dtype).transpose(1, 2) for h in (4, 2, 2))

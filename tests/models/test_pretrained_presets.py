@@ -66,8 +66,7 @@ def test_gradient_error_of_compressed_checkpoints(job: Any) -> None:
 
 @pytest.mark.daily(2)
 def test_calibration_predicts_the_error(job: Any) -> None:
-    """With three bits on average, some groups have 2, some 4. int8 attention adds a small error that is not predicted.
-    """
+    """With three bits on average, some groups have 2, some 4. int8 attention adds a small unpredicted error."""
     found = calibrate(*job, 3)
     assert {row.bits for row in found.rows} >= {2, 4}
     report = fidelity_report(*job, found, seeds=1)

@@ -1,5 +1,4 @@
-"""A probe must detect what differs only for mixed dtypes, large values or further arguments, and must leave no trace.
-"""
+"""A probe must detect what differs only for mixed dtypes, large values or further arguments, and leave no trace."""
 
 from __future__ import annotations
 
@@ -162,8 +161,7 @@ def test_generators_and_buffers_are_as_before() -> None:
 @pytest.mark.parametrize("dropout", (0.0, 0.1))
 @pytest.mark.parametrize("name", ("llama", "qwen2", "bert", "gpt2-gelu-tanh", "vit"))
 def test_eager_attention_under_autocast(name: str, dropout: float) -> None:
-    """Rotary angles make the query's dtype wider than the value's. Dropout of probabilities must run in stock's dtype.
-    """
+    """Rotary angles make the query's dtype wider than the value's. Probabilities must be dropped in stock's dtype."""
     stock = BY_NAME[name].build(dropout=dropout, attn_implementation="eager")
     ours = patch_model(copy.deepcopy(stock), "tempo")
     batch = BY_NAME[name].make_batch("none")

@@ -92,8 +92,7 @@ def test_ranges_that_follow(name: str) -> None:
     ("name", "limit"), (("opt", 0.025), ("gpt2", 0.045), ("llama", 0.05), ("mixtral", 0.035), ("t5", 0.055))
 )
 def test_int4(name: str, limit: float) -> None:
-    """The limit is for the feed-forward layers alone. The other error comes from norms, and from attention in 8 bits.
-    """
+    """The limit is for the feed-forward layers alone. Norms, and attention in 8 bits, cause the other error."""
     batch = text_batch()
     model = trained((TEXT | {"t5": lambda: t5("relu")})[name](), batch)
     whole, alone = (error(model, batch, config) for config in ("int4", CompressionConfig(mlp=PRESETS["int4"].mlp)))
@@ -141,7 +140,9 @@ def test_ten_bits_are_for_scores_that_are_not_scaled() -> None:
 
 
 def test_relus_behind_batch_norms() -> None:
-    """Their inputs are computed again from what the BatchNorm keeps, so they keep a bit. Without it the error is 12%.
+    """They keep their own bits, because their inputs are computed again from what the BatchNorm keeps.
+
+    Without these bits the error is 12%.
     """
     batch = {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(10, (8,))}
     model = trained(resnet(), batch)

@@ -66,7 +66,9 @@ def attentions(model: Any) -> list[Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padding", ["none", "right"])
 def test_loss_and_gradients(name: str, mode: str, padding: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit-equal to those with stock's rotary embeddings. In fp32 only the norms make a patched model differ from stock.
+    """They are bit-equal to those with stock's rotary embeddings.
+
+    In fp32 a patched model differs from stock, but only because of its norms.
     """
     model, batch = build(BY_NAME[name], mode), BY_NAME[name].make_batch(padding)
     stock_loss, stock = step(model, batch, mode)

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*lossy")
 
 
 def group(padding: int = 0, prompts: int = 1) -> dict[str, Tensor]:
-    """A batch of `prompts` prompts with GROUP completions each. `padding` is on the left, in one row also on the right.
+    """A batch of `prompts` prompts with GROUP completions each.
+
+    Rows are padded on the left by `padding` tokens, and one row on the right, too.
     """
     draw = torch.Generator().manual_seed(1)
     ids = torch.cat(

@@ -1,5 +1,4 @@
-"""Models with sparse tensors, which have no storage of their own. Code must ask for that of their indices and values.
-"""
+"""Models with sparse tensors. These have no storage of their own: code must use that of their indices and values."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ BATCH["labels"] = torch.arange(16) % 2
 
 
 class SparseAdapter(nn.Module):
-    """A linear layer after a sparse product, as in FRoD's adapters. With `made`, forward builds the matrix from values.
-    """
+    """A linear layer after a sparse product, as in FRoD's adapters. `made`: each forward makes the sparse matrix."""
 
     def __init__(self, base: nn.Linear, layout: str) -> None:
         super().__init__()

@@ -207,8 +207,7 @@ def test_tiles_cost_no_product_more_than_stocks_checkpointing(build: Callable[[]
 
 
 def test_an_mlp_keeps_its_input_alone() -> None:
-    """With "long", a layer keeps its input, q, k, v, attention's output, the input of the MLP's norm, and statistics.
-    """
+    """With "long", a layer keeps its input, q, k, v, attention's output, the MLP's norm's input, and statistics."""
     hidden, x = 64, _x(rows=256, dtype=torch.bfloat16)
 
     def kept(config: CompressionConfig | str) -> float:

@@ -56,8 +56,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def padded(batch: Batch) -> Batch:
-    """Pads on the right, on the left and in between. The loss includes padding tokens, which must attend as in stock.
-    """
+    """Pads on the right, on the left and in between. The loss includes padding, which must attend as in stock."""
     mask = torch.ones_like(batch["input_ids"])
     length = mask.shape[1]
     mask[0, length - 17 :] = mask[1, :21] = mask[2, 30:33] = mask[2, -1] = 0
@@ -128,8 +127,7 @@ def test_other_calls_get_stocks_mask(family: Family, small: list[int]) -> None:
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("family", [BY_NAME["mistral"], GEMMA3, LLAMA4, MODERNBERT], ids=lambda family: family.name)
 def test_memory_grows_with_the_tokens(family: Family, padding: bool) -> None:
-    """Measures the largest block of memory in steps of 1,024 and 2,048 tokens. Stock's mask grows by a factor of four.
-    """
+    """Measures the largest block of memory in steps of 1,024 and 2,048 tokens. Stock's mask grows four times."""
     reach = {"sliding_window": 64, "attention_chunk_size": 64, "local_attention": 64}
     options = {name: 64 for name in reach if name in family.options}
     sizes = []

@@ -1,4 +1,4 @@
-"""Modules with code of a model's own that run again in backward: which do, and that gradients and state are stock's."""
+"""Modules with code of their own that run again in backward: which ones do, with stock's gradients and state."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The class of contract cases (an op, and the stock composition that it must equal), and functions for their tensors.
-"""
+"""Contract cases: an op, and the stock composition that it must equal. And functions that make their tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Dropout on a CUDA device keeps seed and offset, not the generator's state. In a CUDA graph it keeps bits of the mask.
-"""
+"""Dropout on a CUDA device keeps seed and offset, not the generator's state. In a CUDA graph it keeps mask bits."""
 
 from __future__ import annotations
 

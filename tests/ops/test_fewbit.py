@@ -239,7 +239,7 @@ MODULES |= {type(m).__name__: m for m in (nn.ELU(), nn.SELU(), nn.Softplus(), nn
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(("variant", "bound"), [("values8", 0.006), ("steps3", 0.2)])
 def test_every_pointwise_module_is_patched(name: str, variant: str, bound: float) -> None:
-    """These are all of ACT2FN, and torch's. The preset "fewbit" is steps3."""
+    """These are all modules of ACT2FN, and torch's. The preset "fewbit" is steps3."""
     stock = MODULES[name]
     module = copy.deepcopy(stock)
     site = find_site(module, CompressionConfig(activation_variant=variant))

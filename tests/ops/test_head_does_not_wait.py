@@ -126,8 +126,7 @@ def test_no_op_hands_values_to_the_host(name: str, mode: str, keep: bool, target
 
 
 def test_on_a_cpu_the_host_looks() -> None:
-    """This shows that the test above can fail. On a CPU the head reads which rows have no target, and leaves them out.
-    """
+    """This shows that the test above can fail. On a CPU the head finds rows without a target, and leaves them out."""
     h, weight, bias, labels = problem()
     with Waits([h, weight, bias, labels]) as waits:
         ops.linear_cross_entropy(h, weight, labels, bias)

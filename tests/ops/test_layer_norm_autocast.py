@@ -1,5 +1,4 @@
-"""LayerNorm under autocast as on an accelerator: in fp32 for any dtype of the parameters. Here a CPU is made to do so.
-"""
+"""LayerNorm under autocast as on an accelerator: in fp32 for any dtype of the parameters. Here a CPU does this."""
 
 from __future__ import annotations
 

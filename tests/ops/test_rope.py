@@ -1,5 +1,4 @@
-"""The rotary op compared with transformers' function, for all dtypes and memory orders. Some calls need torch's graph.
-"""
+"""The rotary op compared with transformers' function, for all dtypes and memory orders; some calls use torch's."""
 
 from __future__ import annotations
 

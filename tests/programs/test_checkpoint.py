@@ -66,8 +66,7 @@ def counted(model: Any, batch: Batch) -> Products:
 
 
 def test_no_product_that_nobody_reads() -> None:
-    """The backward of a Llama layer runs 6 products again and 14 of its own, attention again, and attention's backward.
-    """
+    """A Llama layer's backward runs 6 products again and 14 of its own, attention again, and attention's backward."""
     batch, counts = BY_NAME["llama"].make_batch(), []
     for layers in (2, 4):
         model = checkpointed("llama", PROGRAMS, num_hidden_layers=layers)

@@ -91,8 +91,7 @@ def test_the_cache_is_filled_as_stock_fills_it(name: str) -> None:
 
 @pytest.mark.parametrize(("heads", "width"), [(2, 16), (4, 64), (8, 64)])
 def test_keys_and_values_lie_as_a_cache_lays_them(heads: int, width: int) -> None:
-    """A cache copies them. How a product rounds may depend on strides, for some widths of heads more than for others.
-    """
+    """A cache copies them. How a product rounds may depend on strides, for some widths more than for others."""
     stock = build("t5", torch.float32, d_model=128, num_heads=heads, d_kv=width, use_cache=True)
     leaves, programs = (patch_model(copy.deepcopy(stock), config) for config in (LEAVES, PROGRAMS))
     expected, found, by_leaf = (step(m, make_batch("t5")) for m in (stock, programs, leaves))

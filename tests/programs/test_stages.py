@@ -83,8 +83,7 @@ def test_the_peak_is_that_of_the_leaf_path(case: str, tokens: int, way: str, mon
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("checkpointed", (False, True))
 def test_the_peak_with_the_slack_as_it_is(case: str, checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are so wide that a backward stops. Without stops, programs would peak 4 to 9 MiB above the leaf path.
-    """
+    """The weights are so wide that a backward stops. Without stops, programs would peak 4 to 9 MiB higher."""
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 512)
     peaks, linked = [], []
     for config in (LEAVES, PROGRAMS):

@@ -1,5 +1,4 @@
-"""The benchmark of the kernels: every kernel has a line, wrong results have no figures, correct ones have all of them.
-"""
+"""The benchmark of the kernels: every kernel has a line, wrong results have no figures, correct ones have all."""
 
 import argparse
 import importlib
@@ -87,9 +86,7 @@ def roofline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_roofline_by_hand(roofline: ModuleType) -> None:
-    """A card with 1000 operations and 10 bytes a second. x [8, 4]: 4 bytes of codes and scales an element. dy is [8,
-    2].
-    """
+    """A card with 1000 operations and 10 bytes a second; x [8, 4] has 4 bytes of codes and scales an element."""
     form, shape, card = roofline.Form(1.0, 4.0), roofline.Shape(8, 4, 2), roofline.Card(10.0, 1000.0)
     # the first pass reads codes and writes x, the second moves x, dy and dW; 2 * 8 * 4 * 2 operations take less time
     assert roofline.seconds(roofline.launches(form, shape)["dense"], card) == (128 + 64) / 10 + (64 + 32 + 16) / 10

@@ -1,4 +1,4 @@
-"""The count of moved bytes is right for ops and kernels with known bytes, and for models no larger than committed."""
+"""The count of moved bytes is right for known ops and kernels. For models it is not larger than the committed one."""
 
 import importlib
 import json
@@ -119,8 +119,7 @@ def test_models_move_no_more_than_is_committed(model: str) -> None:
 
 
 def test_what_is_committed_is_within_the_limits() -> None:
-    """Limits are shares of stock's bytes. Patched models move more where they rebuild what one torch kernel computes.
-    """
+    """Limits are shares of stock's bytes. Patched models move more where they rebuild what is one kernel in torch."""
     rows = json.loads(COMMITTED.read_text())["rows"]
     total = {(row["model"], row["mode"]): row["total"] for row in rows}
     share = {model: total[model, "exact, kernels"] / total[model, "stock"] for model in ("llama", "gpt2", "bert")}

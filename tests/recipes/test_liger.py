@@ -16,8 +16,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Installs a package that patches a global name, as Liger does, whose kernels need a GPU. Returns what was called.
-    """
+    """Installs a package that patches a global name, as Liger does. It needs no GPU. Returns what was called."""
     called: list[str] = []
     stock = modeling_llama.apply_rotary_pos_emb
 

@@ -64,8 +64,7 @@ def test_an_example_is_short(path: Path) -> None:
 
 
 def _axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Axolotl's class of plugins. If Axolotl is not installed, it is a class with the hooks that are used (as of 0.19).
-    """
+    """Axolotl's class of plugins. If Axolotl is not installed, a class with the hooks that are used (as of 0.19)."""
     if importlib.util.find_spec("axolotl") is not None:
         return
     hooks = {"get_input_args": lambda self: None, "post_model_load": lambda self, cfg, model: None}

@@ -129,8 +129,7 @@ def test_a_sum_with_something_unknown_is_kept() -> None:
 
 
 def test_a_summand_that_was_written_on_is_seen() -> None:
-    """No node shows a write under no_grad, so every join of a model is compared once, also if one like it was before.
-    """
+    """No node shows a write under no_grad, so every join of a model is compared once, even if one like it was."""
     a, b = leaves(SHAPE, SHAPE)
 
     def forward() -> Tensor:

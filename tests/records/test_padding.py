@@ -1,5 +1,4 @@
-"""Activations without their padding rows: which values come back, what is kept, and which gradients the guard refuses.
-"""
+"""Activations without their padding rows: which values come back, what is kept, which gradients the guard refuses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Modules whose own code runs again in backward, but not their linear layers: bits are stock's, fewer bytes are kept.
-"""
+"""Modules whose code runs again in backward, but not their linear layers: bits are stock's, fewer bytes are kept."""
 
 from __future__ import annotations
 

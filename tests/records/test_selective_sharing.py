@@ -73,8 +73,7 @@ def steps(model: nn.Module, batch: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [dict, UserDict, Shelf, None])
 def test_keys_that_a_later_layer_reads(kind: type[MutableMapping[str, Tensor]] | None) -> None:
-    """The keys are in a dict, in a UserDict as in transformers, in an unknown container, or an attribute of the module.
-    """
+    """The keys are in a dict, a UserDict as in transformers, an unknown container, or an attribute of the module."""
     stock = Two(kind).train()
     x = torch.randn(2, LENGTH, WIDTH)
     ours = patch_model(copy.deepcopy(stock))
