@@ -1,4 +1,4 @@
-"""What patching saves and what it costs, beside stock, gradient checkpointing, torch.compile and Liger.
+"""What patching saves and what it costs, compared with stock, gradient checkpointing, torch.compile and Liger.
 
     python recipes/benchmark.py --quick
     python recipes/benchmark.py --device cuda --models llama-1b --modes all --seq-len 2048 --out results/

@@ -1,4 +1,4 @@
-"""The bytes that a layer's elementwise work moves in a training step: stock beside patched with Triton's kernels.
+"""The bytes that a layer's elementwise work moves in a training step: stock, and patched with Triton's kernels.
 
     python recipes/bytes_moved.py --out recipes/results/bytes
     python recipes/bytes_moved.py --models llama --by-op

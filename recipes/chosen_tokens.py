@@ -1,15 +1,15 @@
-"""Fine-tuning on chosen tokens beside full tuning and LoRA: bytes kept, step time, held-out loss over seeds.
+"""Fine-tuning on chosen tokens, compared with full tuning and LoRA: bytes kept, step time, held-out loss over seeds.
 
     python recipes/chosen_tokens.py                                  # three jobs and seeds: 15 minutes on two cores
     python recipes/chosen_tokens.py --jobs llama --seeds 1 --steps 50
 
 The jobs are two of `evaluate_presets.py`, a pretrained MiniLM (classification) and a Llama-like model that is trained
-here first (language modelling), and "completion": the latter with labels for the end of each sequence alone, as in
-tuning on instructions. Kept bytes are those of the layers in bf16 under the preset `exact`; step times are
-medians of interleaved steps on this machine, over full tuning's. A row's difference is the mean, over seeds, of its
-held-out loss less that of full tuning from the same seed, with its 95% interval; below it the spread (standard
-deviation) of full tuning's own losses over the seeds. Tokens are chosen by their loss where each has one. Writes
-chosen_tokens.json and .md; other jobs of an earlier run with the same settings and versions stay in them.
+here first (language modelling), and "completion". This is the second job with labels only for the end of each sequence,
+as in tuning on instructions. Kept bytes are those of the layers in bf16 under the preset `exact`. Step times are
+medians of interleaved steps on this machine, divided by full tuning's. A row's difference is the mean, over seeds, of
+its held-out loss minus that of full tuning from the same seed, with its 95% interval. Below the table is the spread
+(standard deviation) of full tuning's own losses over the seeds. Tokens are chosen by their loss where each has one.
+Writes chosen_tokens.json and .md; other jobs of an earlier run with the same settings and versions stay in them.
 """
 
 import argparse

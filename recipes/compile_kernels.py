@@ -42,7 +42,8 @@ DTYPES = ("bfloat16", "float32")
 ROWS, WIDTH = 64, 4096
 # the widths that models have, for kernels whose tiles depend on the width
 WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
-# their width: a norm's row, a row with one scale of few-bit codes, a token's heads, one group per row, the vocabulary
+# modules whose tiles depend on a width: of a norm's row, of a row with one scale of few-bit codes, of a token's heads,
+# of a row with one group, of the vocabulary
 _SIZED = {
     "layer_norm", "methods.norm_output", "methods.fewbit", "rms_norm", "rope", "float8", "int_group",
     "linear_cross_entropy",
@@ -116,7 +117,7 @@ class _Target:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        # a key per target, or this process would take a kernel compiled for one target as another's
+        # a key per target, or this process would use a kernel that was compiled for another target
         return self.capability
 
     def get_current_stream(self, device: int) -> int:

@@ -58,7 +58,7 @@ def prepare_model(
     model = build_model(args, AutoModelForSequenceClassification, tokenizer, num_labels=classes)
     model = add_lora(args, model, "SEQ_CLS")
     if mode == "patched":
-        patch_model(model, args.preset)  # the logits are a few numbers per text: no reason to do without them
+        patch_model(model, args.preset)  # the logits are a few numbers per text, so they may be kept
     if mode == "control":
         nudge(model, getattr(torch, compute_dtype(args)), args.seed)
     return model

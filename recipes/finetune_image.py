@@ -8,8 +8,8 @@ By default the images are scikit-learn's handwritten digits, made larger. A loca
 images for each class. With --compare each preset is trained from the same seeds as stock. Kept bytes and the peak (of
 forward and backward above weights and gradients) are the allocator's, of one batch. A step's time is the least of
 --rounds, in which stock and all presets take turns. Writes image.json and image.md; results of an earlier run with the
-same options for other models stay in them. After an accuracy stands its standard deviation over seeds, after the mean
-difference from stock of the same seed its 95% interval.
+same options for other models stay in them. An accuracy is followed by its standard deviation over seeds, and the mean
+difference from stock of the same seed by its 95% interval.
 The only line that a training script of your own needs is the one with `patch_model`.
 """
 

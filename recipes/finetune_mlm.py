@@ -30,7 +30,7 @@ from hf_actcompress import CompressionConfig, patch_model
 
 
 class MaskedBlocks(Dataset[Example]):
-    """Rows of tokens, some of them hidden as BERT does it: of these 80% become the mask, 10% a random token, 10% stay.
+    """Rows of tokens, some of them hidden as in BERT: 80% of these become the mask, 10% a random token, 10% stay.
 
     The mask of a row follows from the seed and the row's number, so that it is the same in every run, and again
     after a resume. A second pass over the data sees the same masks; runs here are shorter than one pass.
@@ -82,7 +82,8 @@ def train_step(
     step_loss = torch.zeros((), device=accelerator.device)
     for batch, count in zip(batches, counts, strict=True):
         with accelerator.accumulate(model):
-            # Masked-LM heads take no num_items_in_batch: they average, so the mean is weighted by its share here.
+            # Masked-LM heads take no num_items_in_batch: they return a mean, which is weighted by its share of tokens
+            # here.
             loss = model(**batch).loss * (count / tokens)
             accelerator.backward(loss * scale)
             step_loss += loss.detach().float()

@@ -1,4 +1,4 @@
-"""What a layer costs the host: time, launches and autograd nodes of a whole step, stock beside patched.
+"""What a layer costs the host: time, launches and autograd nodes of a whole step, stock and patched.
 
     python recipes/host_time.py
     python recipes/host_time.py --tokens recipes/results/host/host_time.json --out results/

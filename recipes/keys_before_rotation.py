@@ -108,7 +108,9 @@ class Experiment:
         return torch.cat([p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None])
 
     def error(self, bits: int, tokens: int, keys_alone: bool, before: bool) -> float:
-        """Of keys in so many bits, or of queries, keys and values; keys before or after the rotation."""
+        """The error with rounded keys, or with rounded queries, keys and values; keys are rounded before or after
+        rotation.
+        """
 
         def after(x: Tensor) -> Tensor:
             return rounded(x, bits, tokens)

@@ -4,9 +4,10 @@
     python recipes/profile_step.py --quick
 
 For each mode, after a warm-up: the time of a step without the profiler (median of rounds), the time in which the device
-is busy, the kernels launched, and the host's share: the part of a step in which no kernel runs. Two tables of a
-profiled step, by the device's time and by the host's own, and a trace for a viewer. Writes profile.json after each
-mode, MODE.txt and MODE.trace.json.gz. On a CPU there is no device to wait for: the tables alone.
+is busy, the kernels launched, and the host's share, which is the part of a step in which no kernel runs. Also two
+tables of a profiled step, by the device's time and by the host's own, and a trace for a viewer. Writes profile.json
+after each mode, MODE.txt and MODE.trace.json.gz. On a CPU there is no device to wait for, so the figures of the device
+are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROWS = 30
 
 @dataclass(frozen=True)
 class Profile:
-    """One step of one mode. Times are in ms; None where there is no device beside the host."""
+    """One step of one mode. Times are in ms; None where the host is the only device."""
 
     model: str
     mode: str

@@ -78,7 +78,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
         save_strategy="steps" if args.save_every else "no",
         save_steps=args.save_every or 500,
         report_to="none",
-        use_cpu=not torch.accelerator.is_available(),  # said outright, or bf16 is refused without a GPU
+        use_cpu=not torch.accelerator.is_available(),  # must be explicit, or bf16 is refused without a GPU
         dataloader_pin_memory=torch.accelerator.is_available(),
         seed=args.seed,
     )

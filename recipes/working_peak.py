@@ -1,4 +1,4 @@
-"""The working peak of a checkpointed Llama: what backward needs above what is kept, stock beside tiles.
+"""The working peak of a checkpointed Llama: what backward needs above what is kept, in stock and with tiles.
 
     python recipes/working_peak.py --out recipes/results/working_peak      # some minutes on one core
     python recipes/working_peak.py --hidden 256 --tokens 2048 --tiles 64 --products
@@ -82,7 +82,7 @@ def llama(args: argparse.Namespace, weights: str, tile: int) -> Any:
 def peak(forward: Callable[[torch.Tensor], torch.Tensor], args: argparse.Namespace) -> float:
     """Peak bytes of the backward of one row of hidden states, per token and channel."""
     x = torch.randn(1, args.tokens, args.hidden, dtype=torch.bfloat16, requires_grad=True)
-    # the proof that a layer runs before its first call needs values
+    # the proof, which a layer runs before its first call, needs values
     forward(x[:, :8].detach().requires_grad_()).sum().backward()
     with nullcontext() if args.products else WithoutProducts():
         y = forward(x)

@@ -1,1 +1,1 @@
-"""What the recipes share: options, data, models, run state and the stock-beside-patched comparison."""
+"""What the recipes share: options, data, models, run state and the comparison of stock and patched models."""

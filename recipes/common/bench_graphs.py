@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch._dynamo.utils import counters
 
-# how many tokens shorter further batches are, as from a data loader without fixed lengths
+# by how many tokens further batches are shorter, as from a data loader without fixed lengths
 SHORTER = (8, 16, 24)
 
 

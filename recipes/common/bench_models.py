@@ -1,4 +1,4 @@
-"""The benchmark's models in any width, and the published shapes; fresh weights.
+"""The benchmark's models in any width or in published shapes, with fresh weights.
 
 Blocks of BERT, GPT-2 and Llama, and mixtures of experts at the proportions of Mixtral-8x7B and Qwen3-30B-A3B.
 """
@@ -114,7 +114,7 @@ def shape_of(name: str, args: argparse.Namespace) -> tuple[str, Shape]:
 
 
 def build(family: str, shape: Shape, args: argparse.Namespace, dropout: float | None = None) -> Any:
-    """The stock model in train mode, the same weights every time; adapters on request."""
+    """The stock model in train mode, with the same weights every time, and with adapters on request."""
     torch.manual_seed(0)
     with torch.device(args.device):
         model = {**FAMILIES, **MIXTURES}[family](shape, args.seq_len)

@@ -1,4 +1,4 @@
-"""What the benchmark sets side by side: stock transformers, its memory savers, the peers, and every preset."""
+"""What the benchmark compares: stock transformers, its memory savers, the peers, and every preset."""
 
 import copy
 import importlib.util

@@ -118,7 +118,7 @@ def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> Non
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Kept bytes beside tokens/s of the equal batch; largest batch of each card."""
+    """Draws kept bytes and tokens/s at one batch size, and the largest batch of each card."""
     from matplotlib.figure import Figure
 
     panels = [(model, *panel) for model in dict.fromkeys(r.model for r in results) for panel in _panels(results, model)]

@@ -18,7 +18,8 @@ from .bench_models import Shape, build, shape_of
 from .bench_modes import MODES, sharing_weights
 from .host import Counts
 
-# relative L2 error over all gradients: several roundings of the dtype, and far below what a wrong term makes
+# limits of the relative L2 error over all gradients: several roundings of the dtype, but far less than a wrong term
+# causes
 GRADIENT_LIMIT = {"float32": 1e-5, "bfloat16": 2e-2}
 MIB = 2**20
 
@@ -55,10 +56,10 @@ class Result:
     stock_seconds: list[float] = field(default_factory=list)
 
     def add_time(self, seconds: float, stock: float | None, tokens: int, device: str) -> None:
-        """One more round of this mode, and of stock in the same round.
+        """Adds one more round of this mode, and of stock in the same round.
 
-        On a GPU medians count, of the ratio to stock's time too. On a CPU minima do: other programs only add to the
-        CPU seconds of a process.
+        On a GPU medians count, also of the ratio to stock's time. On a CPU minima count, because other programs only
+        add to the CPU seconds of a process.
         """
         self.seconds.append(seconds)
         if stock is not None:
@@ -157,8 +158,8 @@ def total_mib(device: str) -> float | None:
 def equal_batch(name: str, args: argparse.Namespace) -> Iterator[list[Result]]:
     """All modes at one batch size: memory, then time in rounds over shared weights.
 
-    Compiled modes come last, each in rounds of its own beside stock: if time runs out in a compiler, the rest has
-    times. Yields what is known so far, after each mode and each round.
+    Compiled modes come last, each in rounds of its own with stock, so that the others have times if time runs out in a
+    compiler. Yields what is known so far, after each mode and each round.
     """
     family, shape = shape_of(name, args)
     bench = _EqualBatch(name, args, build(family, shape, args), make_batch(args.batch, shape.vocab, args))
@@ -229,7 +230,7 @@ class _EqualBatch:
 
 @contextmanager
 def capped(cap: str, device: str) -> Iterator[None]:
-    """On a GPU, a smaller card: the allocator hands out no more than the cap. On a CPU the search counts bytes."""
+    """On a GPU, imitates a smaller card: the allocator gives no more than the cap. On a CPU the search counts bytes."""
     if device == "cpu":
         yield
         return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .data import EVAL_EVERY, Corpus, load_splits, matching_files, read_text, stdlib_files, stdlib_folder
 
 PACKAGES = 8  # the largest ones; small packages have too few functions to hold some out
-FUNCTIONS_PER_PACKAGE = 400  # so that guessing the largest package does not score
+FUNCTIONS_PER_PACKAGE = 400  # so that a model that always guesses the largest package scores low
 SHORTEST_FUNCTION = 4  # lines; a one-line accessor says nothing of where it comes from
 
 Labelled = tuple[str, str]

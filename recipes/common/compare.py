@@ -1,4 +1,4 @@
-"""Stock beside patched, from one seed: what a run leaves behind, and whether two runs agree."""
+"""Stock and patched runs from one seed: what a run leaves behind, and whether two runs agree."""
 
 import argparse
 import gc
@@ -94,7 +94,7 @@ def dtype_of_loss(args: argparse.Namespace) -> str:
 
 
 def compare_runs(args: argparse.Namespace, run: Callable[[Mode], RunResult], loss_dtype: str = "float32") -> Comparison:
-    """Train once as transformers stands and once patched, on the same batches, and set one beside the other.
+    """Train once with stock transformers and once patched, on the same batches, and compare the two runs.
 
     `loss_dtype` is the dtype of the loss that the model returns.
     """
@@ -103,7 +103,7 @@ def compare_runs(args: argparse.Namespace, run: Callable[[Mode], RunResult], los
     for mode in modes:
         tqdm.write(f"{mode}:", file=sys.stderr)
         results[mode] = run(mode)
-        gc.collect()  # or the next run starts beside the last one's model
+        gc.collect()  # or the last run's model is still in memory when the next one starts
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     stock, control = results["stock"], results.get("control")

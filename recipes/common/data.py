@@ -94,7 +94,7 @@ def load_corpus(args: argparse.Namespace) -> Corpus:
         return Corpus(args.dataset, list(train[args.text_column]), list(held_out[args.text_column]))
     files = matching_files(args.text_files) if args.text_files else stdlib_files()
     texts = [read_text(path) for path in files[: args.max_documents]]
-    # By file, so that no held-out block has its neighbours in the training text.
+    # Split by file, so that no held-out block has its neighbours in the training text.
     held_out = texts[EVAL_EVERY // 2 :: EVAL_EVERY] or texts[-1:]
     train = [text for i, text in enumerate(texts) if i % EVAL_EVERY != EVAL_EVERY // 2]
     return Corpus(args.text_files or "Python standard library", train, held_out)

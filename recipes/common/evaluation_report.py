@@ -23,7 +23,7 @@ COLUMNS = (
     "told apart",
 )
 
-# 97.5% quantiles of Student's t by degrees of freedom; above these, the normal distribution's is within a tenth
+# 97.5% quantiles of Student's t by degrees of freedom; above these the normal distribution's is used, up to 12% less
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 

@@ -56,7 +56,7 @@ def small(layers: int, hidden: int) -> Shape:
 def host_microseconds(builds: Sequence[Build], hidden: int, rounds: int, autocast: bool = False) -> list[float]:
     """The time per layer in each mode; in every round of 25 steps all modes take turns, and minima count.
 
-    The order of the modes is another one in each step, because a mode is faster after one that has run the same code.
+    The order of the modes changes in each step, because a mode is faster after one that has run the same code.
     """
     at = []
     shuffled = random.Random(0)

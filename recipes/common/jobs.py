@@ -75,7 +75,7 @@ def _options(**changes: Any) -> argparse.Namespace:
 
 
 def _minilm(batch_size: int = 4, seq_len: int = 32) -> Job:
-    """Which package of the standard library a function comes from; word embeddings frozen."""
+    """The task is to tell from which package of the standard library a function comes. Word embeddings are frozen."""
     task = load_task(_options())
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
     torch.manual_seed(0)

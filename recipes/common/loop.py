@@ -1,4 +1,4 @@
-"""The loop of a training: what one optimizer step does is the recipe's own."""
+"""The training loop. Each recipe defines what one optimizer step does."""
 
 import argparse
 import time

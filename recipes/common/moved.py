@@ -18,7 +18,7 @@ from .traffic import Traffic
 
 DEPTHS, BATCHES = (1, 2), (1, 2)
 SEQUENCE, VOCABULARY = 16, 64
-# makes the context around a pass in which the counter is told of kernels, too
+# makes a context around a pass, in which the counter also learns of kernels
 Watch = Callable[[Traffic], AbstractContextManager[Any]]
 
 

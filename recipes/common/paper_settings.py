@@ -1,4 +1,4 @@
-"""What recipes/reproduce.py measures: the papers' models, at the sizes of a `Scale`, stock beside a preset."""
+"""What recipes/reproduce.py measures: the papers' models at the sizes of a `Scale`, with stock and with a preset."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def less(model: Any, batch: Batch, config: Config, scale: Scale, measure: Callab
 def per_layer(
     build: Callable[[int], Any], loss: Loss, config: Config, scale: Scale, parts: tuple[type, ...] = ()
 ) -> tuple[int, int]:
-    """Kept bytes of one layer, stock and under a config: those of two layers less those of one."""
+    """Kept bytes of one layer, stock and under a config: those of two layers minus those of one."""
     one, two = ([kept(build(n), loss, c, scale, parts) for c in (None, config)] for n in (1, 2))
     return two[0] - one[0], two[1] - one[1]
 

@@ -1,4 +1,4 @@
-"""The state of a run beside its loop: accelerator, learning rate, checkpoints, sums over processes."""
+"""The state of a run outside of its loop: accelerator, learning rate, checkpoints, sums over processes."""
 
 import argparse
 import json
@@ -16,15 +16,15 @@ IGNORE = -100  # the label that losses skip
 def make_accelerator(args: argparse.Namespace) -> Accelerator:
     """An accelerator that accumulates by count alone.
 
-    By default it also takes the last batch of a loader for the end of an accumulation; the recipes fetch the
-    micro-batches of a step together, so the loader is at its end while that step still accumulates.
+    By default accelerate also ends an accumulation at the last batch of a loader. The recipes fetch the micro-batches
+    of a step together, so the loader is at its end while that step still accumulates.
     """
     plugin = GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False)
     return Accelerator(mixed_precision=args.mixed_precision, gradient_accumulation_plugin=plugin)
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth: a function of the step, so that nothing of it needs saving."""
+    """Linear warm-up, then a cosine down to a tenth. It depends on the step alone, so nothing of it has to be saved."""
     if step < args.warmup:
         return args.lr * (step + 1) / args.warmup
     progress = (step - args.warmup) / max(1, args.max_steps - args.warmup)

@@ -1,4 +1,4 @@
-"""Losses that are computed outside of a model's forward, from its logits: as RL and preference training write them."""
+"""Losses that training code computes from a model's logits, outside of its forward (RL, preference training)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
-# a function of the logits [B, S, V] and the ids [B, S] to what the loss is made of
+# it computes the terms of a loss from the logits [B, S, V] and the ids [B, S]
 Loss = Callable[[Tensor, Tensor], list[Tensor]]
 LAST = 20
 
@@ -52,7 +52,7 @@ def grpo_with_entropy(logits: Tensor, ids: Tensor) -> list[Tensor]:
 
 
 def ppo(logits: Tensor, ids: Tensor) -> list[Tensor]:
-    """Scaled in place; the entropy from the softmax."""
+    """It scales the logits in place, and computes the entropy from the softmax."""
     logits /= 0.7 + 1e-7
     logits = logits[:, :-1]
     log_probs = F.log_softmax(logits, dim=-1)
@@ -62,7 +62,7 @@ def ppo(logits: Tensor, ids: Tensor) -> list[Tensor]:
 
 
 def dpo(logits: Tensor, ids: Tensor) -> list[Tensor]:
-    """Chosen and rejected in one batch; the padded labels are those that are zero."""
+    """One batch holds the chosen and the rejected sequences. Labels that are multiples of 3 stand for padding."""
     labels = ids[:, 1:].clone()
     mask = labels % 3 > 0
     per_token = logits[:, :-1].log_softmax(-1).gather(2, labels.unsqueeze(2)).squeeze(2)
@@ -88,7 +88,7 @@ def smoothed_cross_entropy(logits: Tensor, ids: Tensor) -> list[Tensor]:
 
 
 def label_smoother(logits: Tensor, ids: Tensor) -> list[Tensor]:
-    """Trainer's own."""
+    """The label smoother of the Trainer."""
     labels = torch.where(ids % 5 == 0, -100, ids)
     outputs = SimpleNamespace(logits=logits)
     smoother = LabelSmoother(epsilon=0.1)
@@ -108,7 +108,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def total(values: list[Tensor]) -> Tensor:
-    """One number of them all, in which no two tokens count the same."""
+    """A weighted sum of all values, in which each token of a tensor has a different weight."""
     sums = []
     for value in values:
         weights = torch.linspace(0.3, 1.7, value.numel(), dtype=value.dtype).view(value.shape)

@@ -1,4 +1,7 @@
-"""Calls without a mask of which stock keeps repeated heads (wider than 256) or probabilities (k wider than v)."""
+"""Attention calls for which stock keeps more than q, k and v.
+
+They have no mask. Stock keeps repeated heads (if heads are wider than 256) or probabilities (if k is wider than v).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hf_actcompress.models.attention import attention_forward
 from hf_actcompress.records import frame
 from tests.oracle import assert_equal_bits, kept_bytes
 
-# heads of k and v, width of k, width of v -> what is not kept, in elements for each of the 2 x 6 tokens
+# heads of k and v, width of k, width of v -> the elements that are no longer kept for each of the 2 x 6 tokens
 CASES = {
     "heads wider than 256": (2, 288, 288, 2 * 2 * 288),
     "k wider than v": (4, 48, 32, 4 * 6),
@@ -36,7 +39,7 @@ def test_q_k_and_v_are_kept_and_no_more(name: str) -> None:
 
     def run(attend: Callable[..., tuple[Tensor, Any]]) -> Tensor:
         with frame():
-            # results, as a projection's are: a leaf would be counted nowhere
+            # q, k and v are results here, as those of projections are, because the bytes of leaves are not counted
             return attend(module, *(x * 1.5 for x in leaves), None)[0]
 
     ours, stock = (torch.autograd.grad(run(f).sin().sum(), leaves) for f in (attention_forward, sdpa_attention_forward))

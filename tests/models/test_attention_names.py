@@ -1,4 +1,4 @@
-"""How model code sees the attention of a patched layer: under the stock name, and with the globals of now."""
+"""How model code sees the attention of a patched layer: it reads the stock name, and the current values of globals."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_exchanged_global_is_seen_in_training(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
 def test_values_of_another_width_than_keys(padding: str) -> None:
-    """Multi-head latent attention: with a mask torch takes another kernel than for equal widths."""
+    """Multi-head latent attention has such values. With a mask, torch chooses another kernel than for equal widths."""
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
         vocab_size=67, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,

@@ -1,4 +1,7 @@
-"""Eager attention (a softcap, sinks) some rows of queries at a time: stock's gradients, nothing of T x T."""
+"""Eager attention, with a softcap or sinks, that computes some rows of queries at a time.
+
+The gradients are stock's, and no tensor of T x T is made.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ GPT_OSS = Family(
 EAGER = replace(LLAMA, name="llama_eager", options={**LLAMA.options, "attn_implementation": "eager"}, sizes=_SIZES)
 FAMILIES = (replace(GEMMA2, sizes=_SIZES), GPT_OSS, EAGER)
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-# a softcap that shows in tiny models
+# a softcap that is low enough to change the values of tiny models
 OPTIONS: dict[str, dict[str, Any]] = {"gemma2": {"attn_logit_softcapping": 2.0}}
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Some rows at a time in tiny models, too; the tokens of each mask that stock has made."""
+    """Tiny models compute some rows at a time too. Returns a list of the lengths of the masks that were made whole."""
     monkeypatch.setattr(packed_masks, "SMALLEST_MASK", 0)
     monkeypatch.setattr(_attention_rows, "_MOST", 8)
     made: list[int] = []
@@ -176,7 +179,10 @@ def test_a_function_that_looks_across_rows_is_not_used(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("family", FAMILIES[:2], ids=lambda family: family.name)
 def test_memory_grows_with_the_tokens(family: Family) -> None:
-    """The largest block of memory of a step of 1,024 and of 2,048 tokens, whose loss has the bits of stock's."""
+    """Measures the largest block of memory in steps of 1,024 and 2,048 tokens.
+
+    The loss of 1,024 tokens is bit-equal to stock's.
+    """
     options = {"max_position_embeddings": 2048, "sliding_window": 64, "num_attention_heads": 2}
     stock, sizes, losses = model_of(family, "fp32", **options), [], []
     for config in (None, "exact", CompressionConfig(checkpoint="every:1")):

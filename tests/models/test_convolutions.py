@@ -1,4 +1,4 @@
-"""Convolutional models: exact as stock, and with feature maps pooled for the gradient of the weights."""
+"""Convolutional models: `exact` computes what stock does; with pooling, gradients of weights come from pooled maps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def resnet(layer_type: str = "basic", depth: int = 2) -> Any:
 
 
 def efficientnet() -> Any:
-    """SiLU, depthwise convolutions (of a class of its own), padding by a module."""
+    """A model with SiLU, depthwise convolutions (which have a class of their own) and padding by a module."""
     torch.manual_seed(0)
     config = hf.EfficientNetConfig(
         width_coefficient=0.25, depth_coefficient=0.1, image_size=64, hidden_dim=320, dropout_rate=0.1
@@ -82,7 +82,8 @@ def test_channels_last() -> None:
     assert not differing(step(ours, memory_format=torch.channels_last), expected)
     found = step(pooled, memory_format=torch.channels_last)
     assert convolutions(stock) <= set(differing(found, expected))
-    # the bits of ReLU bring dx in another memory order, and so BatchNorm's sums: a few roundings of fp32
+    # ReLU's backward from bits returns dx in another memory order. BatchNorm then sums in another order, which changes
+    # a few roundings of fp32
     others = {n: g.double() for n, g in expected.items() if n not in convolutions(stock)}
     assert relative_error(found, others) < 1e-5
 
@@ -92,7 +93,7 @@ def test_exact_keeps_no_more_than_stock(name: str) -> None:
     stock = MODELS[name]()
     before = kept_bytes(lambda: stock(**batch()), "cpu")
     ours = kept_bytes(lambda: patch_model(stock)(**batch()), "cpu")
-    # of a BatchNorm's output and a ReLU's, stock keeps one; of a BatchNorm's and a SiLU's both
+    # of the outputs of a BatchNorm and the ReLU after it, stock keeps one; with SiLU it keeps both
     assert ours < before if name == "efficientnet" else ours <= before
 
 
@@ -115,14 +116,16 @@ def test_the_papers_estimators_touch_the_weights_alone(preset: str) -> None:
     stock = resnet("bottleneck")
     expected = step(stock)
     found = step(patch_model(copy.deepcopy(stock), preset))
-    # the classifier's input is one vector per image: these have no neighbours, and lie in one tile
+    # the classifier's input is one vector per image: pooled finds no neighbours to average, and for blocksparse all
+    # vectors lie in one tile
     classifier = set() if preset in ("pooled", "blocksparse") else {"classifier.1.weight"}
     assert set(differing(found, expected)) == convolutions(stock) | classifier
 
 
-# bytes per pixel and channel of a layer of two convolutions, in fp32: what BatchNorm keeps, and what ReLU and the next
-# convolution keep, together in stock. exact makes the ReLUs' outputs and the sum again from what the BatchNorms keep.
-# dropit keeps 205 of an image's 2048 entries, and a bit for each
+# bytes per pixel and channel of a layer of two convolutions, in fp32. The first term is what BatchNorm keeps. The
+# others are what ReLU and the next convolution keep; in stock the two share one tensor. exact computes the ReLUs'
+# outputs and the sum again from what the BatchNorms keep. dropit keeps 205 of an image's 2048 entries, and one bit for
+# each entry
 PER_LAYER = {
     "stock": 2 * (4 + 4),
     "exact": 2 * 4,
@@ -133,7 +136,8 @@ PER_LAYER = {
 }
 
 
-# what a ResNet-18 keeps of stock's bytes on two images of 224 x 224. The stem's pooling keeps its indices, under all
+# the share of stock's kept bytes that a ResNet-18 keeps for two images of 224 x 224. Every preset keeps the indices of
+# the stem's pooling
 RESNET_18 = {
     "exact": 0.52,
     "dropit": 0.74,
@@ -164,7 +168,8 @@ def test_a_batch_norms_input_is_packed_however_short_its_lines_are(side: int) ->
     model = nn.Sequential(nn.Conv2d(8, 32, 1), nn.BatchNorm2d(32))
     x = torch.randn(2, 8, side, side)
     kept = kept_bytes(lambda: patch_model(model, "int8")(x).square().mean(), "cpu") - 2 * 32 * 4
-    # the BatchNorm's output, which the square reads; the loss; a code per element, two bf16 per group of an image
+    # kept are the BatchNorm's output (the square reads it), the loss, a code per element, and two bf16 numbers per
+    # group of an image
     elements = 2 * 32 * side * side
     assert kept == 4 * elements + 4 + elements + 2 * 4 * -(-elements // 2 // 64)
 
@@ -183,7 +188,7 @@ def test_bytes_per_layer(name: str) -> None:
 
 
 def test_the_pixels_are_kept_as_they_are() -> None:
-    """They need no gradient and are the caller's: a pooled copy would come on top."""
+    """The caller holds them in any case, so a pooled copy would need additional memory."""
     stock, ours = resnet(), patch_model(resnet(), POOLED["pool4x4"])
     (loss, expected), (ours_loss, found) = (
         (
@@ -232,14 +237,14 @@ def test_the_weights_gradient_is_that_of_what_was_stored(codec: Any, name: str) 
     assert not torch.equal(stored, x)
     dweight = gradients(stock, [stored.requires_grad_(), weight, bias])[2]
     if name == "1x1" and maps.has_grad_weight(y):
-        # a product over the kept pixels alone: another order of sums, in fp64
+        # a product over the kept pixels alone adds in another order, here in fp64
         torch.testing.assert_close(ours[2], dweight)
         ours[2] = dweight
     assert_equal_bits(ours, [y, dx, dweight, dbias])
 
 
 def test_pixels_that_are_drawn_are_a_share_of_the_product() -> None:
-    """The convolution with kernels of one pixel is the linear layer, and costs as much less."""
+    """A convolution with kernels of one pixel is a linear layer, so sampling saves the same share of its product."""
     x, weight = torch.randn(2, 8, 10, 10, requires_grad=True), torch.randn(4, 8, 1, 1, requires_grad=True)
     y = ops.conv2d(x, weight, None, GEOMETRIES["1x1"], codec=RowSample(0.3), derive=False)
     with FlopCounterMode(display=False) as counter:
@@ -268,10 +273,10 @@ def test_what_is_left_alone_or_otherwise_than_asked() -> None:
         True
     ] * 3
     assert by_name["3"].codec == "pool2x2"
-    # squares of tokens and features make no sense
+    # pool2x2 needs maps with two spatial axes, which tokens and features are not
     assert by_name["5"].codec == "identity" and "feature maps" in by_name["5"].note
     assert torch.equal(model(x), expected)
-    # a codec of tokens is that of feature maps there, too
+    # a codec for tokens also applies to feature maps
     tokens = {row.name: row for row in patch_report(patch_model(model, "pooled")).rows}
     assert [tokens[name].codec for name in ("3", "5")] == ["pool2", "pool2"]
 

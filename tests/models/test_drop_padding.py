@@ -34,14 +34,15 @@ MAIN = [BY_NAME[name] for name in ("bert", "gpt2-gelu-tanh", "llama")]
 text = pytest.mark.parametrize("family", TEXT, ids=lambda family: family.name)
 main = pytest.mark.parametrize("family", MAIN, ids=lambda family: family.name)
 
-# gate and up are halves of one projection, and a kernel's vectors end elsewhere in a copy: rounded otherwise in fp32
+# here gate and up are halves of one projection. In a copy of a half, the vectors of a kernel end at other elements,
+# which changes the rounding in fp32
 OTHERWISE_ROUNDED = ("modernbert", "phi3")
 
 
 def batch_of(family: Family, padding: str = "right", seed: int = 0) -> dict[str, Any]:
     batch = family.make_batch(padding, seed)
     if padding == "left" and family.task == "causal":
-        # padding predicts the first real token
+        # the first real token is predicted from padding, so it gets no label
         first = batch["attention_mask"].argmax(1)
         batch["labels"][torch.arange(len(first)), first] = -100
     return batch
@@ -91,7 +92,7 @@ def test_error_against_fp64_oracle(name, mode):
 @pytest.mark.parametrize("mode", ["fp32", "autocast"])
 @pytest.mark.parametrize("where", ["right", "left"])
 def test_sequence_classification(family, mode, where):
-    """CLS token, or the last token that is not padding."""
+    """The model classifies the CLS token, or the last token that is not padding."""
     torch.manual_seed(0)
     config = family.make_config(num_labels=3)
     if config.pad_token_id is None:
@@ -114,7 +115,7 @@ def test_pooling_with_the_mask():
     results = []
     for drop in (False, True):
         patch_model(model, CompressionConfig(drop_padding=drop))
-        hidden = model(batch["input_ids"], mask)[0]  # the mask by position
+        hidden = model(batch["input_ids"], mask)[0]  # the mask is a positional argument
         loss = ((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)).square().sum()
         loss.backward()
         results.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
@@ -146,7 +147,7 @@ def test_gradient_checkpointing(family, reentrant):
 
 @main
 def test_accumulation_over_batches_of_different_padding(family):
-    """Also two forwards before either backward, in the other order."""
+    """This includes two forwards whose backwards run in reverse order."""
     sums = []
     for drop in (False, True):
         model = patch_model(build(family, "fp32", dropout=0.1), CompressionConfig(drop_padding=drop))
@@ -173,13 +174,13 @@ def test_a_loss_over_all_positions_raises(family, loss_head, logits):
     with pytest.raises(PaddingError, match="drop_padding"):
         step(model, batch)
     model.zero_grad()
-    # the next batch is none the worse for it
+    # the error leaves nothing behind that changes the next batch
     step(model, batch_of(family))
 
 
 @main
 def test_where_the_head_alone_is_trained(family):
-    """No layer below looks at a gradient: the loss itself does."""
+    """No layer below the head runs a backward that could check its gradient, so the loss checks it."""
     model = family.build(tie_word_embeddings=False)
     for p in model.base_model.parameters():
         p.requires_grad_(False)
@@ -206,7 +207,7 @@ def test_encoder_decoders_are_left_alone():
     family = BY_NAME["t5"]
     batch = family.make_batch("right")
     model = family.build(dropout=0.1)
-    # leaf by leaf both ways: programs add up what decoder layers read of the encoder in another order
+    # both runs are without programs, which add the gradients of the encoder's output in another order
     assert_same(both(model, batch, programs=False))
     kept = [
         kept_bytes(lambda: model(**batch), "cpu")

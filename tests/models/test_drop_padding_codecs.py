@@ -32,7 +32,7 @@ CODED = {
 @main
 @pytest.mark.parametrize("name", CODED)
 def test_with_codecs_and_variants(family, name):
-    """A row's code does not depend on other rows: the same gradients as with padding kept.
+    """A row's code does not depend on other rows, so the gradients are the same as with padding kept.
 
     The last bit may differ: decoded tensors of attention may have another order in memory, which changes sums.
     """
@@ -50,7 +50,7 @@ def test_outlier_channels_are_those_of_the_real_rows():
     family, errors = BY_NAME["llama"], []
     model, batch = family.build(), batch_of(family)
     oracle = oracle_step(model, batch)
-    # in padding another channel is large than in text
+    # padding has its large values in another channel than text
     batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 0)
     with torch.no_grad():
         model.get_input_embeddings().weight[0, 3] = 100.0
@@ -62,7 +62,7 @@ def test_outlier_channels_are_those_of_the_real_rows():
 
 
 def test_groups_of_tokens_are_of_real_ones():
-    """Attention keeps fewer bytes. Groups then go on from one sequence into the next, which is another error."""
+    """Attention keeps fewer bytes. Its groups then cross the border between two sequences, which changes the error."""
     family = BY_NAME["llama"]
     model, batch = family.build(), batch_of(family)
     oracle, errors, kept = oracle_step(model, batch), [], []
@@ -70,6 +70,6 @@ def test_groups_of_tokens_are_of_real_ones():
         config = CompressionConfig(attention="int4_channels", attention_variant="recomputed", drop_padding=drop)
         errors.append(relative_error(step(patch_model(model, config), batch)[1], oracle))
         kept.append(kept_bytes(lambda: model(**batch).loss, "cpu"))
-    # a group of heads instead of tokens would have the ranges of heads in it
+    # groups over heads instead of tokens would mix the ranges of several heads and exceed these bounds
     assert 0 < errors[0] < 0.02 and 0 < errors[1] < 0.04
     assert kept[1] < kept[0]

@@ -1,4 +1,4 @@
-"""Evaluation under no_grad: MLPs in tiles, the loss and the logits of stock, and no logits that nobody reads."""
+"""Evaluation under no_grad: MLPs run in tiles, loss and logits are stock's, and unread logits are not computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _llama() -> Any:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_mlps_in_tiles_have_the_memory_of_one(training: bool) -> None:
-    """Stock has gate, its activation, up or the product at once, for all rows."""
+    """Stock holds three tensors of the MLP's width at once, for all rows."""
     model = _llama().train(training)
     ids = torch.randint(0, 64, (1, ROWS), generator=torch.Generator().manual_seed(0))
 
@@ -51,7 +51,7 @@ def test_mlps_in_tiles_have_the_memory_of_one(training: bool) -> None:
 
 
 def test_reentrant_checkpointing_draws_in_tiles_both_times() -> None:
-    """Its first run is without gradients: LoRA's dropout there and in backward is the same."""
+    """Its first forward runs without gradients. LoRA's dropout must draw the same values there and in backward."""
     peft = pytest.importorskip("peft")
     grads = []
     for reentrant in (False, True):
@@ -95,7 +95,7 @@ def test_loss_and_logits_are_stocks(name: str, mode: str, logits: bool) -> None:
         assert torch.equal(found.loss, expected.loss)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
     best = found.logits.detach()[:, :-1].contiguous().argmax(-1)
-    # in chunks a product may round otherwise: then another token is as good
+    # a product in chunks may round differently, so another token with an almost equal logit may be the best
     picked = expected.logits[:, :-1].gather(-1, best[..., None])[..., 0].float()
     torch.testing.assert_close(picked, expected.logits[:, :-1].amax(-1).float(), rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(found.logits + 0, expected.logits, rtol=1e-2, atol=1e-3)
@@ -103,7 +103,7 @@ def test_loss_and_logits_are_stocks(name: str, mode: str, logits: bool) -> None:
 
 
 def test_what_an_evaluation_needs() -> None:
-    """Units of batch, tokens and vocabulary, bf16: stock holds the logits, and those and log-probabilities in fp32."""
+    """Bytes per logit. Stock holds the logits in bf16, and logits and log-probabilities in fp32, which makes 10."""
     model, batch = llama(VOCABULARY).bfloat16(), _batch()
     size = batch["labels"].numel() * VOCABULARY
 
@@ -142,7 +142,7 @@ def test_without_labels_and_in_inference_mode_logits_are_plain() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reads_best", [True, False])
 def test_a_trainer_evaluates(reads_best: bool, tmp_path: Path) -> None:
-    """With the argmax of each token, and with all logits of three batches."""
+    """The metric reads the argmax of each token, or all logits of three batches."""
     data = [{name: x[row] for name, x in _batch().items()} for row in range(8)]
     seen: list[type] = []
 

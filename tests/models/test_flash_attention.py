@@ -1,6 +1,6 @@
 """Models with "flash_attention_2": the kernel finds packed sequences itself, and nothing of T x T is made.
 
-No kernel of that package runs on a CPU. Here a function stands for it that takes what transformers hands to it.
+No kernel of that package runs on a CPU. Here a function with the same arguments replaces it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def flash_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     sliding_window: int | None = None, position_ids: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal, inside of each sequence of packed rows; `attention_mask` is a 2-D one, or None."""
+    """Causal attention inside of each sequence of packed rows. `attention_mask` is 2-D or None."""
     if q.is_meta:
         raise NotImplementedError("a kernel of another package")
     b, _h, t, _d = q.shape
@@ -42,7 +42,7 @@ def flash_attention(
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """How often it has run, and whether with gradients."""
+    """One entry for each call of the kernel: whether gradients were enabled."""
     calls: list[bool] = []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def with_kernel(family: Any, mode: str, **options: Any) -> Any:
     model = build(family, mode, **options)
-    # a setter would ask for the package
+    # `set_attn_implementation` would look for the package
     model.config._attn_implementation_internal = NAME
     return model
 
@@ -88,9 +88,10 @@ def test_gradients_are_stocks(family: Any, given: str, config: Any, kernel: list
 @pytest.mark.parametrize("given", ["nothing", "packed"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "bert", "gpt2-gelu-tanh", "opt", "modernbert"])
 def test_layers_are_programs_around_it(name: str, given: str) -> None:
-    """It gets what stock hands it, of packed rows too; bits and kept bytes are those of the leaf path.
+    """The kernel gets what stock gives it, also for packed rows. Bits and kept bytes are those of the leaf path.
 
-    Bytes are compared without the net: in the leaf path it also sees how a norm's output becomes Qwen3's keys.
+    Bytes are compared without the net, because in the leaf path the net also sees how Qwen3's keys follow from a norm's
+    output.
     """
     family = BY_NAME[name]
     if given == "packed" and name not in ("llama", "qwen3", "phi3"):

@@ -1,4 +1,4 @@
-"""Forwards that others enter past the outermost model, several models in one module, parts exchanged after patching."""
+"""Inner models that are called directly, several models in one module, and parts that are replaced after patching."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Towers(nn.Module):
-    """Two encoders in one module that is no transformers model: retrieval, CLIP-like losses."""
+    """Two encoders in one module that is not a transformers model, as for retrieval and for CLIP-like losses."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def lora(model: nn.Module, name: str = "default") -> Any:
 
 
 def decoder_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """As TRL's fused loss: the decoder below the head is called, and the head's weight multiplied by hand."""
+    """Like TRL's fused loss, it calls the decoder below the head, and multiplies by the head's weight itself."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     hidden = base.model(input_ids=batch["input_ids"]).last_hidden_state
     return (hidden[:, -1] @ base.lm_head.weight.t()).float().logsumexp(-1).mean()

@@ -1,4 +1,4 @@
-"""Gated delta nets, differentiated in segments of tokens: stock's values and gradients, at a lower peak."""
+"""Gated delta nets whose backward runs in segments of tokens: values and gradients are stock's, the peak is lower."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def step(model: Any, tokens: int = 150, mode: str = "fp32") -> tuple[Tensor, dic
 
 
 def inputs(tokens: int = 150) -> list[Tensor]:
-    """Queries, keys, values, decays, and how much is written; two heads of values for each of keys."""
+    """Queries, keys, values, decays and beta (how much a token writes), with two heads of values per head of keys."""
     g = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, tokens, heads, 8, generator=g) for heads in (2, 2, 4))
     decay, beta = -torch.rand(2, tokens, 4, generator=g), torch.rand(2, tokens, 4, generator=g)
@@ -59,7 +59,7 @@ def inputs(tokens: int = 150) -> list[Tensor]:
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Token by token."""
+    """The recurrence, computed token by token."""
     q, k = (torch.nn.functional.normalize(x, dim=-1).repeat_interleave(2, dim=2) for x in (q, k))
     state, outs = q.new_zeros(2, 4, 8, 8), []
     for t in range(q.size(1)):
@@ -118,7 +118,7 @@ def test_a_model_is_stocks(mode: str, checkpointing: bool | None) -> None:
 
 
 def test_which_calls_go_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of few tokens, without gradients or without tiles."""
+    """Calls with few tokens, without gradients or without tiles do not go in segments."""
     kind, calls = type(build().model.layers[0].linear_attn), []
     monkeypatch.setattr(
         linear_attention.ops, "linear_attention", lambda *args: calls.append(args[1]) or in_segments(*args)
@@ -135,7 +135,7 @@ def test_which_calls_go_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_peak_of_a_checkpointed_layer() -> None:
-    """In bytes per token and channel: stock's grows by what the rule makes of all tokens."""
+    """In bytes per token and channel. Stock's peak includes what the rule computes for all tokens at once."""
     peaks = []
     for config in (None, CompressionConfig(), CONFIG):
         model = build(layers=1)

@@ -1,4 +1,4 @@
-"""The loss head with others: checkpointing, adapters, hooks, other losses, a forward that fails, reports."""
+"""The loss head together with checkpointing, adapters, hooks, other losses, a forward that fails, and reports."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.models.loss_head_models import batch, error, gemma2, gpt2, llama, pai
 from tests.models.rl_losses import LOSSES, Loss, total
 from tests.oracle import EXACT, assert_within_law
 
-# as many as users have
+# a vocabulary of a usual size
 LARGE = 32_003
 
 
@@ -76,7 +76,7 @@ def test_other_heads(make: Callable[[], nn.Module], name: str) -> None:
 @pytest.mark.parametrize("logits", (True, False), ids=("logits", "no logits"))
 @pytest.mark.parametrize("name", ("grpo with entropy", "ppo", "label smoother"))
 def test_the_model_under_autocast_and_its_output_in_fp32(name: str, logits: bool) -> None:
-    """As accelerate does it: autocast around the model alone, and a cast of what comes out."""
+    """accelerate does this: autocast covers the model alone, and the output is cast to fp32."""
     stock, ours = pair(llama, logits=logits)
     ids = batch()["input_ids"]
 
@@ -97,7 +97,7 @@ def test_the_model_under_autocast_and_its_output_in_fp32(name: str, logits: bool
 
 
 def kept(model: nn.Module, ids: Tensor, loss: Loss) -> int:
-    """Bytes that are there while the loss is, beyond those that were there before; the logits are dropped."""
+    """Bytes that the forward has allocated and that still live with the loss. The logits themselves are dropped."""
     total(loss(model(input_ids=ids).logits, ids)).backward()
     return allocator_trace(lambda: total(loss(model(input_ids=ids).logits, ids))).net_bytes
 
@@ -198,7 +198,7 @@ def test_gradient_checkpointing_and_accumulation() -> None:
         for part in ids.split(2):
             total(LOSSES["grpo with entropy"](model(input_ids=part).logits, part)).backward()
     for (name, a), b in zip(ours.named_parameters(), stock.parameters(), strict=True):
-        # two fp32 sums of the same terms, in other orders
+        # both are fp32 sums of the same terms in different orders
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -224,7 +224,7 @@ def test_padding_rows_that_are_dropped_get_their_logits() -> None:
 
 @pytest.mark.parametrize("smoothing", (0.0, 0.1))
 def test_cross_entropy_inside_of_autocast(smoothing: float) -> None:
-    """Autocast runs it in fp32, also where it leaves log_softmax in bf16. Encoder-decoder models take it there."""
+    """Autocast runs it in fp32, even if log_softmax stays in bf16. Encoder-decoder models call it under autocast."""
     stock, ours = pair(llama)
     ids = batch()["input_ids"]
     losses = []

@@ -1,4 +1,4 @@
-"""Losses outside of the model under what wraps a model: the Trainer and engines that hook its output."""
+"""Losses outside of a wrapped model: under the Trainer, and under engines that hook the model's output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models.rl_losses import LOSSES, total
 
 
 class OwnLossTrainer(Trainer):  # type: ignore[misc]
-    """Gives the labels to the model and reads the logits all the same."""
+    """Gives the labels to the model, but computes a loss of its own from the logits."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: object, **__: object) -> Tensor:
         return total(LOSSES["own cross entropy"](model(**inputs).logits, inputs["labels"]))
@@ -39,7 +39,7 @@ def test_a_trainer_with_a_loss_of_its_own_under_the_callback(tmp_path: Path) -> 
         OwnLossTrainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks).train()
         trained.append(model)
     for (name, a), b in zip(trained[0].named_parameters(), trained[1].parameters(), strict=True):
-        # two steps of Adam in fp32: a gradient near zero may turn its sign by one rounding
+        # in two steps of Adam in fp32, one rounding may change the sign of a gradient near zero
         torch.testing.assert_close(a, b, rtol=0, atol=1e-2, msg=name)
 
 

@@ -1,4 +1,4 @@
-"""Rows of several sequences: attention inside of each, as in separate rows, and nothing of all tokens by all tokens."""
+"""Rows of packed sequences: attention stays inside of each sequence, and no tensor has all tokens by all tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rows(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
 
 
 def packed(sequences: list[Tensor], **options: bool) -> Batch:
-    """As the collator of transformers makes it: one row, positions, labels without the first token of each."""
+    """The batch that transformers' collator makes: one row, positions, labels without each sequence's first token."""
     features = [{"input_ids": ids.tolist()} for ids in sequences]
     return dict(DataCollatorWithFlattening(**options)(features))
 
@@ -79,7 +79,7 @@ def watched_step(model: Any, batch: Batch, mode: str) -> tuple[Tensor, dict[str,
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_sixteen_sequences_of_512_are_sixteen_rows(family: Family, stock_masks: list[int]) -> None:
-    """Gradients against those of separate rows in fp64, and no block of memory that is of all tokens by all tokens."""
+    """Compares gradients with those of separate rows in fp64. No block of memory may hold all tokens by all tokens."""
     window = {"sliding_window": 100} if "sliding_window" in family.options else {}
     sequences = rows((512,) * 16)
     apart = {"input_ids": torch.stack(sequences), "labels": torch.stack(sequences)}
@@ -98,7 +98,7 @@ def test_sixteen_sequences_of_512_are_sixteen_rows(family: Family, stock_masks: 
 def test_two_rows_of_sequences_of_any_lengths(
     family: Family, mode: str, stock_masks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against stock's masks: neighbours of one length, sequences of one token, windows that move in several steps."""
+    """Compares with stock's masks: equal neighbours, sequences of one token, windows that move in several steps."""
     monkeypatch.setattr(sequences, "WINDOW_STEP", 4)
     looks = []
     own = packed_masks.sequences_of
@@ -146,7 +146,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Any, float]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", WAYS)
 def test_in_every_way_to_train(way: str, stock_masks: list[int]) -> None:
-    """With the keywords that the collator makes for flash kernels."""
+    """The batch has the keywords that the collator makes for flash kernels."""
     prepare, config, tolerance = WAYS[way]
     batch = packed(rows(), return_flash_attn_kwargs=True, return_seq_idx=True)
     stock, ours = prepare(LLAMA.build()), prepare(patch_model(LLAMA.build(), config))
@@ -185,7 +185,7 @@ def test_stock_decides_in_all_other_calls(case: str) -> None:
 
 
 def test_few_tokens_of_gemma2_keep_stocks_mask() -> None:
-    """Its attention is eager, and goes some rows at a time from 1,024 tokens on (test_attention_rows.py)."""
+    """Its eager attention runs some rows at a time only from 1,024 tokens on (test_attention_rows.py)."""
     stock = GEMMA2.build(torch.bfloat16)
     batch = packed(rows())
     loss, grads = step(patch_model(copy.deepcopy(stock), BODY), batch)
@@ -237,7 +237,7 @@ def test_whoever_reads_the_mask_gets_stocks(stock_masks: list[int]) -> None:
 
 
 def test_memory_report_sees_what_packed_batches_keep() -> None:
-    """Per token: the same for twice as many sequences."""
+    """What a patched model keeps grows in proportion to the tokens. What stock keeps grows faster."""
     model = LLAMA.build()
     once, twice = (memory_report(model, packed(rows(LENGTHS * n))) for n in (4, 8))
     assert twice.patched_bytes < 2.02 * once.patched_bytes
@@ -247,7 +247,7 @@ def test_memory_report_sees_what_packed_batches_keep() -> None:
 @pytest.mark.parametrize(("kernel", "dtype"), [("flash", torch.bfloat16), ("efficient", torch.float32)])
 @pytest.mark.parametrize("window", [None, 4])
 def test_calls_of_cudas_kernels_fit_their_signatures(kernel: str, dtype: torch.dtype, window: int | None) -> None:
-    """On tensors without values: what they compute is compared with pieces on each device before it is used."""
+    """The tensors have no values. A device compares a kernel's results with those of "pieces" before it uses it."""
     of = sequences.Sequences(2, 40, (0, 3, 20, 40, 61, 80))
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 40, h, 16, device="cuda", dtype=dtype).transpose(1, 2) for h in (4, 2, 2))
@@ -282,6 +282,6 @@ def test_a_kernel_that_does_not_run_is_not_used() -> None:
     from hf_actcompress.reference.packed_kernels import _agrees
 
     assert not any(_agrees(kernel, q.device, torch.bfloat16, 8, 1, False) for kernel in ("flash", "efficient"))
-    # what runs in its place
+    # "pieces" runs in its place
     truth, _ = packed_attention_fwd(q, q, q, torch.tensor(of.starts), of, None, None, "pieces")
     torch.testing.assert_close(packed_sdpa(q, q, q, of, None, None), truth.transpose(1, 2))

@@ -44,7 +44,8 @@ def _embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
 def _step(model: Any, batch: dict[str, Tensor], mode: str) -> tuple[Tensor, Gradients]:
     """The contrastive loss that this model was trained with: each text finds its paraphrase.
 
-    One forward for both halves: over two, autocast's weight cache has stock add the two gradients in bf16.
+    Both halves go through one forward. With two forwards, autocast's weight cache would make stock add the two
+    gradients in bf16.
     """
     torch.manual_seed(5)
     with mode_of(mode):

@@ -1,5 +1,6 @@
-"""Why q and k keep 8 bits: on MiniLM and long texts, 4 bits with the logsumexp of the exact q and k give a gradient of
-noise, which the variant that makes the statistics again from what was stored does not."""
+"""Why q and k keep 8 bits: on MiniLM and long texts, 4 bits with the logsumexp of the exact q and k give a gradient
+that is mostly noise. The variant that computes the statistics again from the stored tensors has a much smaller error.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-# the longer the text, the more scores that the rounding can raise above the logsumexp: its error enters by exp
+# in longer texts, rounding raises more scores above the logsumexp, and exp makes their error larger
 BATCH, LENGTH = 2, 256
 EVERYWHERE = {"linear": "int4_stochastic", "norm": "int4_stochastic", "mlp": "int4_stochastic"}
 
 
 class Job:
-    """Sentence embeddings by the mean, as the model was trained, and a loss on how alike two texts are.
+    """Mean-pooled sentence embeddings, as in the model's training, and a loss on the similarity of two texts.
 
-    fp32, no dropout, two paragraphs of 256 tokens of the standard library's docstrings.
+    It runs in fp32 without dropout, on two parts of 256 tokens from docstrings of the standard library.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ def job() -> Job:
 def test_four_bits_need_the_statistics_of_what_was_stored(job: Job, others: dict[str, str]) -> None:
     exact = job.error(attention="int4_stochastic", **others)
     consistent = job.error(attention="int4_stochastic", attention_variant="recomputed", **others)
-    # an error larger than the gradient itself, against one that trains
+    # with the statistics of the exact q and k, the error is larger than the gradient itself
     assert 0 < consistent < 0.5 and exact > 1
     assert exact > 4 * consistent
 
@@ -77,10 +78,10 @@ def test_five_bits_by_channels(job: Job) -> None:
     """For q, k and v, groups of tokens of one channel have smaller errors than groups of features of one token."""
     features = job.error(attention=IntGroup(5, 32), attention_variant="recomputed")
     channels = job.error(attention="int5_channels", attention_variant="recomputed")
-    # in fewer bytes: heads of 32 features have groups of no more
+    # channels also need fewer bytes: a group of features cannot be larger than a head, which has 32
     assert 0 < channels < 0.05 and channels < features
     assert 1.5 * channels < job.error(attention="int4_channels", attention_variant="recomputed") < 0.1
-    # everything that is kept
+    # the preset compresses all that is kept
     assert job.error(**vars(PRESETS["int4_attention"])) < 0.15
 
 

@@ -1,4 +1,4 @@
-"""The storage presets on real weights, whose outliers make or break quantisation: MiniLM on real source text."""
+"""The storage presets on real weights, whose outliers are hard to quantise: MiniLM on real source text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_gradient_error(job: Any, preset: str, limit: float) -> None:
 
 
 def test_gradient_error_of_compressed_checkpoints(job: Any) -> None:
-    """Of the layers' inputs alone: less than that of a preset that stores what is inside of the layers as well."""
+    """Only the layers' inputs are compressed. The error is smaller than if tensors inside of layers are, too."""
     model, batch = job
     model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
@@ -66,7 +66,7 @@ def test_gradient_error_of_compressed_checkpoints(job: Any) -> None:
 
 @pytest.mark.daily(2)
 def test_calibration_predicts_the_error(job: Any) -> None:
-    """Three bits: some groups in 2, some in 4. int8 attention adds a little that is not predicted."""
+    """With three bits on average, some groups have 2, some 4. int8 attention adds a small unpredicted error."""
     found = calibrate(*job, 3)
     assert {row.bits for row in found.rows} >= {2, 4}
     report = fidelity_report(*job, found, seeds=1)

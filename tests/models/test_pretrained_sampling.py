@@ -1,4 +1,4 @@
-"""Sampled tokens on real weights: MiniLM learns to tell modules of the standard library apart, at WTA-CRS's share."""
+"""Sampled tokens on real weights: MiniLM learns to classify docstrings by module, with WTA-CRS's share of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 MODULES = (argparse, decimal, subprocess)
 BATCH, LENGTH, BATCHES, SHARE = 4, 32, 8, 30
-# "wtacrs" has the cache of gradient norms; heads read one row per sequence, of which two of a batch's four are kept
+# "wtacrs" has the cache of gradient norms. The heads read one row per sequence, and keep two of a batch's four rows
 HEADS = tuple((name, "linear", "identity") for name in ("pooler", "classifier"))
 SAMPLERS = {
     "column-row sampling": CompressionConfig(linear=f"crs{SHARE}", derive_linear=False),
@@ -61,14 +61,14 @@ def gradient(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def squared_error(found: dict[str, Tensor], exact: dict[str, Tensor], part: str) -> float:
-    """Of the parameters with `part` in their names, as one vector, over the squared length of the exact one."""
+    """The error of all parameters with `part` in their names, over the squared norm of their exact gradient."""
     a, b = (torch.cat([g for name, g in grads.items() if part in name]) for grads in (found, exact))
     return float((a - b).square().sum() / b.square().sum())
 
 
 @pytest.mark.daily(3)
 def test_gradient_norms_of_the_epoch_before() -> None:
-    """The exact model trains for two epochs; the others have its weights, and estimate the second one's gradients."""
+    """The exact model trains for two epochs. The others copy its weights and estimate the second epoch's gradients."""
     model, batches = job()
     others = {name: patch_model(copy.deepcopy(model), config, seed=0) for name, config in SAMPLERS.items()}
     optimizer = torch.optim.AdamW(model.parameters(), 2e-4)
@@ -87,7 +87,7 @@ def test_gradient_norms_of_the_epoch_before() -> None:
     for (name, part), error in errors.items():
         print(f"{name}, {part or 'whole gradient'}: {error:.3f}")
     layers = {name: errors[name, "encoder.layer"] for name in SAMPLERS}
-    # no token is so much longer than the others that it is kept for certain: without norms it is plain sampling
+    # no token's norm is so large that the token is always kept, so without gradient norms this is plain sampling
     assert layers["sampled"] == pytest.approx(layers["column-row sampling"], rel=0.1)
     assert layers["wtacrs"] < 0.5 * layers["sampled"]
     assert errors["wtacrs, heads exact", ""] < errors["wtacrs", ""] < errors["sampled", ""]

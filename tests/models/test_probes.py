@@ -1,4 +1,4 @@
-"""What a probe has to see: dtypes that mix, large values, further arguments; and that it leaves no trace."""
+"""A probe must detect what differs only for mixed dtypes, large values or further arguments, and leave no trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 24
 
 
 class ClampedRMSNorm(LlamaRMSNorm):
-    """Equal to Llama's near zero."""
+    """It equals Llama's norm for values near zero."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return super().forward(hidden_states.clamp(-50.0, 50.0))
@@ -40,7 +40,7 @@ class ClampedMLP(LlamaMLP):
 
 
 class WideMLP(LlamaMLP):
-    """Computes inside in fp32, which only a narrower input shows."""
+    """It computes in fp32 inside, which changes the result only for inputs of a narrower dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -48,7 +48,7 @@ class WideMLP(LlamaMLP):
 
 
 class GatedRMSNorm(LlamaRMSNorm):
-    """As Mamba's: with a gate it computes something else."""
+    """Like Mamba's norm, it computes something else if it gets a gate."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         return super().forward(hidden_states if gate is None else hidden_states * nn.functional.silu(gate))
@@ -161,7 +161,7 @@ def test_generators_and_buffers_are_as_before() -> None:
 @pytest.mark.parametrize("dropout", (0.0, 0.1))
 @pytest.mark.parametrize("name", ("llama", "qwen2", "bert", "gpt2-gelu-tanh", "vit"))
 def test_eager_attention_under_autocast(name: str, dropout: float) -> None:
-    """Rotary angles make the query wider than the value: the probabilities are dropped in the dtype of one of them."""
+    """Rotary angles make the query's dtype wider than the value's. Probabilities must be dropped in stock's dtype."""
     stock = BY_NAME[name].build(dropout=dropout, attn_implementation="eager")
     ours = patch_model(copy.deepcopy(stock), "tempo")
     batch = BY_NAME[name].make_batch("none")
@@ -175,7 +175,7 @@ def test_eager_attention_under_autocast(name: str, dropout: float) -> None:
 
 
 class SwitchedRMSNorm(LlamaRMSNorm):
-    """Llama's, or the clamped one, as an attribute says."""
+    """Llama's norm or the clamped one, depending on an attribute."""
 
     def __init__(self, clamp: float | None, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(WIDTH)

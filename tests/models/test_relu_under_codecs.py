@@ -1,4 +1,4 @@
-"""ReLU models under lossy presets: rounding does not change where the gradient goes through."""
+"""ReLU models under lossy presets: rounding does not change which elements let the gradient through."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT: dict[str, Callable[[], Any]] = {
         hf.GPT2Config(vocab_size=500, activation_function="relu", use_cache=False, **_GPT2)
     ),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES, intermediate_size=352, hidden_act="relu")),
-    # the gates of experts lie beside the values that they gate
+    # in experts, one tensor holds the gates beside the values that they gate
     "mixtral": lambda: hf.MixtralForCausalLM(
         hf.MixtralConfig(**_SIZES, intermediate_size=96, num_local_experts=4, num_key_value_heads=2, hidden_act="relu")
     ),
@@ -76,13 +76,13 @@ def test_int8(name: str) -> None:
     model = trained(TEXT[name](), batch)
     found = error(model, batch, "int8")
     print(f"{name}: {found:.3%}")
-    # 0.9% to 2.3% where rounding crosses zero
+    # if rounding could cross zero, the error would be 0.9% to 2.3%
     assert 0 < found <= 0.008
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2"])
 def test_ranges_that_follow(name: str) -> None:
-    """Of the feed-forward layers alone: 2.9% and 1.9% where rounding crosses zero."""
+    """Only the feed-forward layers are compressed. If rounding could cross zero, the errors would be 2.9% and 1.9%."""
     batch = text_batch()
     model = trained(TEXT[name](), batch)
     assert 0 < error(model, batch, CompressionConfig(mlp=PRESETS["mesa"].mlp)) <= 0.005
@@ -92,24 +92,24 @@ def test_ranges_that_follow(name: str) -> None:
     ("name", "limit"), (("opt", 0.025), ("gpt2", 0.045), ("llama", 0.05), ("mixtral", 0.035), ("t5", 0.055))
 )
 def test_int4(name: str, limit: float) -> None:
-    """The limit is that of the feed-forward layers alone; norms, and attention in 8 bits, make up the rest."""
+    """The limit is for the feed-forward layers alone. Norms, and attention in 8 bits, cause the other error."""
     batch = text_batch()
     model = trained((TEXT | {"t5": lambda: t5("relu")})[name](), batch)
     whole, alone = (error(model, batch, config) for config in ("int4", CompressionConfig(mlp=PRESETS["int4"].mlp)))
     print(f"{name}: {whole:.3%}, feed-forward layers alone {alone:.3%}")
-    # 7.8%, 8.1%, 7.0%, 4.5% and 15.6% where rounding crosses zero
+    # if rounding could cross zero, the first would be 7.8%, 8.1%, 7.0%, 4.5% and 15.6%
     assert 0 < alone <= limit and alone < whole <= 0.15
 
 
 def test_int8_compiled() -> None:
-    """What crosses to the backward is packed by the graph: 1.6% where rounding crosses zero."""
+    """The graph packs what the backward reads. If rounding could cross zero, the error would be 1.6%."""
     batch = text_batch()
     model = trained(TEXT["gpt2"](), batch)
     assert 0 < error(model, batch, "int8", compiled=True) <= 0.008
 
 
 def test_t5_errs_in_its_relus_no_more_than_with_gelu() -> None:
-    """Of the feed-forward layers alone."""
+    """Only the feed-forward layers are compressed."""
     batch = text_batch()
     config = CompressionConfig(mlp=PRESETS["int8"].mlp)
     found = {kind: error(trained(t5(kind), batch), batch, config) for kind in ("relu", "gelu_new")}
@@ -119,7 +119,7 @@ def test_t5_errs_in_its_relus_no_more_than_with_gelu() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_int8_on_t5(seed: int) -> None:
-    """0.9% to 1.1% if attention, whose scores are not scaled, has 8 bits; with 10 nearly what the rest errs by."""
+    """T5 does not scale its scores. With 8 bits in attention the error is 0.9% to 1.1%, with 10 it adds little."""
     torch.manual_seed(seed)
     batch = text_batch()
     model = trained(t5("relu"), batch)
@@ -129,7 +129,7 @@ def test_int8_on_t5(seed: int) -> None:
 
 
 def test_ten_bits_are_for_scores_that_are_not_scaled() -> None:
-    """Where q was scaled before, or the config asks for no scaling, codecs are those of the preset."""
+    """If q was scaled before, or the config turns scaling off, the codecs are those of the preset."""
     unscaled = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=500, scale_attn_weights=False, **_GPT2))
     models = {"t5": t5("relu"), "gpt2": unscaled, "opt": TEXT["opt"]()}
     found = {}
@@ -140,13 +140,16 @@ def test_ten_bits_are_for_scores_that_are_not_scaled() -> None:
 
 
 def test_relus_behind_batch_norms() -> None:
-    """Their inputs are derived from what the BatchNorm keeps, so they keep their own bit: 12% without."""
+    """They keep their own bits, because their inputs are computed again from what the BatchNorm keeps.
+
+    Without these bits the error is 12%.
+    """
     batch = {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(10, (8,))}
     model = trained(resnet(), batch)
     found = error(model, batch, "int8")
     print(f"{found:.3%}")
     assert 0 < found <= 0.005
-    # 20% where rounding crosses zero
+    # if rounding could cross zero, the error would be 20%
     assert 0 < error(model, batch, "mesa") <= 0.015
     kept = {}
     for preset in ("exact", "int8"):

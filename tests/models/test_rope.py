@@ -1,4 +1,4 @@
-"""Rotary embeddings of whole models: the same bits, only where they are Llama's, and nothing but the patched model."""
+"""Rotary embeddings of whole models: bits are stock's, and only Llama's function in the patched model is replaced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_actcompress.models import rope
 from tests.families import BODY as EXACT_BODY
 from tests.families import BY_NAME, MODES, build, differing, mode_of, step
 
-# the op itself, which layers that run as programs have no need of
+# programs do not call this op
 BODY = replace(EXACT_BODY, programs=False)
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 TEMPO = CompressionConfig(attention_variant="tempo", loss_head=False)
@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def stock_rope(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patched models in the way they are without us."""
+    """Makes patched models use stock's rotary embeddings."""
     monkeypatch.setattr(rope.GlobalsCopy, "is_of", lambda self, stock_class: False)
 
 
@@ -66,7 +66,10 @@ def attentions(model: Any) -> list[Any]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padding", ["none", "right"])
 def test_loss_and_gradients(name: str, mode: str, padding: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit, in fp32 too, where the norms of a patched model alone differ from stock's."""
+    """They are bit-equal to those with stock's rotary embeddings.
+
+    In fp32 a patched model differs from stock, but only because of its norms.
+    """
     model, batch = build(BY_NAME[name], mode), BY_NAME[name].make_batch(padding)
     stock_loss, stock = step(model, batch, mode)
     same_without(monkeypatch, patch_model(model, BODY), batch, mode)
@@ -77,7 +80,7 @@ def test_loss_and_gradients(name: str, mode: str, padding: str, calls: Calls, mo
 
 
 def test_attention_alone_in_fp32(calls: Calls) -> None:
-    """A layer's attention, of which nothing else is patched: all that a stock one gives, bit by bit."""
+    """Only the rotary embedding of this attention is patched. Its output and gradients are bit-equal to stock's."""
     model = BY_NAME["llama"].build()
     x, positions = torch.randn(2, 13, 32), torch.arange(13)[None]
     angles = model.model.rotary_emb(x, positions)
@@ -126,13 +129,13 @@ def test_interleaved_partial_and_otherwise_rounded(file: str, attention: str) ->
 
 
 def with_name(forward: Any, **names: Any) -> type:
-    """A class with a forward among other globals."""
+    """A class with this forward, but with other values for some of its globals."""
     copied = types.FunctionType(forward.__code__, {**forward.__globals__, **names}, "forward")
     return type("Attention", (torch.nn.Module,), {"forward": copied})
 
 
 def close(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Right but for the dtype in which it rounds."""
+    """Correct except for the dtype in which it rounds."""
     wide = modeling_llama.apply_rotary_pos_emb(q.float(), k.float(), cos, sin, unsqueeze_dim)
     return wide[0].to(q.dtype), wide[1].to(k.dtype)
 
@@ -261,7 +264,7 @@ def test_gradient_checkpointing(reentrant: bool, calls: Calls) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     _, ours = step(patch_model(model, BODY), batch)
     assert not differing(ours, stock)
-    # again in backward; a reentrant region runs without gradients first
+    # layers run again in backward; the first run of a reentrant region has no gradients, and stock's function
     assert len(calls) == LAYERS * (1 if reentrant else 2)
 
 
@@ -273,7 +276,7 @@ def test_lora_on_one_projection(target: str, mode: str, calls: Calls, monkeypatc
         if "lora_B" in name:
             torch.nn.init.normal_(p)
     same_without(monkeypatch, patch_model(model, BODY), BY_NAME["llama"].make_batch("left"), mode)
-    # with an adapter on v alone nothing of the first layer's q and k wants a gradient
+    # with an adapter on v alone, q and k of the first layer need no gradient
     assert len(calls) == (LAYERS - 1 if target == "v_proj" else LAYERS)
 
 

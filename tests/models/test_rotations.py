@@ -22,7 +22,7 @@ from tests.sweep.batches import find_batch, with_labels
 from tests.sweep.catalogue import Pair
 from tests.sweep.pair import Subject
 
-# of a part of each head, rounded otherwise, one tensor at a time
+# laguna rotates a part of each head, olmo2 rounds differently, gemma4 rotates one tensor per call
 CLASSES = {"laguna": "LagunaForCausalLM", "olmo2": "Olmo2ForCausalLM", "gemma4_text": "Gemma4ForCausalLM"}
 
 
@@ -39,7 +39,7 @@ def test_same_bits_and_less_is_kept(name: str, mode: str, monkeypatch: pytest.Mo
 
     def found() -> tuple[Any, Any, int, int]:
         with pytest.MonkeyPatch.context() as patch:
-            # the net often finds that such a function joins what is kept
+            # the net often finds such a function without help, so this count is without the net's trials
             patch.setattr(Trials, "pass_for", lambda *_: False)
             alone = kept()
         return *step(model, batch, mode), kept(), alone
@@ -48,7 +48,7 @@ def test_same_bits_and_less_is_kept(name: str, mode: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(rope.GlobalsCopy, "is_of", lambda self, stock_class: False)
     expected, stock, without, neither = found()
     assert torch.equal(loss, expected) and gradients and not differing(gradients, stock)
-    # queries and keys of one layer at least, 16 numbers in each of 4 heads
+    # saved are at least the queries and keys of one layer, 16 numbers in each of 4 heads
     assert alone <= neither - batch["input_ids"].numel() * 4 * 16 * (2 if mode == "bf16" else 4)
     assert ours <= without
 
@@ -58,7 +58,7 @@ def test_same_bits_and_less_is_kept(name: str, mode: str, monkeypatch: pytest.Mo
     [
         ("glm_ocr", "GlmOcrVisionAttention", "apply_rotary_pos_emb_vision"),
         ("minimax_m2", "MiniMaxM2Attention", "apply_rotary_pos_emb"),
-        # no norm
+        # these have no norm
         ("phi3", "Phi3Attention", None),
         ("bert", "BertSelfAttention", None),
     ],

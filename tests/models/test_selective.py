@@ -1,4 +1,4 @@
-"""Which modules of real models run again, with the caches that they make themselves, with adapters, in company."""
+"""Which modules of real models run again in backward: with the caches that they make, adapters, checkpointing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def esm() -> Any:
     return hf.EsmForMaskedLM(hf.EsmConfig(**SMALL, intermediate_size=128, pad_token_id=1, mask_token_id=2))
 
 
-# the modules that run again, and the most that the model keeps then, as a share of what stock keeps
+# the modules that run again, and the largest share of stock's kept bytes that the model may keep
 CASES: dict[str, tuple[Callable[[], Any], str, float]] = {
     "bert": (bert, "BertSelfAttention", 0.32),
     "llama": (llama, "LlamaAttention", 0.41),
@@ -83,7 +83,7 @@ def made(build: Callable[[], Any], **options: Any) -> Any:
 def gradients(model: Any, **inputs: Any) -> list[Tensor]:
     torch.manual_seed(4)
     out = model(input_ids=IDS, **inputs)
-    # the fused loss is not stock's bit by bit; what is behind it is looked at here
+    # the loss is computed here because the fused loss is not bit-equal to stock's
     (out.logits.float().square().sum() / 1000).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -98,7 +98,7 @@ def inputs_of(model: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_code_between_products_runs_again(name: str) -> None:
-    """With the cache that a plain training forward makes, because the config says so."""
+    """The forward makes a cache, as every training forward does if the config asks for one."""
     build, module, share = CASES[name]
     more = inputs_of(stock := made(build))
     ours, off = (patch_model(copy.deepcopy(stock), CompressionConfig(selective=on)) for on in (True, False))
@@ -122,7 +122,7 @@ def test_a_filled_cache_is_stocks_business() -> None:
 
 
 def test_random_blocks_are_stocks() -> None:
-    """Which blocks BigBird attends to is numpy's draw: a second run draws others, and is not made."""
+    """numpy draws the blocks that BigBird attends to. A second run would draw other blocks, so there is none."""
     import numpy
 
     results = []
@@ -135,7 +135,7 @@ def test_random_blocks_are_stocks() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_adapters(dropout: float) -> None:
-    """Base and adapter give one output, which is kept; with dropout each of their products is, and no mask."""
+    """Base and adapter have one output, which is kept. With dropout, the products of both are kept, but no mask."""
     peft = pytest.importorskip("peft")
     results, kept = [], {}
     for how in ("stock", "off", "on"):
@@ -156,7 +156,7 @@ def test_adapters(dropout: float) -> None:
 
 @pytest.mark.parametrize("then", ["unpatched", "patched otherwise"])
 def test_a_model_may_be_unpatched_before_the_backward(then: str) -> None:
-    """The second run is that of the patched module, whatever has become of it, and leaves it so."""
+    """The second run uses the module as it was patched, even if it has changed since, and leaves it unchanged."""
     results = []
     for ours in (False, True):
         model = made(falcon)

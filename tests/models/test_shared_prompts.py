@@ -23,13 +23,16 @@ from tests.slopes import VOCAB, bert, gpt2, llama, slope
 
 HIDDEN, GROUP, PROMPT, ANSWER = 64, 4, 24, 8
 LENGTH = PROMPT + ANSWER
-# of the rows of a group, those that differ
+# the share of a group's rows that differ from each other
 SHARE = (PROMPT + GROUP * ANSWER) / (GROUP * LENGTH)
 pytestmark = pytest.mark.filterwarnings("ignore:.*lossy")
 
 
 def group(padding: int = 0, prompts: int = 1) -> dict[str, Tensor]:
-    """So many prompts with a group of completions each; with padding on the left and on the right."""
+    """A batch of `prompts` prompts with GROUP completions each.
+
+    Rows are padded on the left by `padding` tokens, and one row on the right, too.
+    """
     draw = torch.Generator().manual_seed(1)
     ids = torch.cat(
         [
@@ -67,7 +70,7 @@ def gradients(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BUILDS)
 def test_gradients_are_those_of_all_rows(name: str, dtype: torch.dtype, padding: int) -> None:
-    """Bit by bit: equal rows of these products are equal."""
+    """They are bit-equal, because these products compute equal rows from equal rows."""
     torch.manual_seed(0)
     model, batch = build(name, dtype), group(padding, prompts=2)
     whole = gradients(patch_model(copy.deepcopy(model), CompressionConfig(programs=False)), batch)
@@ -85,7 +88,7 @@ def test_rows_of_prompts_are_kept_once(name: str, codec: str) -> None:
         return slope(BUILDS[name], batch=group(), prepare=lambda model: patch_model(model, config)).kept
 
     whole, shared = kept(False), kept(True)
-    # statistics of norms are whole
+    # the statistics of norms are kept for all rows
     assert shared == pytest.approx(SHARE * whole, rel=0.08)
 
 
@@ -113,7 +116,7 @@ def test_models_that_make_rows_differ_are_refused(name: str) -> None:
     model = patch_model(build().train(), CompressionConfig(share_prompts=True))
     with pytest.raises(SharedRowsError, match=reason):
         model(**group())
-    # nothing draws now
+    # in eval mode nothing draws random numbers
     if name != "both directions":
         model.eval()(**group()).loss.backward()
 
@@ -128,7 +131,7 @@ def test_what_nobody_knew_raises_in_backward() -> None:
 
 
 def test_other_inputs_keep_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as pictures behind equal placeholders, embeddings, masks of the caller's own making, and a filled cache."""
+    """Examples: pictures behind equal placeholders, embeddings, masks that the caller made, and a filled cache."""
     model, ids = build("llama"), group()["input_ids"]
     stock = model.forward
     more: list[dict[str, Any]] = [
@@ -147,7 +150,7 @@ def test_other_inputs_keep_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_statistics_of_another_shape_stay_whole() -> None:
-    """As packed kernels have them."""
+    """Packed kernels have such statistics."""
     q = torch.randn(GROUP, 2, LENGTH, 8)
     copies = repeated_rows_of([group()["input_ids"]])
     with frame(), dropping(copies):

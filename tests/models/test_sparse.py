@@ -1,4 +1,4 @@
-"""Models with sparse tensors: their storages are those of indices and values, which no code may ask the tensor for."""
+"""Models with sparse tensors. These have no storage of their own: code must use that of their indices and values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH["labels"] = torch.arange(16) % 2
 
 
 class SparseAdapter(nn.Module):
-    """A linear layer behind a sparse product, as FRoD's adapters have it; `made` of values in each forward."""
+    """A linear layer after a sparse product, as in FRoD's adapters. `made`: each forward makes the sparse matrix."""
 
     def __init__(self, base: nn.Linear, layout: str) -> None:
         super().__init__()

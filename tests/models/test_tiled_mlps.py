@@ -1,4 +1,4 @@
-"""MLPs in tiles of rows: stock's gradients, the input alone kept, and the working memory of one tile."""
+"""MLPs in tiles of rows: gradients are stock's, only the input is kept, working memory is that of one tile."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_exchanged_weights_raise_and_come_back() -> None:
 
 
 def test_what_an_mlp_draws_is_drawn_again() -> None:
-    """LoRA's dropout: gradients are those of the forward that was run, by differences in fp64."""
+    """The MLP has LoRA's dropout. Finite differences in fp64 show that backward draws the masks of the forward."""
     model = _lora(_llama(layers=1), lora_dropout=0.5).double()
     mlp: Any = patch_model(model, TILED).base_model.model.layers[0].mlp  # type: ignore[union-attr]
     x, direction = _x(rows=11).double().requires_grad_(), _x(rows=11).double().flip(1)
@@ -187,7 +187,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default:
-            # of one product of a row with a matrix
+            # counts multiplications
             self.rows += args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
         return func(*args, **(kwargs or {}))
 
@@ -207,7 +207,7 @@ def test_tiles_cost_no_product_more_than_stocks_checkpointing(build: Callable[[]
 
 
 def test_an_mlp_keeps_its_input_alone() -> None:
-    """Of a layer: its input, q, k, v, attention's output, the MLP's norm's input; statistics beside."""
+    """With "long", a layer keeps its input, q, k, v, attention's output, the MLP's norm's input, and statistics."""
     hidden, x = 64, _x(rows=256, dtype=torch.bfloat16)
 
     def kept(config: CompressionConfig | str) -> float:
@@ -223,7 +223,7 @@ def test_an_mlp_keeps_its_input_alone() -> None:
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_peak_of_a_checkpointed_layer(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bytes per token and channel above what is kept, by allocator events, where a tile is a small part of it."""
+    """Peaks are in bytes per token and channel, above what is kept. A tile is small compared with the layer."""
     monkeypatch.setattr(tiles, "TILE", 2**14)
     hidden, rows, peaks = 128, 8192, []
     for config in (None, CompressionConfig(tiled_mlp=64)):
@@ -239,7 +239,7 @@ def test_the_peak_of_a_checkpointed_layer(trained: bool, monkeypatch: pytest.Mon
 
 
 def test_sums_of_weights_take_no_copy_of_a_gradient() -> None:
-    """Beside the three sums in fp32 there is one gradient of a tile, and of its copy in fp32 a few rows."""
+    """Beside the three sums in fp32, memory holds one gradient of a tile, and a few rows of its copy in fp32."""
     hidden, tile = 768, 64
     mlp: Any = patch_model(_llama(1, hidden, torch.bfloat16), CompressionConfig(tiled_mlp=tile)).layers[0].mlp  # type: ignore[union-attr, index]
     x = _x(hidden, 2 * tile, torch.bfloat16).requires_grad_()

@@ -1,4 +1,4 @@
-"""Fifty optimizer steps: the patched loss curve is stock's, or as near to it as stock is to itself in another order."""
+"""Fifty optimizer steps: the patched loss curve is stock's, or differs as little as stock's in other orders of sums."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _batches(family: Family) -> list[Batch]:
 
 @torch.no_grad()
 def _in_another_order(model: Any, name: str, seed: int) -> Any:
-    """A copy that is the same function in real arithmetic and takes its sums in another order."""
+    """A copy that computes the same function in exact arithmetic, but adds in another order."""
     generator = torch.Generator().manual_seed(seed)
     model = copy.deepcopy(model)
     for rows in _ORDERS[name].values():
@@ -83,7 +83,7 @@ def test_the_other_order_is_the_same_function() -> None:
         model, batch = family.build(torch.float64).double(), family.make_batch("right")
         other = _in_another_order(model, name, 0)
         assert not torch.equal(other.get_input_embeddings().weight, model.get_input_embeddings().weight)
-        # rotary angles and norms in fp32
+        # the tolerance is for rotary angles and norms, which are computed in fp32
         torch.testing.assert_close(other(**batch).loss, model(**batch).loss, rtol=1e-6, atol=0)
 
 
@@ -94,13 +94,15 @@ def _permute_rows(batch: Batch, seed: int) -> Batch:
 
 @pytest.mark.parametrize(("name", "mode"), _CASES)
 def test_fifty_steps_like_stock(name: str, mode: str) -> None:
-    """Bit-equal where the gradients are.
+    """The curves are bit-equal if the gradients are.
 
-    Elsewhere there are five stock runs, one as it is and four with hidden units, residual channels and batch rows in
-    another order. The root mean square difference to the first is at most the largest among the ten pairs of them.
-    Under autocast ours rounds some gradients once (gelu_new, RMSNorm) where stock rounds them several times, which no
-    order of the sums undoes, and which CPUs do differently. There the law decides: in the same five orders, ours are on
-    average at most 1.1 times as far from the run in fp64 as stock's. One run of each would say little: stock's own
+    Otherwise there are five stock runs: one as it is, and four with hidden units, residual channels and batch rows in
+    another order. The root mean square difference of ours to the first is at most the largest difference between two of
+    the five.
+
+    Under autocast ours rounds some gradients once (gelu_new, RMSNorm) where stock rounds them several times. No order
+    of the sums changes that, and CPUs differ in it. There the law decides: in the same five orders, ours are on average
+    at most 1.1 times as far from the run in fp64 as stock's. One run of each would not be enough, because stock's own
     distances differ by half.
     """
     family = BY_NAME[name]
@@ -127,7 +129,7 @@ def test_fifty_steps_like_stock(name: str, mode: str) -> None:
 
 
 def _in_other_orders(model: Any, name: str, batches: list[Batch], mode: str, patched: bool = False) -> list[Tensor]:
-    """Four runs of the same function, whose sums are taken in another order each."""
+    """Four runs of the same function, each with another order of sums."""
     curves = []
     for seed in range(4):
         other = _in_another_order(model, name, seed)

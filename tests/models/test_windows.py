@@ -41,7 +41,7 @@ CACHES = (False, True)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Windows in tiny models, too; the tokens of each mask that stock has made."""
+    """Tiny models compute in windows too. Returns a list of the lengths of the masks that were made whole."""
     monkeypatch.setattr(packed_masks, "SMALLEST_MASK", 0)
     monkeypatch.setattr(sequences, "WINDOW_STEP", 4)
     made: list[int] = []
@@ -56,7 +56,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def padded(batch: Batch) -> Batch:
-    """On the right, on the left, and in between; the loss looks at padding, too, which sees what it sees in stock."""
+    """Pads on the right, on the left and in between. The loss includes padding, which must attend as in stock."""
     mask = torch.ones_like(batch["input_ids"])
     length = mask.shape[1]
     mask[0, length - 17 :] = mask[1, :21] = mask[2, 30:33] = mask[2, -1] = 0
@@ -90,7 +90,7 @@ def test_gradients_against_fp64(family: Family, mode: str, given: str, small: li
 
 
 WAYS: dict[str, tuple[Any, float]] = {
-    # what devices without a kernel of ours do
+    # devices without a kernel of ours use this
     "recomputed": (CompressionConfig(attention_variant="recomputed"), 1e-5),
     "checkpointed": (CompressionConfig(checkpoint="every:1", checkpoint_attention="kept"), 1e-5),
     "leaf by leaf": (CompressionConfig(programs=False), 1e-5),
@@ -110,7 +110,7 @@ def test_padding_in_other_ways_to_train(way: str, family: Family, small: list[in
 
 @families
 def test_other_calls_get_stocks_mask(family: Family, small: list[int]) -> None:
-    """Packed rows with a cache, a window that is not reached, no gradients: the same bits as stock."""
+    """Such calls are packed rows with a cache, rows shorter than the window, and calls without gradients."""
     stock = family.build(torch.bfloat16, **{"use_cache": True})
     ours = patch_model(copy.deepcopy(stock), BODY)
     plain = family.make_batch()
@@ -127,7 +127,7 @@ def test_other_calls_get_stocks_mask(family: Family, small: list[int]) -> None:
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("family", [BY_NAME["mistral"], GEMMA3, LLAMA4, MODERNBERT], ids=lambda family: family.name)
 def test_memory_grows_with_the_tokens(family: Family, padding: bool) -> None:
-    """The largest block of memory of a step, of 1,024 and of 2,048 tokens; stock's masks grow four times."""
+    """Measures the largest block of memory in steps of 1,024 and 2,048 tokens. Stock's mask grows four times."""
     reach = {"sliding_window": 64, "attention_chunk_size": 64, "local_attention": 64}
     options = {name: 64 for name in reach if name in family.options}
     sizes = []

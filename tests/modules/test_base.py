@@ -74,7 +74,7 @@ def test_sharded_by_zero3() -> None:
 
 
 def test_data_parallel_is_refused() -> None:
-    """Its replicas share what an instance has bound, and so would all run the original's forward."""
+    """A replica copies the attributes of the instance. With a bound forward among them it would run the original."""
     model = patch_model(nn.Sequential(nn.Linear(3, 2)))
     with pytest.raises(UnsupportedModelError, match="torchrun"):
         model[0]._replicate_for_data_parallel()

@@ -1,4 +1,4 @@
-"""A device draws a dropout mask by vectors as wide as the address allows, so the address is part of the replay."""
+"""A GPU draws dropout masks in vectors whose width depends on the address, so a replay needs the same alignment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_stock_runs_where_the_input_is_not_aligned(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_and_inputs_at_any_address(dtype: torch.dtype) -> None:
-    """Halves of an odd number of elements: the second half of x and of the gradient begin in between."""
+    """x has two halves of an odd number of elements, so the second half and its gradient are not aligned."""
     gradients = []
     for dropout in (nn.Dropout(0.3), patch_model(nn.Sequential(nn.Dropout(0.3)))[0]):
         torch.manual_seed(0)

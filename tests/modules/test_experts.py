@@ -175,7 +175,7 @@ def test_weights_of_experts_with_lora_are_made_again() -> None:
     ours = patch_model(copy.deepcopy(stock), CompressionConfig(loss_head=False))
     batch = {"input_ids": torch.arange(2 * 24).view(2, 24), "labels": torch.arange(2 * 24).view(2, 24)}
     for model in (stock.train(), ours.train()):
-        # as the Trainer does under gradient checkpointing: the first projection then needs its weight in backward
+        # the Trainer does this under gradient checkpointing; the first projection then needs its weight in backward
         model.enable_input_require_grads()
         model(**batch).loss.backward()
     for a, b in zip(ours.parameters(), stock.parameters(), strict=True):

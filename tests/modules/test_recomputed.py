@@ -1,4 +1,4 @@
-"""Modules of a model's own making that run again in backward: which, and that gradients and state are stock's."""
+"""Modules with code of their own that run again in backward: which ones do, with stock's gradients and state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 32
 
 
 class GatedNorm(nn.Module):
-    """Keeps much: a norm in fp32 with a learned gate."""
+    """A norm in fp32 with a learned gate. Stock keeps many tensors of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Doubled(nn.Module):
 
 
 class Counting(nn.Module):
-    """Has a state, which a second run would move."""
+    """It has a state, which a second run would change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_gradients_are_stocks_bits(name: str, mode: str) -> None:
     ours, x = patch_model(copy.deepcopy(stock)), torch.randn(2, 24, WIDTH).to(dtype)
     assert settings_of(ours.part).role == "recomputed"
     assert_equal_bits(gradients(ours, x, mode == "autocast"), gradients(stock, x, mode == "autocast"))
-    # its input, and nothing for the layer behind it
+    # it keeps its input, and nothing for the layer after it
     assert kept_bytes(lambda: ours.part(x.clone().requires_grad_())) <= x.nbytes
 
 
@@ -133,7 +133,7 @@ def test_weights_that_were_written_on_are_stocks_error() -> None:
 
 @pytest.mark.parametrize("name", ["own norm", "deberta norm"])
 def test_a_hook_on_a_weight_sees_one_gradient(name: str) -> None:
-    """A second run inside of the backward calls no hooks: what they change would be changed twice."""
+    """The second run, inside of the backward, must not call the hooks, or they would change the gradient twice."""
     results = []
     for ours in (False, True):
         torch.manual_seed(0)
@@ -163,7 +163,7 @@ def test_only_some_gradients_are_wanted() -> None:
 
 
 class Images(nn.Module):
-    """As in a ResNet: convolution, BatchNorm, ReLU, and a sum."""
+    """A block like a ResNet's: convolution, BatchNorm, ReLU, and a sum."""
 
     def __init__(self, track: bool, affine: bool) -> None:
         super().__init__()
@@ -188,5 +188,5 @@ def test_batch_norm(training: bool, track: bool, affine: bool, dtype: torch.dtyp
     assert settings_of(ours.norms[0]).role == "batch_norm"
     assert_equal_bits(gradients(ours, x, False), gradients(stock, x, False))
     kept = [kept_bytes(lambda model=model: model(-x.clone().requires_grad_())) for model in (ours, stock)]
-    # the output of the first ReLU; that of the last is the model's
+    # ours does not keep the output of the first ReLU; that of the last is the model's output
     assert kept[0] <= kept[1] - x.nbytes

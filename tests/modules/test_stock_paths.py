@@ -53,7 +53,7 @@ def test_called_by_keyword(name: str) -> None:
 
 @every_layer
 def test_a_patched_class_without_settings_is_stock(name: str) -> None:
-    """As PEFT makes the adapters of a convolution: by the class of the layer that they adapt."""
+    """PEFT makes such modules: it creates the adapters of a convolution from the class of the adapted layer."""
     ours, stock, x, _ = both(name)
     for module in ours.modules():
         module.__dict__.pop("actcompress", None)

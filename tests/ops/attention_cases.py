@@ -39,7 +39,7 @@ def fused_attention_cases() -> list[Case]:
             sdpa,
             partial(attention_inputs, kv_heads=kv_heads, mask=mask),
             3,
-            # and the logsumexp, [B, H, S]
+            # q, k, v, and the logsumexp [B, H, S]
             lambda x: size(x[0], x[1], x[2]) + rows(x[0]) * statistic(x[0]),
         )
         for mask in ("bool", "additive")
@@ -48,7 +48,7 @@ def fused_attention_cases() -> list[Case]:
 
 
 def packed_attention_cases() -> list[Case]:
-    """Sequences of 1, 2, 2 and 1 tokens in each row, beside a call of stock for each of them."""
+    """Each row has sequences of 1, 2, 2 and 1 tokens. Stock runs once for each sequence."""
     places = (0, 1, 3, 5, 6)
 
     def sequences(q: Tensor) -> Sequences:
@@ -66,7 +66,7 @@ def packed_attention_cases() -> list[Case]:
         heads = zip(*(x.split([end - start for start, end in pairwise(places)], 2) for x in (q, k, v)), strict=True)
         causal = [torch.ones(end - start, end - start).tril().bool() for start, end in pairwise(places)]
         out = torch.cat([sdpa(*one, mask) for one, mask in zip(heads, causal, strict=True)], 2)
-        # the same values; like attention it keeps its output, and nobody can write on that
+        # a slope of 1 changes no values. Like attention this keeps its output, so that writing on it raises an error
         return functional.leaky_relu_(out, 1.0)
 
     return [
@@ -79,7 +79,7 @@ def packed_attention_cases() -> list[Case]:
 
 
 def _band_case(causal: bool, kv_heads: int) -> Case:
-    """A window of three tokens to one or both sides, and padding in the middle, beside stock with a mask."""
+    """A window of three tokens to one or both sides, with padding in the middle. Stock gets a mask."""
 
     def inputs(batch: int, dtype: torch.dtype) -> Inputs:
         q, k, v, _ = attention_inputs(batch, dtype, kv_heads, "bool")
@@ -98,7 +98,7 @@ def _band_case(causal: bool, kv_heads: int) -> Case:
 
 
 def attention_rows_cases() -> list[Case]:
-    """With a softcap, a window of three tokens and padding, two queries at a time and all at once."""
+    """Attention with a softcap, a window of three tokens and padding, for some queries at a time or all at once."""
 
     def inputs(batch: int, dtype: torch.dtype, kv_heads: int) -> Inputs:
         q, k, v, _ = attention_inputs(batch, dtype, kv_heads, "bool")

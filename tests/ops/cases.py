@@ -1,4 +1,4 @@
-"""One builder per row of `ops.OPS`: what the contract tests run, beside the stock composition it must equal."""
+"""One builder of cases per row of `ops.OPS`. A case has our op and the stock composition that it must equal."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def rms_norm_cases() -> list[Case]:
                     ],
                     1,
                     lambda x: size(x[0]) + rows(x[0]) * statistic(x[0]),
-                    # in fp32 stock sums the two terms of dx in the engine's order
+                    # in fp32 the autograd engine decides in which order stock adds the two terms of dx
                     bits=(torch.bfloat16,),
                 )
             )

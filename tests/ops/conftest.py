@@ -1,4 +1,4 @@
-"""What single tests of ops ask for by name."""
+"""Fixtures for tests of single ops."""
 
 from __future__ import annotations
 

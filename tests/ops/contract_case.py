@@ -1,4 +1,4 @@
-"""An op beside the stock composition it must equal, and the tensors that such cases are made of."""
+"""Contract cases: an op, and the stock composition that it must equal. And functions that make their tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.oracle import Function
 
 Inputs = list[Tensor | None]
-# what the ops' tests run in
+# the dtypes of the ops' tests
 DTYPES = (torch.float32, torch.bfloat16)
 RNG_STATE = torch.get_rng_state().numel()
 
@@ -29,12 +29,12 @@ class Case:
     activations: int
     # kept(inputs) in bytes, as documented
     kept: Callable[[Inputs], int]
-    # dtypes in which law 2 promises bit-equality; the others are held to stock's own error
+    # dtypes in which law 2 promises bit-equality; in others the error is compared with stock's
     bits: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     gradcheck: bool = True
     # the memory order of the inputs is free
     strided: bool = True
-    # a frozen weight (this index) makes the op keep none of its first input
+    # if the input with this index (a weight) is frozen, the op does not keep its first input
     weight_only: int | None = None
 
 

@@ -17,15 +17,15 @@ EXPERTS = 3
 
 
 def _order(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Which expert each row is for, ascending, the last one for none; and where the rows of each end."""
+    """The expert of each row in ascending order, and where each expert's rows end. The last expert gets no row."""
     experts = torch.arange(h.size(0)) * (EXPERTS - 1) // max(h.size(0), 1)
     return experts, torch.bincount(experts, minlength=EXPERTS).cumsum(0).int()
 
 
 def _mixed(y: Tensor, h: Tensor) -> Tensor:
-    """As wide as the hidden states, as in the models, and with random signs.
+    """Casts to the dtype of the hidden states, as the models do, and multiplies by random signs.
 
-    The incoming gradients of these tests are waves, whose sums over a row are almost zero.
+    Without the signs, sums over a row of the incoming gradients, which are waves, would be almost zero.
     """
     signs = torch.randint(0, 2, y.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     return (y * signs).to(h.dtype)
@@ -41,7 +41,7 @@ def _stock(h: Tensor, weight: Tensor, bias: Tensor | None, routing: Tensor, tran
         return (y if rows is None else y + rows) * routing.unsqueeze(-1)
     y = moe._grouped_linear(h, weight, offsets, bias=rows, is_transposed=transposed)
     if y.requires_grad:
-        # stock's backward takes no other memory order
+        # stock's backward accepts no other memory order
         y.register_hook(lambda grad: grad.contiguous())
     return _mixed(y * routing.unsqueeze(-1), h)
 
@@ -59,7 +59,7 @@ def experts_cases() -> list[Case]:
     def case(name: str, transposed: bool = False, bias: bool = False, wide: bool = False) -> Case:
         def kept(x: Inputs) -> int:
             rows = x[0].size(0)
-            # the last are the signs
+            # the last term is that of the signs
             return size(x[0]) + 4 * EXPERTS + (8 * rows if bias else 0) + 8 * rows * 16
 
         functions = (partial(function, transposed=transposed) for function in (_ours, _stock))

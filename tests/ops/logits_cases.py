@@ -94,7 +94,7 @@ def only_some_of_the_parts(x: Tensor) -> Tensor:
 
 def scattered_rows(x: Tensor) -> Tensor:
     log_probs = x[:, ::2].reshape(-1, 301).log_softmax(-1)
-    # a sum, because a factor would multiply all gradients by its own rounding, which is a matter of luck
+    # a sum, because a factor would multiply all gradients by its own rounding error, whose size is random
     return log_probs.gather(1, (torch.arange(18) * 5)[:, None]) + x[:, 1::2].flatten(0, 1).sum()
 
 
@@ -104,7 +104,7 @@ def entropy_both_ways(x: Tensor) -> Tensor:
     return (p * log_p).sum(-1) + (p * scaled).sum(-1) - scaled.logsumexp(-1) + (p * p).sum(dim=-1, dtype=torch.float64)
 
 
-# what a function of the logits gives, gradients included, is what stock gives
+# these functions must give the same values and gradients for our logits as for stock's
 ORDINARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x.sum(),
     "mean over everything": lambda x: x.mean(),

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def problem(n=37, d=16, v=301, dtype=torch.float32, ignored=0.3):
-    """h [n, d], weight [v, d], bias [v], target [n]; half of the rows sure of their target."""
+    """h [n, d], weight [v, d], bias [v], target [n]. In half of the rows the target has the largest logit."""
     h, weight, bias = torch.randn(n, d), torch.randn(v, d) * 0.5, torch.randn(v)
     target = torch.randint(0, v, (n,))
     target[::2] = F.linear(h, weight, bias)[::2].argmax(1)

@@ -1,4 +1,4 @@
-"""Every activation that a transformers config can name, as patched."""
+"""All activations that a transformers config can name, patched and compared with stock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.oracle import assert_equal_bits, assert_within_law, gradients, kept_b
 # keys that are left alone, and why
 DECLINED = {"prelu": "parameters of its own"}
 UNTOUCHED = {"linear"}
-# run again as a whole (tests/modules/test_recomputed.py)
+# these run again as a whole (tests/modules/test_recomputed.py)
 RUN_AGAIN = {"xielu"}
 PATCHED = sorted(set(ACT2FN) - set(DECLINED) - UNTOUCHED - RUN_AGAIN)
 OTHERS = {
@@ -47,7 +47,7 @@ def patched(name: str) -> nn.Module:
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
-    """Pre-activations as a layer has them: normal, out to some 6, exact in bf16."""
+    """Pre-activations like those of a layer: normally distributed, up to about 6 in size, exact in bf16."""
     generator = torch.Generator().manual_seed(0)
     x = 1.5 * torch.randn(64, 50, generator=generator)
     return [x.bfloat16().to(dtype).requires_grad_()]
@@ -66,7 +66,7 @@ def test_forward_is_stock_and_gradient_within_law(name, dtype):
 @pytest.mark.daily(4)
 @pytest.mark.parametrize("name", [*PATCHED, *OTHERS])
 def test_keeps_its_input_alone(name):
-    """A ReLU keeps its output instead, as stock: the next layer may keep the same tensor, and here the caller does."""
+    """A ReLU keeps its output, as in stock. The next layer may keep the same tensor; here the caller holds it."""
     module, (x,) = patched(name), inputs(torch.float32)
 
     def run() -> Tensor:
@@ -88,8 +88,9 @@ def test_identity_is_no_business_of_ours():
 
 @pytest.mark.parametrize("name", [*PATCHED, *OTHERS])
 def test_tails(name):
-    """Far out, where f' of the tanh forms is ill-conditioned: an error of half an ulp in tanh is amplified by
-    x * (d inner / dx), some 20 at |x| = 5 and at most 40 before tanh saturates in fp32 (|x| about 6)."""
+    """Far from zero, f' of the tanh forms is ill-conditioned. An error of half an ulp in tanh grows by the factor x *
+    (d inner / dx), which is about 20 at |x| = 5 and at most 40 before tanh saturates in fp32 (|x| about 6).
+    """
     x = torch.linspace(-40.03, 40.07, 4000).requires_grad_()
     stock = module_named(name)
     (mine,) = torch.autograd.grad(patched(name)(x).sum(), x)

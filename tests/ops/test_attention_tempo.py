@@ -1,4 +1,4 @@
-"""Eager attention that keeps its probabilities once, against the eager functions of transformers."""
+"""Eager attention that keeps its probabilities once, compared with the eager functions of transformers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_attention(family: str, p: float, dtype: torch.dtype, masked: bool) -> N
     if family != "llama" or dtype == torch.float32:
         assert_equal_bits(ours, stock)
     else:
-        # probabilities rounded once to the query's dtype
+        # ours rounds the probabilities once, to the query's dtype
         own = relative(stock[1:], exact := _attention_oracle(family, p, inputs))
         assert all(a < b + torch.finfo(dtype).eps / 2 for a, b in zip(relative(ours[1:], exact), own, strict=True))
 
@@ -178,7 +178,7 @@ def test_llama_keeps_narrow_probabilities_and_unrepeated_heads() -> None:
     count = B * H * S * S
     ours = attention_kept(our_attention("llama", 0.0), inputs)
     stock = attention_kept(stock_attention("llama", 0.0), inputs)
-    # fp32 probabilities, and k and v for every head
+    # stock keeps fp32 probabilities, and k and v for every head
     assert stock - ours >= count * 4 + 2 * nbytes(inputs[0]) - nbytes(inputs[0])
 
 

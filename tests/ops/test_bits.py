@@ -1,4 +1,4 @@
-"""Codes packed into bytes come back, at any number of bits and of elements, and take the bytes that they say."""
+"""Packed codes: unpacking restores them for any number of bits and elements, and they take the stated bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every op promises, for every row of the table: gradients, bytes, and to leave alone what is not its own."""
+"""The contract of every op in the table: its gradients, its kept bytes, and that it changes no tensor of others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def compare(case: Case, inputs: list, dtype: torch.dtype, dy: Tensor | None = None) -> None:
-    """Bit-equality where it is promised, else law 2."""
+    """Requires bit-equality where it is promised, else law 2."""
     ours, stock = gradients(case.ours, inputs, dy), gradients(case.stock, inputs, dy)
     assert_equal_bits(ours[:1], stock[:1])
     if dtype in case.bits:
@@ -82,7 +82,7 @@ def test_transposed_and_expanded_incoming_gradients(case):
     transposed = dense.transpose(-1, -2).contiguous().transpose(-1, -2)
     expanded = dense[..., :1].expand_as(dense)
     scalar = torch.ones((), dtype=y.dtype).expand_as(dense)
-    # the layout of dy may choose another summation in stock and in ours: each is held to law 2
+    # for other layouts of dy, stock and ours may sum in different orders, so law 2 applies
     for dy in (transposed, expanded, scalar):
         ours, stock = gradients(case.ours, inputs, dy), gradients(case.stock, inputs, dy)
         oracle = gradients(case.stock, [widened(x) for x in inputs], dy.double())
@@ -116,12 +116,12 @@ def test_every_subset_of_wanted_gradients(case):
 
 @every_case
 def test_saved_bytes(case):
-    """Against the allocator: the activations as documented, weights and masks by reference."""
+    """Counts with the allocator. Activations cost what is documented; weights and masks are kept by reference."""
     inputs = case.inputs(4, torch.float32)
     count = case.activations
 
     def run() -> Tensor:
-        # neg keeps nothing: whatever of its results is still there after the model's forward is what the op keeps
+        # neg keeps nothing, so whatever of its results still exists after the forward is what the op keeps
         with frame():
             return case.ours(*(-x for x in inputs[:count]), *inputs[count:])
 
@@ -172,11 +172,11 @@ def test_under_checkpointing_and_offloading(case, kind):
         return checkpoint(case.ours, *inputs, use_reentrant=kind == "reentrant")
 
     inputs = clones(case.inputs(2, torch.float32))
-    # by .backward(): the reentrant kind knows no other
+    # reentrant checkpointing works only with .backward()
     with frame():
         y = wrapped(*inputs)
     y.backward(pattern(y))
-    # not emptied at the end of a recomputation, but ended with its tensors
+    # a recomputation does not clear the registry; its entries end with their tensors
     ours = [y.detach(), *(x.grad for x in inputs if x is not None and x.requires_grad)]
     assert_equal_bits(ours, gradients(case.ours, inputs))
     assert live_entries() == 0
@@ -185,7 +185,7 @@ def test_under_checkpointing_and_offloading(case, kind):
 @every_case
 @every_dtype
 def test_nothing_is_written(case, dtype):
-    """Inputs, output, incoming gradient and saved tensors are after two backwards what they were."""
+    """Two backwards leave inputs, output, incoming gradient and saved tensors as they were."""
     leaves = clones(case.inputs(2, dtype))
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     y = case.ours(*leaves)
@@ -210,7 +210,7 @@ def test_zero_size_inputs(case):
 @every_case
 @pytest.mark.parametrize("dy_requires_grad", [True, False])
 def test_double_backward_raises(case, dy_requires_grad):
-    """Also where the incoming gradient needs none: torch's own decorator lets that through."""
+    """It raises even if the incoming gradient needs no gradient. torch's own decorator would not raise then."""
     inputs = clones(case.inputs(2, torch.float32))
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     y = case.ours(*inputs)
@@ -241,7 +241,7 @@ def test_output_written_in_place(case):
         torch.testing.assert_close(ours, expected)
 
 
-# of these ops, those that stand in a graph: elsewhere a traced module runs stock's code and marks what the op keeps
+# only these ops stand in a compiled graph; for others, a traced module runs stock's code and marks what the op keeps
 @pytest.mark.parametrize("case", [*linear_cases(), *conv2d_cases()], ids=lambda case: case.id)
 def test_compiled_equals_eager(case):
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Deferred logits: what models do between head and loss, and any other op, as with plain logits."""
+"""Deferred logits give the results of plain logits, for what models do between head and loss and for any other op."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_what_models_do_between_head_and_loss(path, dtype, keep):
     if keep:
         assert torch.equal(loss, values[0][0])
     else:
-        # a logit is 16 products, its loss four more roundings, and one loss may be stock's lucky one
+        # a logit is a sum of 16 products, and the loss rounds four times more. Stock's own error is no bound, because a
+        # single loss may be exact by chance
         largest = logits.detach().abs().max().item()
         assert abs(loss - values[1][0]) <= 20 * torch.finfo(dtype).eps * largest
     assert_within_law(found[1:], values[0][1:], values[1][1:])
@@ -118,7 +119,7 @@ def test_plain_is_an_ordinary_differentiable_tensor():
 
 @pytest.mark.parametrize("seen", ("nothing", "logits", "scaled", "rows", "view after"))
 def test_values_are_written_over_only_where_nobody_can_ask_for_them(seen):
-    """A softcap of logits, with something of the steps before it still there."""
+    """The test computes a softcap of logits while it still holds a tensor of an earlier step."""
     logits, (h, weight, bias), _ = deferred()
     head = F.linear(h.view(30, 12, 16), weight, bias).detach()
     scaled = logits / 5.0
@@ -134,7 +135,7 @@ def test_values_are_written_over_only_where_nobody_can_ask_for_them(seen):
     if held is not None:
         expected = {"logits": head, "scaled": head / 5.0, "rows": head[:, 3:]}[seen]
         assert torch.equal(ops.plain(held), expected)
-    # the head's own values are there as long as somebody may ask for them
+    # the head's own values exist as long as somebody may ask for them
     assert any(chain.parent is None and chain.made for chain in source.chains) == (seen in ("logits", "rows"))
     if seen == "view after":
         capped.view(-1)[0] = 7.0

@@ -1,4 +1,4 @@
-"""Fused kernels called by themselves: torch's own results on a CPU, torch's own calls on CUDA tensors without data."""
+"""Direct calls of fused kernels: torch's own results on a CPU, torch's own calls for CUDA tensors without data."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Names(TorchDispatchMode):
 @pytest.mark.parametrize("kernel, of_kv, masked", [("flash", 2, False), ("efficient", 4, True), ("efficient", 2, True)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_cuda_kernels_without_data(kernel: str, of_kv: int, masked: bool, dropout: float) -> None:
-    """One kernel forward and one backward, of the right shapes. What they compute is seen on a GPU alone."""
+    """One kernel runs in forward and one in backward, with the right shapes. Only a GPU can show what they compute."""
     with FakeTensorMode(), Names() as ops:
         q, k, v = (heads(count, torch.bfloat16, "cuda") for count in (4, of_kv, of_kv))
         mask = torch.ones(B, 1, T, T, dtype=torch.bool, device="cuda") if masked else None
@@ -114,7 +114,7 @@ def test_cuda_kernels_without_data(kernel: str, of_kv: int, masked: bool, dropou
 
 @pytest.mark.parametrize("tokens", [T, 32])
 def test_a_mask_is_made_additive_once_for_all_layers(tokens: int) -> None:
-    """The ops that are dispatched on CUDA, without data: two layers forward and backward, one conversion."""
+    """Counts the ops for CUDA tensors without data. Two layers, forward and backward, convert the mask once."""
     with FakeTensorMode(), Names() as ops:
         q, k, v = (torch.empty(B, 4, tokens, D, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         mask = torch.ones(B, 1, tokens, tokens, dtype=torch.bool, device="cuda")

@@ -27,7 +27,7 @@ def test_at_least_as_exact_as_the_composition(name: str, dtype: torch.dtype) -> 
 
 
 def _dy(x: Tensor) -> Tensor:
-    """What `gradients` hands in: the pattern, rounded to x's dtype."""
+    """The incoming gradient that `gradients` uses: the pattern, rounded to x's dtype."""
     return torch.sin(torch.arange(x.numel(), dtype=torch.float64) * 1.7 + 0.3).view(x.shape).to(x.dtype).double()
 
 
@@ -37,5 +37,5 @@ def test_bytes(dtype: torch.dtype) -> None:
     ours = kept_bytes(lambda: activation_derivative(x, ACT2FN["gelu_new"], "gelu_tanh"))
     in_stock = kept_bytes(lambda: ACT2FN["gelu_new"](x))
     assert ours == nbytes(x)
-    # x itself is the fourth that stock keeps, and exists before
+    # stock keeps x as a fourth tensor, but x existed before
     assert 3 * nbytes(x) <= in_stock < 3 * nbytes(x) + 64

@@ -1,4 +1,4 @@
-"""Dropout on a CUDA device: seed and offset in place of the generator's state; bits of the mask in a CUDA graph."""
+"""Dropout on a CUDA device keeps seed and offset, not the generator's state. In a CUDA graph it keeps mask bits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Generator:
 
 @pytest.fixture
 def generator(monkeypatch: pytest.MonkeyPatch) -> _Generator:
-    """The default generator of every device, which has an offset."""
+    """Replaces the default generator of every device by one that has an offset."""
     found = _Generator()
     # these devices keep no small masks
     monkeypatch.setattr(functions, "_CPU_STATE", 0)
@@ -58,7 +58,7 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> _Generator:
 
 
 def _run(dropout: Any, checkpointed: bool = False) -> list[Tensor]:
-    """Two layers of dropout; the gradient, twice; what is drawn afterwards."""
+    """Runs two layers of dropout. Returns the output, the gradient twice, and numbers that are drawn afterwards."""
     torch.manual_seed(0)
     x = torch.randn(7, 33).requires_grad_()
 
@@ -109,7 +109,7 @@ def test_another_seed_in_between(generator: _Generator) -> None:
 
 def test_sixteen_bytes_on_the_host_are_kept(generator: _Generator) -> None:
     x = torch.ones(50, 50, requires_grad=True)
-    # what stands for the offset is no part of it
+    # the generator above allocates a state for each offset; this one must not be counted
     generator.get_offset()
     assert kept_bytes(lambda: ops.dropout(x, P)) == 16
 
@@ -127,7 +127,7 @@ def test_bits_are_kept_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch
     expected = _run(torch.nn.functional.dropout)
     monkeypatch.setattr(functions, "_captured", lambda device: True)
     monkeypatch.setattr(functions, "replayed_rng", None)
-    # a CPU scales by a quotient of its own
+    # stock's scale on a CPU is rounded differently
     for found, of_stock in zip(_run(ops.dropout), expected, strict=True):
         assert torch.equal(found == 0, of_stock == 0)
         torch.testing.assert_close(found, of_stock)
@@ -189,7 +189,7 @@ def test_on_a_gpu_as_stock_does() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_graph_has_stocks_masks() -> None:
-    """Each replay draws anew, and the backward has the forward's mask."""
+    """Each replay draws a new mask, and the backward uses the mask of the forward."""
 
     def run(dropout: Any) -> list[Tensor]:
         torch.cuda.manual_seed(3)

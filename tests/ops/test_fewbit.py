@@ -1,4 +1,4 @@
-"""Few-bit derivatives: the tables are optimal, the published ones are met or beaten, the bytes are what is said."""
+"""Few-bit derivatives: the tables are optimal, no worse than the published ones, and codes take the stated bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = [
 
 
 def levels(x: Tensor, kind: str, method: str, bits: int) -> Tensor:
-    """What stands in for f'(x)."""
+    """The values that replace f'(x)."""
     options = OPTIONS.get(kind, ())
     codes, scale = fewbit_codes(x, kind, options, bits, method)
     return fewbit_bwd(torch.ones_like(x), codes, scale, kind, options, bits, method).double()
@@ -62,7 +62,7 @@ def objective(kind: str, method: str, bits: int, reach: float = 10.0) -> float:
 
 
 def test_the_published_gelu_borders_and_levels() -> None:
-    # fewbit's shipped table, made on [-100, 100] by another algorithm from one random start
+    # the table that fewbit ships, computed on [-100, 100] by another algorithm from one random start
     borders, table = STEPS["gelu"][3]
     published = (-2.41658, -0.71001, -0.32584, 0.0001, 0.32606, 0.71024, 2.41448)
     assert max(abs(a - b) for a, b in zip(borders, published, strict=True)) < 0.005
@@ -82,7 +82,7 @@ SHIPPED = {
 @pytest.mark.parametrize("kind", SHIPPED)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_objective_is_no_worse_than_shipped(kind: str, bits: int) -> None:
-    # on all of [-100, 100], which is more than what the shipped figure counts
+    # the integral is over all of [-100, 100], which is more than the shipped figure counts
     assert objective(kind, "steps", bits, reach=100.0) <= SHIPPED[kind][bits] * 1.003
 
 
@@ -109,14 +109,15 @@ def test_every_activation(kind: str, method: str, bits: int) -> None:
     x = torch.randn(100, 64) * 2
     error = relative(x, kind, method, bits)
     if kind in EXACT:
-        # 0.01 or 1 / 6 in fp32 is what is left of the difference
+        # the difference that remains is the rounding of 0.01 or 1 / 6 to fp32
         assert error < (3e-8 if kind == "hardsigmoid" else 1e-8)
     else:
-        # the error halves with each bit; relu_squared, on a grid per row, and the kinks of hardswish are the worst
+        # each bit halves the error. The largest errors are those of relu_squared, on a grid per row, and of the kinks
+        # of hardswish
         assert error < {"steps": 1.4, "values": 1.0, "relus": 1.7}[method] / 2**bits
 
 
-# relative L2 error of f', x ~ N(0, 1), as the docstring has it
+# bounds of the relative L2 error of f' for x ~ N(0, 1), as in the docstring
 TABLE = {
     ("steps", 1): (0.325, 0.425),
     ("steps", 2): (0.145, 0.153),
@@ -154,7 +155,7 @@ def test_values_beat_steps_from_three_bits_up(kind: str, bits: int, spread: floa
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_a_plain_uniform_quantiser_beats_steps_too_near_zero(bits: int) -> None:
-    """It loses to ours, and on wide inputs to the steps: neither 0 nor 1 is among its levels."""
+    """Its levels include neither 0 nor 1, so ours is always better, and the steps are better for wide inputs."""
     for spread, plain_wins in ((1.0, True), (3.0, False)):
         x = torch.randn(200_000) * spread
         slope = truth(x, "gelu")
@@ -238,7 +239,7 @@ MODULES |= {type(m).__name__: m for m in (nn.ELU(), nn.SELU(), nn.Softplus(), nn
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(("variant", "bound"), [("values8", 0.006), ("steps3", 0.2)])
 def test_every_pointwise_module_is_patched(name: str, variant: str, bound: float) -> None:
-    """All of ACT2FN, and torch's: the preset "fewbit" is steps3."""
+    """These are all modules of ACT2FN, and torch's. The preset "fewbit" is steps3."""
     stock = MODULES[name]
     module = copy.deepcopy(stock)
     site = find_site(module, CompressionConfig(activation_variant=variant))

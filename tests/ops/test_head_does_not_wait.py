@@ -1,4 +1,4 @@
-"""The loss head on a GPU: no op of it makes the host wait for values, forward and backward."""
+"""The loss head on a GPU: none of its ops makes the host wait for values, in forward or backward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROWS, LENGTH, V = 30, 12, 301
 
 
 class Waits(TorchDispatchMode):
-    """Notes the ops that hand a device's values to the host: of `device`, and of what is computed from those."""
+    """Notes the ops that pass values to the host from tensors in `device`, or from tensors computed from them."""
 
     def __init__(self, device: list[Any]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Waits(TorchDispatchMode):
             self.found.append(str(func))
         result = func(*args, **kwargs)
         if of_device:
-            # they are held: a storage that comes later must not be taken for one of them
+            # the tensors are held, so that no later storage gets the address of one of them
             made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
             self.device.update({x.untyped_storage()._cdata: x for x in made})
         return result
@@ -70,7 +70,7 @@ def several(logits: Any, labels: Tensor) -> Tensor:
 
 
 def smoothed(logits: Any, labels: Tensor) -> Tensor:
-    """Trainer's, on logits that have left the model."""
+    """The Trainer's label smoothing, on logits that have left the model."""
     return LabelSmoother(0.1)({"logits": ops.returned_logits(logits)}, labels, shift_labels=True)
 
 
@@ -126,7 +126,7 @@ def test_no_op_hands_values_to_the_host(name: str, mode: str, keep: bool, target
 
 
 def test_on_a_cpu_the_host_looks() -> None:
-    """The count above can fail: rows without a target are left out where that costs no waiting."""
+    """This shows that the test above can fail. On a CPU the head finds rows without a target, and leaves them out."""
     h, weight, bias, labels = problem()
     with Waits([h, weight, bias, labels]) as waits:
         ops.linear_cross_entropy(h, weight, labels, bias)
@@ -144,7 +144,7 @@ def test_torch_sees_no_synchronisation(name: str) -> None:
             logits = ops.deferred_linear(h.view(ROWS, LENGTH, -1), weight, bias, keep_logits=keep, targets=0.9)
             torch.autograd.grad(LOSSES[name](logits, labels.view(ROWS, LENGTH)), leaves)
 
-    # kernels are compiled and probed
+    # the first step compiles and probes kernels, which may wait
     step()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

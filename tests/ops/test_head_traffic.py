@@ -21,7 +21,7 @@ from hf_actcompress.reference.linear_rows import linear_rows_bwd
 from tests.on_device import OnDevice
 
 aten = torch.ops.aten
-# what adds a product to a sum, or makes one that is added
+# ops that add a product to a sum, or compute a product that is added
 SUMS = (aten.mm.dtype, aten.add_.Tensor, aten.addmm_.default, aten.addmm.dtype_out)
 
 
@@ -34,7 +34,7 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # a CPU has neither
+        # a CPU has neither of these two ops
         if func is aten.mm.dtype:
             result = args[0].new_empty((args[0].size(0), args[1].size(1)), dtype=args[2])
         else:
@@ -66,8 +66,8 @@ def counted(tokens: int, hidden: int, vocab: int, by_rows: bool) -> Moved:
     return moved
 
 
-# GiB at most. With a product of its own per chunk, which was then added, and chunks of 2^25 elements at most, the same
-# count gave 1004, 63 and 16
+# `most` is in GiB. A former version computed each chunk's product separately and then added it, with chunks of at most
+# 2^25 elements. Its counts were 1004, 63 and 16
 @pytest.mark.parametrize(
     ("tokens", "hidden", "vocab", "most"),
     [(65_536, 4096, 128_256, 64), (16_384, 4096, 128_256, 16), (16_384, 4096, 32_000, 4)],
@@ -75,13 +75,13 @@ def counted(tokens: int, hidden: int, vocab: int, by_rows: bool) -> Moved:
 def test_the_sum_of_the_inputs_gradient(tokens: int, hidden: int, vocab: int, most: float) -> None:
     moved = counted(tokens, hidden, vocab, False)
     print(f"{tokens} tokens of {hidden}, {vocab} classes: {moved.bytes / 2**30:.1f} GiB in {moved.calls} products")
-    # each product reads the sum and writes it: nothing else does
+    # each product reads and writes the sum once, and nothing else does
     assert moved.bytes == moved.calls * 2 * tokens * hidden * 4
     assert moved.bytes <= most * 2**30
 
 
 def test_the_sum_of_the_weights_gradient() -> None:
-    """Where a loss outside of the model makes the gradient of the logits in rows: 2004 GiB before."""
+    """A loss outside of the model gives the gradient of the logits in rows. A former version moved 2004 GiB."""
     tokens, hidden, vocab, most = 65_536, 4096, 128_256, 126
     moved = counted(tokens, hidden, vocab, True)
     print(f"{tokens} tokens of {hidden}, {vocab} classes: {moved.bytes / 2**30:.1f} GiB in {moved.calls} products")

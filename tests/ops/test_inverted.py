@@ -1,4 +1,4 @@
-"""f' from the output and one bit: as near to the truth as the rounded output allows, everywhere, in every dtype."""
+"""f' from the output and one bit is as exact as the rounded output allows, for all inputs and dtypes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def truth(x: Tensor, kind: str) -> Tensor:
 
 
 def factor(x: Tensor, y: Tensor, kind: str) -> Tensor:
-    """f'(x) as the backward has it, before it is rounded to y's dtype."""
+    """f'(x) as the backward computes it, before it is rounded to y's dtype."""
     return inverted_derivative(y, x < INVERTED[kind].x_min, kind).double()
 
 
@@ -44,7 +44,7 @@ def rms(error: Tensor) -> float:
 
 
 def inverse(y: Tensor, left: Tensor, kind: str) -> Tensor:
-    """The exact inverse in fp64, by bisection: the least error that anyone who has y and the bit can make."""
+    """The exact inverse in fp64, by bisection. No method that has only y and the bit can have a smaller error."""
     fit, y = INVERTED[kind], y.double().clamp(min=INVERTED[kind].y_min)
     near, far = torch.full_like(y, fit.x_min), torch.where(left, -60.0, 60.0)
     for _ in range(70):
@@ -78,7 +78,7 @@ def test_rows_of_the_same_function_share_a_fit() -> None:
 @pytest.mark.parametrize("kind", INVERTED)
 def test_the_fit_in_exact_arithmetic(kind: str) -> None:
     x = torch.linspace(-60, 60, 400_001, dtype=torch.float64)
-    # off the minimum, where in fp64 too half the digits of y - y* are lost
+    # without the neighbourhood of the minimum, where half of the digits of y - y* are lost even in fp64
     x = x[(x - INVERTED[kind].x_min).abs() > 1e-3]
     assert (factor(x, STOCK[kind](x), kind) - truth(x, kind)).abs().max() < 2e-5
 
@@ -132,7 +132,7 @@ def test_quick_gelu_rounded_once_is_as_good_as_the_others() -> None:
 def test_all_65536_inputs(kind: str, dtype: torch.dtype) -> None:
     x = every_value(dtype)
     y = STOCK[kind](x)
-    # where the stock forward itself gives NaN (of -inf, of NaN) there is nothing to save, and f'(inf) is NaN in stock
+    # left out are the inputs for which stock's forward gives NaN (-inf, NaN), and inf, for which stock's f' is NaN
     keep = ~y.isnan() & (x != torch.inf)
     assert keep.sum() > 63_000
     dx = activation_output_bwd(torch.ones_like(y), y, activation_output_bits(x, kind), kind)
@@ -142,7 +142,7 @@ def test_all_65536_inputs(kind: str, dtype: torch.dtype) -> None:
     assert not dx.isnan().any()
     error = (dx.double() - expected).abs()
     assert error.max() < (2.5e-2 if dtype == torch.bfloat16 else 8e-3)
-    # saturated: no leak through dead units, and nothing lost in live ones, beyond the rounding of f' ~ 1
+    # in saturated units, dead ones pass no gradient and live ones lose none, beyond the rounding of f' ~ 1
     far = x.abs() > 6
     dead = far & (x < 0)
     assert error[dead].max() < 1e-3
@@ -156,9 +156,9 @@ def test_near_the_minimum_and_at_zero(kind: str) -> None:
     special = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-30, -1e-30, fit.x_min])
     for x in (around, special):
         y = STOCK[kind](x)
-        # half a rounding of y at the minimum is worth sqrt(2 f'' ulp): about 2e-4 in fp32
+        # rounding of y at the minimum changes f' by about sqrt(2 f'' ulp), which is 2e-4 in fp32
         assert (factor(x, y, kind) - truth(x, kind)).abs().max() < 3e-4
-    # rounded to below the minimum
+    # values of y that were rounded to below the minimum
     below = torch.full((4,), fit.y_min - 1e-3)
     assert inverted_derivative(below, torch.tensor([True, False, True, False]), kind).abs().max() < 1e-6
 
@@ -183,7 +183,7 @@ def test_bytes(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_bytes_of_bert_feed_forward_in_fp32() -> None:
-    """The paper's claim of 23.1% of BERT's activations is 4 e - 0.5 of 16 e + 2 bytes: here is its numerator."""
+    """The authors report 23.1% less for BERT. We count 4 e - 0.5 of 16 e + 2 bytes; this test checks 4 e - 0.5."""
     hidden, tokens = 48, 32
     first, second = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
     x = torch.randn(tokens, hidden, requires_grad=True)

@@ -1,4 +1,4 @@
-"""LayerNorm as autocast runs it on an accelerator, in fp32 whatever the parameters' dtype; a CPU is told to do so."""
+"""LayerNorm under autocast as on an accelerator: in fp32 for any dtype of the parameters. Here a CPU does this."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.oracle import assert_equal_bits, gradients
 @pytest.mark.parametrize("name", ["layer_norm", "layer_norm_output"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_parameters_under_autocast(name, dtype, monkeypatch):
-    """A bf16 model trained under autocast: the kernels take one dtype, in forward, in backward and in the rebuild."""
+    """A bf16 model under autocast. The kernels accept only one dtype, in forward, backward and recomputation."""
     monkeypatch.setattr(sys.modules[getattr(ops, name).__module__], "autocast_widens", lambda x: True)
     inputs = [rand(2, 5, 8, dtype=torch.bfloat16), rand(8, dtype=dtype), rand(8, dtype=dtype)]
     with torch.no_grad():

@@ -110,7 +110,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default):
-            # one side has 16 features, or adds over the rows
+            # the operand with 16 features has these rows
             self.rows += [x.size(0) for x in args[-2:] if x.dim() == 2 and x.size(1) == 16]
         return func(*args, **(kwargs or {}))
 
@@ -166,7 +166,7 @@ def test_another_ignore_index_and_rows(ignored):
 @pytest.mark.parametrize("target", (301, -3))
 def test_a_target_outside_the_vocabulary_is_an_error(target, rows_computed):
     h, weight, bias, _ = problem()
-    # torch's own kernel raises where the host does not look
+    # if all rows are computed, the host does not read the targets, and torch's own kernel raises
     number = "" if rows_computed == "all rows" else f"{target} "
     with pytest.raises(IndexError, match=f"{number}is out of bounds"):
         ours(h, weight, bias, torch.full((37,), target))
@@ -184,7 +184,7 @@ def test_backward_twice_and_an_expanded_gradient():
 
 
 def test_large_logits():
-    """max and log-sum are subtracted one after the other, as torch does: their sum would lose the digits."""
+    """As in torch, max and log-sum are subtracted one after the other, because their sum would lose digits."""
     *tensors, target = problem(dtype=torch.float32)
     shifted = [*tensors[:2], (tensors[2].detach() + 1e5).requires_grad_()]
     found, expected = gradients(ours, shifted, target), gradients(stock, shifted, target)
@@ -241,12 +241,12 @@ def test_no_number_in_a_row_without_a_target(value, whole, rows_computed):
     found, expected = gradients(ours, tensors, target, logits=logits), gradients(stock, tensors, target)
     assert found[0].isfinite() and expected[0].isfinite()
     for a, b in zip(found[1:], expected[1:], strict=True):
-        # rows that nobody computes stay finite
+        # without the rows that have no target, gradients stay finite
         assert torch.equal(a.isnan(), b.isnan()) if rows_computed == "all rows" else a.isfinite().all()
 
 
 def test_padding_that_comes_back_as_zeros():
-    """Its logits in backward do not fit its statistics, and its softmax may not overflow for that."""
+    """In backward its logits no longer match its statistics, but its softmax must not overflow."""
     h, weight = torch.randn(2, 6, 16), torch.randn(301, 16)
     mask = torch.ones(2, 6)
     mask[:, 4:] = 0
@@ -257,7 +257,7 @@ def test_padding_that_comes_back_as_zeros():
     for padding in (padding_of(mask), None):
         leaves = [h.clone().requires_grad_(), weight.clone().requires_grad_()]
         with frame(), dropping(padding):
-            # as a layer below the head keeps it
+            # a layer below the head keeps it
             record_of(leaves[0])
             loss = ours(leaves[0].view(12, 16), leaves[1], None, target)
         results.append(torch.autograd.grad(loss, leaves))
@@ -273,7 +273,7 @@ def test_peak_is_far_below_the_logits():
 
 
 def test_sums_are_as_wide_as_the_device_has_it():
-    """MPS knows no fp64."""
+    """MPS has no fp64."""
     dtypes = {name: reference._sum_dtype(SimpleNamespace(device=torch.device(name))) for name in ("cpu", "cuda", "mps")}
     assert dtypes == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}
 
@@ -281,12 +281,12 @@ def test_sums_are_as_wide_as_the_device_has_it():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_a_product_is_added_by_its_own_kernel(dtype):
-    """In fp32, into the sum itself: no product beside it, and not rounded to 16 bits."""
+    """The kernel adds in fp32 into the sum itself. The product takes no memory and is not rounded to 16 bits."""
     dx, weight = torch.randn(64, 48, device="cuda").to(dtype), torch.randn(48, 80, device="cuda").to(dtype)
     before = torch.randn(64, 80, device="cuda")
     for way in (dx, dx.t().contiguous().t()):
         total = before.clone()
         reference._accumulate(total, way, weight)
         truth = before.double() + dx.double() @ weight.double()
-        # 48 products in fp32
+        # the rounding of 48 products in fp32
         torch.testing.assert_close(total.double(), truth, rtol=0, atol=48 * 2**-23 * truth.abs().max().item())

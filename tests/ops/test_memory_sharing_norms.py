@@ -1,8 +1,9 @@
-"""Memory-sharing norms (MS-BP, arXiv 2406.16282) without their folding: the records keep the same bytes, exactly.
+"""Memory-sharing norms (MS-BP, arXiv 2406.16282) without their folding: records keep as few bytes, and are exact.
 
 MS-LN removes weight and bias from the norm (folding them into every consumer) so that the norm can keep its output x^
-and share it with the linear layers behind it: one tensor for the norm and all its consumers. With records the norm
-keeps its input x and the consumers keep nothing of their own: one tensor too, and the parameters stay where they were.
+and share it with the linear layers after it: the norm and all its consumers keep one tensor. With records the norm
+keeps its input x and the consumers keep nothing of their own. This is one tensor too, and the parameters stay in the
+norm.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Block:
     def folded(self) -> Tensor:
         x, gain, bias, *weights = self.inputs
         y = FoldedNorm.apply(x.clone(), 1e-5)
-        # the fold in the consumers, done beforehand: its products are parameters of the folded model
+        # the folded weights are computed beforehand, because in the folded model they are parameters
         with torch.no_grad():
             pairs = [((w * gain).requires_grad_(), (w @ bias).requires_grad_()) for w in weights]
         return torch.cat([functional.linear(y, w, b) for w, b in pairs], -1)

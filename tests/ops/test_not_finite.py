@@ -21,10 +21,10 @@ from hf_actcompress.roles import Role
 from tests.oracle import gradients
 
 BAD = (float("nan"), float("inf"), float("-inf"))
-# with the kernels, which the interpreter runs slowly, one row of each way to keep something
+# with kernels, which the interpreter runs slowly, only one row for each way to keep something
 IN_KERNELS = ("input", "output", "derivative", "steps3", "values4", "values8")
 IN_KERNELS += ("topk10", "topk30", "block30", "block30_row", "wtacrs30", "pool2")
-# a stock forward and the options of each row
+# it has the stock forward and the options of each row
 activation = pytest.importorskip("hf_actcompress.kernels.activation", exc_type=ImportError)
 Op = Callable[..., Tensor]
 
@@ -48,7 +48,7 @@ NORMS: dict[str, tuple[Op, Op]] = {
 
 
 def rows(names: Iterable[str]) -> pytest.MarkDecorator:
-    """(name, which implementation)."""
+    """Pairs of a name and an implementation."""
     names = list(names)
     reference, kernels = ([(name, choice) for name in names] for choice in ("reference", "triton"))
     return pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_activations(name: str, choice: str) -> None:
                 with use(choice):
                     ours = gradients(op, [x])
             except UnknownOptionError:
-                # no table for that row
+                # this row has no table
                 continue
             expected = gradients(stock, [x])
             assert_lost_nowhere(ours, expected)
@@ -100,7 +100,7 @@ def test_tempo_attention(bad: float) -> None:
         assert_lost_nowhere(ours, gradients(lambda q, k, v: torch.softmax(q @ k.mT * 0.5, -1) @ v, qkv))
 
 
-# what of x [40, 64] is not finite: a number, a token, a feature, several far apart, everything
+# which elements of x [40, 64] are not finite: one, a token, a feature, several far apart, all
 PLACES = {
     "one": (7, 11),
     "token": (7, slice(None)),

@@ -23,7 +23,7 @@ Attend = Callable[..., Tensor]
 
 
 def keys_hidden(mask: Tensor) -> Tensor:
-    """[B, 1, S, S] bool, True: attend."""
+    """A mask [B, 1, S, S] that is True for the keys to attend to."""
     return mask.bool()[:, None, None, :].expand(B, 1, S, S)
 
 
@@ -63,7 +63,7 @@ def heads(seed: int = 0, scale: float = 1.0) -> list[Tensor]:
 
 
 def gradients(attend: Attend, qkv: list[Tensor], mask: Tensor | None, padding: Tensor | None, causal: bool = False):
-    """Of an output whose padding rows get no gradient."""
+    """Gradients for an output whose padding rows get no gradient, and the incoming gradient itself."""
     with frame(), dropping(padding_of(padding) if padding is not None else None):
         out = attend(*qkv, mask, causal)
     real = padding if padding is not None else torch.ones(B, S)
@@ -105,7 +105,7 @@ def test_causal_calls_see_padding_on_the_left(attend):
 
 @attends
 def test_a_mask_that_shows_padding_to_real_tokens(attend):
-    """Scores so large that exp(-logsumexp) is zero: nothing in the gradients would tell."""
+    """The scores are so large that exp(-logsumexp) is zero, so no gradient would show the error."""
     mask = keys_hidden(RIGHT).clone()
     mask[1, 0, 2, 5] = True
     with pytest.raises(PaddingError, match="attend to padding"):
@@ -142,7 +142,7 @@ def test_queries_of_another_sequence(attend):
 
 @attends
 def test_keys_that_someone_else_keeps_without_padding(attend):
-    """Attention that nothing hides padding from does not take that record."""
+    """Attention without a mask reads padding too, so it must not use such a record."""
     qkv = heads()
     with frame(), dropping(padding_of(RIGHT)):
         for x in qkv:
@@ -155,7 +155,7 @@ def test_keys_that_someone_else_keeps_without_padding(attend):
 
 
 def test_scores_of_padding_queries_may_be_anything():
-    """Of the logsumexp of such a row, -300, exp of its negative is inf, and inf times a zero gradient is NaN."""
+    """The logsumexp of such a row may be -300. Then exp(300) is inf, and inf times a zero gradient would be NaN."""
     q, k, v = (x.detach() for x in heads())
     q, k = q.abs(), k.abs()
     q[1, :, 3:] = -300.0
@@ -202,7 +202,7 @@ def test_norms_over_tokens_keep_them_all(norm, dims):
 
 def head_loss(h: Tensor, weight: Tensor, target: Tensor, drop: bool, per_row: Tensor | None = None) -> Tensor:
     with frame(), dropping(padding_of(RIGHT) if drop else None):
-        # as a layer below the head keeps it
+        # a layer below the head keeps it
         record_of(h)
         losses = ops.linear_cross_entropy(h.view(-1, D), weight, target.view(-1), reduction="none")
     return (losses if per_row is None else losses * per_row).sum()
@@ -210,7 +210,7 @@ def head_loss(h: Tensor, weight: Tensor, target: Tensor, drop: bool, per_row: Te
 
 @pytest.mark.parametrize("masked", [2, 0])
 def test_a_loss_on_some_rows_or_all(masked):
-    """Rows that the loss leaves out are not those that are dropped; it is asked about the latter."""
+    """The loss may leave out other rows than those that are dropped. It must raise an error only for dropped rows."""
     h, weight = torch.randn(B, S, D, requires_grad=True), torch.randn(11, D, requires_grad=True)
     target = torch.arange(B * S).view(B, S) % 11
     target[0, :masked] = -100
@@ -219,7 +219,7 @@ def test_a_loss_on_some_rows_or_all(masked):
     assert_equal_bits(ours, stock)
     with pytest.raises(PaddingError, match="drop_padding"):
         torch.autograd.grad(head_loss(h, weight, target, True), weight)
-    # a weight of zero is as good as no loss
+    # a dropped row whose loss has the weight zero raises no error
     per_row = (RIGHT != 0).float().view(-1)
     grads = [torch.autograd.grad(head_loss(h, weight, target, drop, per_row), (h, weight)) for drop in (True, False)]
     assert_equal_bits(*grads)

@@ -1,4 +1,4 @@
-"""Logits that left their model: whatever anybody does with them is what stock does, values, gradients and errors."""
+"""Logits that left their model: for any use of them, values, gradients and errors are those of stock's logits."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_gradients_of_the_logits_themselves() -> None:
         results.append(torch.autograd.grad(loss, (logits, scaled)))
     for a, b in zip(*results, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
-        # the softmax in chunks is the softmax
+        # the softmax is computed in chunks, so values are only close
         torch.testing.assert_close(a + 0, b, rtol=1e-6, atol=1e-7)
         assert (a.numpy() == (a + 0).numpy()).all() and (a.tolist(), repr(a)) == ((a + 0).tolist(), repr(a + 0))
 
@@ -171,7 +171,7 @@ def test_the_values_die_with_the_last_tensor_that_shows_them(keep: bool) -> None
     loss = log_probs.gather(-1, index()[:, 1:, None]).sum() - (log_probs.exp() * log_probs).sum(-1).sum()
     assert values() is not None
     del logits, scaled
-    assert values() is not None  # log_probs may still be asked for
+    assert values() is not None  # log_probs may still be read
     del log_probs
     assert values() is None
     loss.backward()
@@ -190,7 +190,7 @@ def test_no_cycle_keeps_the_logits() -> None:
 
 
 def test_no_dense_gradient_on_the_way() -> None:
-    """Which ops of autograd are between is a matter of torch's version: if one is not known, this tells."""
+    """The autograd ops in between depend on torch's version. This test fails if there is one that we do not know."""
     seen: list[type] = []
     tensors = leaves(torch.bfloat16)
     names = ("in loops", "scale in place twice", "gaps between the rows", "entropy both ways", "clone and contiguous")
@@ -198,7 +198,7 @@ def test_no_dense_gradient_on_the_way() -> None:
         logits = ours(tensors)
         assert logits.grad_fn is not None
         logits.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
-        # what is written in place is the only one that is left of them
+        # the variable is reused, so that the tensor that is written in place is the only one left
         logits = logits.float()
         ops.plain(ORDINARY[name](logits)).sum().backward()
     assert seen == [LogitsGradient] * len(names)

@@ -1,4 +1,4 @@
-"""The RMSNorms of transformers and torch, as patched: bit-equal values, gradients within the law."""
+"""Patched RMSNorms of transformers and torch: values are bit-equal, gradients are within the law."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "torch": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
     "torch default eps": lambda: nn.RMSNorm(WIDTH),
 }
-# transformers' are compositions whose graph ours repeats; torch's own has a backward of its own
+# transformers' norms are compositions whose backward ours repeats; torch's norm has a backward of its own
 COMPOSED = ("llama", "gemma", "olmo2", "t5", "qwen3")
-# of tiles: 2 rows
+# a tile of 2 rows
 TILE = 2 * WIDTH
 SHAPES = {"hidden": (2, 5, WIDTH), "heads": (2, 3, 5, WIDTH), "row": (WIDTH,)}
 
@@ -80,7 +80,7 @@ def test_values_are_stock_and_gradients_within_law(name, shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_tiles_of_rows_change_no_bit(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large tensors are computed so; the incoming gradient has any layout."""
+    """Large tensors are computed in tiles. The incoming gradient may have any layout."""
     ours, _ = pair(name, dtype)
     x, dy = torch.randn(3, 5, WIDTH).to(dtype).requires_grad_(), torch.randn(5, 3, WIDTH).to(dtype)
     found = []
@@ -95,7 +95,7 @@ def test_tiles_of_rows_change_no_bit(name: str, dtype: torch.dtype, monkeypatch:
 
 @pytest.mark.parametrize("size", [tiles.TILE, TILE])
 def test_heads_of_a_norm_are_known_by_their_transpose(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As attention sees them, when nobody holds the norm's own result: large ones, computed in tiles, too."""
+    """Attention sees the transpose, and nobody holds the norm's own result. It must be known with tiles, too."""
     monkeypatch.setattr(tiles, "TILE", size)
     ours, _ = pair("llama", torch.float32)
     with frame():
@@ -135,7 +135,7 @@ def test_fp32_input_into_a_bf16_norm_under_autocast(name):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_sharded_from_the_start(name):
-    """ZeRO-3 leaves an empty weight and its size; on nothing, all formulas are equal."""
+    """ZeRO-3 leaves an empty weight and its size. On an empty weight all formulas give the same result."""
     norm = NORMS[name]()
     whole = find_site(norm, CompressionConfig())
     norm.weight.data = torch.empty(0)

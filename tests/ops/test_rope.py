@@ -1,4 +1,4 @@
-"""The rotary op beside transformers' own function: every dtype and memory order, and where torch's graph is made."""
+"""The rotary op compared with transformers' function, for all dtypes and memory orders; some calls use torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ B, S, D = 2, 7, 8
 
 
 def heads(count: int, dtype: torch.dtype, order: str) -> Tensor:
-    """[B, count, S, D] as models have it, and in other orders."""
+    """A tensor [B, count, S, D] in the memory order of models, or in another."""
     if order == "dense":
         return torch.randn(B, count, S, D).to(dtype)
     if order == "expanded":
@@ -46,7 +46,7 @@ def test_bits_and_memory_order_are_stock_s(dtypes: tuple[torch.dtype, ...], orde
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_odd_gradients(dtype: torch.dtype) -> None:
-    """Expanded, of another memory order, and with infinities and zeros."""
+    """The gradients are expanded, or in another memory order with infinities and zeros."""
     q, k = heads(4, dtype, "heads after tokens"), heads(2, dtype, "dense")
     angles = [torch.randn(1, S, D).to(dtype) for _ in range(2)]
     odd = torch.randn(2, S, B, D).to(dtype).transpose(0, 2)
@@ -96,7 +96,7 @@ def test_angles_that_want_a_gradient(which: int) -> None:
 
 @pytest.mark.parametrize("shape", [(B, S, D), (1, S, 1)])
 def test_angles_of_other_shapes(shape: tuple[int, ...]) -> None:
-    """More sequences than q and k have: torch's graph, which sums. One angle for a whole head: ours."""
+    """More sequences of angles than of q and k need torch's graph, which sums. One angle for a whole head is ours."""
     q, k = (torch.randn(1, 3, S, D, requires_grad=True) for _ in range(2))
     angles = torch.randn(2, *shape).unbind()
     ours, stock = results(ops.rope, q, k, *angles), results(apply_rotary_pos_emb, q, k, *angles)

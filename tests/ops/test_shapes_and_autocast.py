@@ -1,4 +1,4 @@
-"""Single ops at any shape, of mixed dtypes, under autocast, and one behind the other."""
+"""Single ops with any shape, with mixed dtypes, under autocast, and one after the other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_dropout_of_any_shape_is_the_stock_mask(shape, p, seed):
         def call(x: Tensor) -> Tensor:
             torch.manual_seed(seed)
             y = function(x, p)
-            # the generator moves on as in stock, and backward puts it back where it found it
+            # the generator advances as in stock, and backward restores the state that it found
             return y + 0 * torch.rand(())
 
         return gradients(call, inputs) + [torch.rand(3)]
@@ -100,7 +100,7 @@ def test_gated_product_and_norms_under_autocast():
 
 
 def test_derived_output_costs_its_consumers_nothing():
-    """norm -> q, k, v: the norm's input once, for four consumers; and the casts of the consumers are derived too."""
+    """A norm before q, k and v: its input is kept once for four consumers. The consumers' casts are derived, too."""
     x = rand(16, 8, dtype=torch.float32)
     weight, out = rand(8, dtype=torch.float32), rand(8, 8, dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""Tempo: LayerNorm and RMSNorm from their outputs."""
+"""Tempo: LayerNorm and RMSNorm whose backward reads their outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def relative(ours: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 def oracle(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients in fp64, of the same incoming gradient."""
+    """Gradients in fp64, for the same incoming gradient."""
     dy = pattern(function(*inputs))
     return gradients(function, [t.detach().double().requires_grad_() for t in inputs], dy.double())
 
@@ -58,7 +58,7 @@ def test_layer_norm(dtype: torch.dtype, parameters: int) -> None:
     assert torch.equal(ours[0], stock[0])
     exact = oracle(stock_layer_norm, inputs)[1:]
     for error, own in zip(relative(ours[1:], exact), relative(stock[1:], exact), strict=True):
-        # one more rounding than stock's: that of y
+        # ours has one more rounding than stock, that of y
         assert error < own + torch.finfo(dtype).eps / 2
 
 
@@ -125,7 +125,7 @@ def test_gains_that_became_zero_stay_finite(dtype: torch.dtype) -> None:
         grads = gradients(our_layer_norm, [x, gain, bias])
         assert all(g.isfinite().all() for g in grads)
         expected = gradients(stock_layer_norm, [x, gain, bias])
-        # the dead channel's x^ is bounded; the others lose nothing by it
+        # x^ of the dead channel is bounded, and the other channels are as exact as without it
         others = torch.arange(WIDTH) != 5
         assert (grads[2] - expected[2])[others].norm() <= 4 * torch.finfo(dtype).eps * expected[2].norm()
         assert all(g.isfinite().all() for g in gradients(_rms("weight_in_fp32"), [x, gain]))
@@ -142,12 +142,12 @@ def _stock_rms(formula: str) -> Callable[[Tensor, Tensor], Tensor]:
 @pytest.mark.parametrize("formula", RMS_NORM_FORMULAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm(formula: str, dtype: torch.dtype) -> None:
-    # gains over two orders of magnitude: without a bias that does no harm
+    # gains differ by two orders of magnitude, which does no harm without a bias
     shift = 1.0 if formula == "one_plus_weight" else 0.0
     weight = torch.randn(WIDTH).exp() * torch.where(torch.arange(WIDTH) % 20 == 0, 2e-3, 1.0) - shift
     inputs = norm_inputs(dtype, gain=weight)[:2]
     if shift:
-        # 1 + w is exact in w's dtype, or the guard's business
+        # no weight is near -1, where 1 + w would not be exact
         inputs[1] = (torch.randn(WIDTH) / 8).to(dtype).requires_grad_()
     ours = gradients(_rms(formula), inputs)
     stock = gradients(_stock_rms(formula), inputs)

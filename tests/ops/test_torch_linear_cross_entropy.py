@@ -1,4 +1,4 @@
-"""Why the loss head does not call torch's own chunked op. If one of these fails, torch has changed: think again."""
+"""Why the loss head does not call torch's own chunked op. If a test fails, torch has changed: review that decision."""
 
 from __future__ import annotations
 

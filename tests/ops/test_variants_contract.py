@@ -1,4 +1,6 @@
-"""What every variant owes autograd: nothing written, two backwards, odd gradients, checkpoints, autocast, compile."""
+"""The contract of variants with autograd: they write on no tensor, and allow a second backward, unusual gradients,
+checkpoints, autocast and compiling.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ GELU_NEW = ACT2FN["gelu_new"]
 
 
 def attend(x: Tensor) -> Tensor:
-    """[rows, 12] as 2 sequences of 2 heads of 6; the mask of the dropout is drawn by the generator."""
+    """Attention with dropout over x [rows, 12], which is read as 2 sequences of 2 heads of 6."""
     heads = x.reshape(2, -1, 2, WIDTH // 2).transpose(1, 2)
     out, _ = attention_tempo(heads, heads, heads, None, 0.4, dropout=0.25)
     return out.transpose(1, 2).reshape(x.shape)
@@ -137,7 +139,7 @@ def test_checkpointing(name: str, reentrant: bool) -> None:
 
 
 def _backward(y: Tensor, x: Tensor) -> tuple[Tensor]:
-    """Reentrant checkpoints know `backward` alone."""
+    """Reentrant checkpoints work only with `backward`."""
     y.backward(pattern(y))
     assert x.grad is not None
     return (x.grad,)
@@ -216,7 +218,7 @@ def test_values_and_dtypes_are_stock_s(name: str, dtype: torch.dtype, autocast: 
     assert y.dtype == expected.dtype and dx.dtype == dtype
 
 
-# in a graph, eager attention is stock's
+# compiled graphs run stock's eager attention
 @pytest.mark.daily(4)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "attention_tempo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

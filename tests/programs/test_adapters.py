@@ -1,4 +1,4 @@
-"""LoRA in layers that run as programs: the bits and bytes of the leaf path."""
+"""LoRA in layers that run as programs: bits are those of the leaf path, and no more bytes are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "dropout": {"lora_dropout": 0.1}, "rank-stabilised": {"use_rslora": True},
     "dora": {"use_dora": True}, "dora with dropout": {"use_dora": True, "lora_dropout": 0.1},
 }  # fmt: skip
-# of the base weights, of the adapters, and whether autocast is on
+# the dtype of the base weights, whether adapters are in fp32, and the mode of the step
 MODES = {
     "fp32": (torch.float32, False, "fp32"),
     "bf16": (torch.bfloat16, False, "bf16"),
@@ -63,7 +63,7 @@ def test_the_same_bits_and_bytes(name: str, kind: str, mode: str) -> None:
 @pytest.mark.parametrize("preset", ["exact", "int8", "int4"])
 @pytest.mark.parametrize("rank", [32, 128, 256])
 def test_adapters_wider_than_the_layer_that_is_tried(preset: str, rank: int) -> None:
-    """Or as wide as the layer itself, 32."""
+    """The rank is larger than the layer's width, 32, or equal to it."""
     results, batch = [], BY_NAME["llama"].make_batch("right")
     for programs in (False, True):
         model = adapted("llama", torch.float32, False, replace(resolve(preset), programs=programs), r=rank)
@@ -88,7 +88,7 @@ def test_two_active_adapters() -> None:
 
 
 def test_adapters_that_come_after_patching_run_as_programs() -> None:
-    """The next forward writes the layers down anew."""
+    """The next forward writes new programs for the layers."""
     models = [patch_model(BY_NAME["llama"].build(), config) for config in (LEAVES, PROGRAMS)]
     batch = BY_NAME["llama"].make_batch("right")
     for model in models:
@@ -102,7 +102,7 @@ def test_adapters_that_come_after_patching_run_as_programs() -> None:
 
 
 def test_layers_that_are_refused_draw_no_random_numbers() -> None:
-    """LoHa's own code draws while it is looked at, by the first forward with the adapters."""
+    """The first forward with the adapters runs LoHa's own code to examine it, and that code draws."""
     states = []
     for config in (LEAVES, PROGRAMS):
         model = patch_model(BY_NAME["bert"].build(), config)

@@ -1,4 +1,4 @@
-"""Checkpointed layers as one Function: stock's values, no product that nobody reads, and its input alone kept."""
+"""Checkpointed layers as one Function: values are stock's, no unused product is computed, only the input is kept."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def counted(model: Any, batch: Batch) -> Products:
 
 
 def test_no_product_that_nobody_reads() -> None:
-    """Of a Llama layer: 6 products again and 14 of its backward; attention once more, and its backward."""
+    """A Llama layer's backward runs 6 products again and 14 of its own, attention again, and attention's backward."""
     batch, counts = BY_NAME["llama"].make_batch(), []
     for layers in (2, 4):
         model = checkpointed("llama", PROGRAMS, num_hidden_layers=layers)
@@ -101,7 +101,7 @@ def test_a_second_backward_and_one_inside_of_autocast() -> None:
 
 
 def test_other_checkpoints_are_as_somebody_has_set_them_up() -> None:
-    """Reentrant ones, and functions that are not torch's own, get the layer as before."""
+    """Reentrant checkpoints, and functions other than torch's own, get the layer as before."""
     batch = BY_NAME["llama"].make_batch()
     expected = step(checkpointed("llama", PROGRAMS), batch)
     seen: list[int] = []
@@ -152,11 +152,11 @@ def test_a_layer_that_is_unpatched_before_its_backward(config: Any, reentrant: b
 @pytest.mark.parametrize("asked", (("hidden_states",), ("attentions",), ("hidden_states", "attentions")), ids="+".join)
 @pytest.mark.parametrize("name", ("bert", "vit"))
 def test_captured_outputs(name: str, asked: tuple[str, ...], used: bool, reentrant: bool) -> None:
-    """Backward captures nothing, but goes the way of the forward. Captured hidden states alone stop no program."""
+    """The second run captures nothing, but takes the forward's path. Capturing only hidden states stops no program."""
     batch, results = BY_NAME[name].make_batch(), []
     for patched in (False, True):
         model = BY_NAME[name].build(attn_implementation="eager")
-        # as an argument of the call it would reach the layers, too, which then run leaf by leaf in backward anyway
+        # as an argument of the call it would also reach the layers, which then run leaf by leaf in backward in any case
         for kind in asked:
             setattr(model.config, f"output_{kind}", True)
         if patched:

@@ -1,4 +1,4 @@
-"""Layers whose activations go through a codec, as programs: the leaf path's bits and bytes."""
+"""Layers with codecs as programs: bits are those of the leaf path, and no more bytes are kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_same_bits_and_bytes(preset: str, name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "gpt2-gelu-new", "llama", "opt", "vit"])
 def test_dropout_in_attention(name: str) -> None:
-    """Attention runs again in backward then and keeps no output, which the linear layer behind it keeps."""
+    """Attention then runs again in backward and does not keep its output. The linear layer after it does."""
     family, results, kept = BY_NAME[name], [], []
     batch = family.make_batch()
     for programs in (False, True):
@@ -53,7 +53,7 @@ def test_dropout_in_attention(name: str) -> None:
     assert set(calls(model)) == {2}
     assert torch.equal(results[0][0], results[1][0])
     assert all(torch.equal(results[1][1][n], x) for n, x in results[0][1].items())
-    # a call of dropout in OPT's own code is the state of a generator, where the leaf path has a mask in bits
+    # for a dropout call in OPT's own code, a program keeps the generator's state, and the leaf path a mask in bits
     states = 4 * torch.get_rng_state().numel() if name == "opt" else 0
     assert kept[1] <= 1.02 * kept[0] + states
 
@@ -73,7 +73,7 @@ def test_two_backwards_and_a_checkpointed_step() -> None:
 
 
 def test_a_codec_in_one_layer_alone() -> None:
-    """What the layer behind it reads of it is what it keeps."""
+    """The layer after it reads what this layer keeps."""
     config = CompressionConfig(overrides=(("layers.0", "norm", "int8"), ("layers.0", "mlp", "int4")))
     results = []
     for programs in (False, True):

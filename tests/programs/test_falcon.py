@@ -1,4 +1,4 @@
-"""Falcon's layers as programs: linear layers and attention of their own making, in all forms that the config has."""
+"""Falcon's layers as programs: they have linear layers and attention of their own, and the config has many forms."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_cache_is_filled_as_stock_fills_it() -> None:
 
 
 def test_codecs_go_leaf_by_leaf() -> None:
-    """The leaf path keeps other tensors of attention then than a program would."""
+    """With codecs, the leaf path keeps other tensors of attention than a program would."""
     model = patch_model(build("one head of keys"), "int8")
     step(model, make_batch())
     assert not calls(model)

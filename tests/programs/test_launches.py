@@ -1,5 +1,5 @@
-"""What runs a kernel in a step, stock beside programs: dispatched ops that are no views, per layer; and what the net
-under all rules costs a layer that runs as programs.
+"""Kernel launches of a step (dispatched ops that are not views) per layer, of stock and of programs, and the function
+calls that the net under all rules costs a layer that runs as programs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from hf_actcompress import CompressionConfig, patch_model
 from tests.families import BY_NAME
 from tests.programs.pairs import PROGRAMS, calls
 
-# no views, but nothing runs for them either
+# these are not views, but run no kernel either
 _NOTHING = ("detach", "empty", "empty_like", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "alias")
-# model, dtype, rate of dropout -> how many times stock's launches a layer may have
+# model, dtype, rate of dropout -> the largest allowed ratio of a layer's launches to stock's
 LIMITS = {
     ("llama", torch.bfloat16, 0.0): 1.0,
     ("llama", torch.float32, 0.0): 1.0,
@@ -45,7 +45,7 @@ class Launches(TorchDispatchMode):
 
 
 def launches(model: Any, name: str) -> tuple[int, int]:
-    """Of all kinds, and of matrix products."""
+    """All launches of a step, and those of matrix products."""
     batch = BY_NAME[name].make_batch()
     model(**batch).loss.backward()
     with Launches() as counter:
@@ -57,7 +57,7 @@ def launches(model: Any, name: str) -> tuple[int, int]:
 def test_no_more_launches_than_stock(name: str, dtype: torch.dtype, dropout: float) -> None:
     counts = []
     for layers in (1, 3):
-        # of probabilities nothing is dropped: a CPU has no fused attention then
+        # probabilities have no dropout, because with it a CPU has no fused attention
         stock = BY_NAME[name].build(dtype, **{DEPTHS[name]: layers, RATES[name]: dropout})
         programs = patch_model(copy.deepcopy(stock), PROGRAMS)
         counts.append((launches(stock, name), launches(programs, name)))
@@ -68,14 +68,14 @@ def test_no_more_launches_than_stock(name: str, dtype: torch.dtype, dropout: flo
 
 
 def _function_calls(model: Any, name: str) -> int:
-    """In a step, of Python and built-in functions."""
+    """The number of calls of Python and built-in functions in a step."""
     batch = BY_NAME[name].make_batch()
     for _ in range(2):
         model(**batch).loss.backward()
     profile = cProfile.Profile()
     loss = profile.runcall(lambda: model(**batch).loss)
     profile.runcall(loss.backward)
-    # the types of pstats do not know it
+    # the type hints of pstats lack this attribute
     return pstats.Stats(profile).total_calls  # type: ignore[attr-defined,no-any-return]
 
 
@@ -90,5 +90,5 @@ def test_the_net_costs_a_layer_few_function_calls(name: str) -> None:
             at.append(_function_calls(model, name))
             assert calls(model) == [3] * layers
         slopes.append(at[1] - at[0])
-    # a layer has some hundreds
+    # a layer has some hundreds of calls in total
     assert (slopes[0] - slopes[1]) / 2 <= (13 if name == "bert" else 5), slopes

@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_neox": {}, "phi": {}, "stablelm": {}, "starcoder2": {}, "smollm3": {}, "seed_oss": {"head_dim": 8},
     "exaone4": {}, "electra": {}, "xlm-roberta": {}, "camembert": {}, "bart": SEQ2SEQ,
     "clip_vision_model": PICTURES, "siglip_vision_model": PICTURES, "deit": PICTURES, "vit_mae": PICTURES,
-    # norms of their own, scales, angles in turn
+    # these have norms of their own, scales, or interleaved angles
     "nemotron": {}, "olmo": {}, "dinov2": PICTURES, "cohere": {}, "cohere2": {}, "glm": {"head_dim": 8}, "ernie4_5": {},
     "arcee": {},
 }  # fmt: skip
@@ -67,7 +67,7 @@ def test_the_same_bits(kind: str) -> None:
 
 
 def test_a_decoder_of_which_the_cache_has_two_parts() -> None:
-    """BART's without states of an encoder: one attention, and a cache for two."""
+    """BART's decoder without states of an encoder has one attention, but its cache has parts for two."""
     results, model = [], build("bart")
     for bart in (copy.deepcopy(model), patch_model(model, PROGRAMS)):
         torch.manual_seed(2)
@@ -80,7 +80,7 @@ def test_a_decoder_of_which_the_cache_has_two_parts() -> None:
 
 @pytest.mark.parametrize("kind", ["olmo2", "gemma3_text"])
 def test_sums_of_what_is_kept_are_made_again(kind: str) -> None:
-    """The sum behind the norm of attention's product: the leaf path keeps it, a tensor of the hidden size."""
+    """The sum after the norm of attention's product. The leaf path keeps it, a tensor of the hidden size."""
 
     def kept(layers: int, config: CompressionConfig) -> int:
         options = {**SMALL, **KINDS[kind], "num_hidden_layers": layers}

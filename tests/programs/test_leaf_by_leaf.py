@@ -1,4 +1,4 @@
-"""What programs leave to the leaf path, call by call and layer by layer, and what the report says of it."""
+"""Which calls and layers programs leave to the leaf path, and what the report says about them."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_layer_that_does_something_else_is_not_proved() -> None:
 
 
 def test_a_model_patched_before_it_is_trained() -> None:
-    """As `from_pretrained` returns it, in eval mode; the modes later in its life do not matter either."""
+    """`from_pretrained` returns a model in eval mode. Later changes of the mode do not matter either."""
     stock = BY_NAME["bert"].build(torch.float32).eval()
     programs, leaves = (patch_model(copy.deepcopy(stock), config).train() for config in (PROGRAMS, LEAVES))
     assert {row.kind for row in patch_report(programs).rows if row.role == "layer"} == {"program"}

@@ -1,4 +1,4 @@
-"""Rows that programs keep nothing of: padding, and rows that repeat others. Values and bytes are the leaf path's."""
+"""Programs keep nothing of padding rows and of rows that repeat others. Values and bytes are those of the leaf path."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kept_of(model: Any, batch: Batch, mode: str = "fp32") -> int:
 
 
 def assert_drops(make: Callable[[], Any], batch: Batch, mode: str = "fp32", **options: Any) -> None:
-    """The gradients are those with padding kept, and the bytes those of the leaf path."""
+    """The gradients are those with padding kept, and the kept bytes are at most those of the leaf path."""
     whole, leaves, programs = (
         patch_model(make(), config)
         for config in (CompressionConfig(**options), dropping(False, **options), dropping(True, **options))
@@ -76,7 +76,7 @@ def test_the_gradients_with_padding_kept_and_the_leaf_paths_bytes(name: str, mod
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_that_are_cut_at_their_attention(name: str) -> None:
-    """A CPU has no kernel for the dropout of probabilities."""
+    """A CPU has no kernel for dropout of probabilities, so such layers are cut at their attention."""
     family, results = BY_NAME[name], []
     for config in (CompressionConfig(), dropping(True)):
         model = patch_model(family.build(dropout=0.1), config)
@@ -176,7 +176,7 @@ def test_a_gradient_of_cached_keys_that_reaches_padding_raises() -> None:
 
 
 def with_mask(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Let a layer have another mask than the model's."""
+    """Gives a layer another mask than the model's."""
 
     def exchange(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": change(kwargs["attention_mask"])}

@@ -1,4 +1,4 @@
-"""Layers whose attention runs again in backward: with a position bias (T5), by the model's eager function (Gemma 2)."""
+"""Layers whose attention runs again in backward: it has a position bias (T5) or is the model's eager one (Gemma 2)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_batch(name: str, padding: str = "right") -> dict[str, Any]:
 
 
 def both(name: str, dtype: torch.dtype, **options: Any) -> list[Any]:
-    """Leaf by leaf, and as programs."""
+    """Two models with the same weights: the first runs leaf by leaf, the second as programs."""
     model = build(name, dtype, **options)
     return [patch_model(copy.deepcopy(model), config) for config in (LEAVES, PROGRAMS)]
 
@@ -43,7 +43,7 @@ def both(name: str, dtype: torch.dtype, **options: Any) -> list[Any]:
 def assert_like(name: str, found: Any, expected: Any, dtype: torch.dtype) -> None:
     (loss, grads), (other_loss, others) = found, expected
     assert torch.equal(loss, other_loss) and grads.keys() == others.keys()
-    # T5's encoder may differ: each decoder layer first adds the gradients of these states from keys and values
+    # T5's encoder may differ, because each decoder layer first adds up its own gradients of the encoder's states
     encoder = [n for n in differing(grads, others) if name == "gemma2" or "encoder" not in n and "shared" not in n]
     assert not encoder
     assert relative_error(grads, {n: g.double() for n, g in others.items()}) < 4 * torch.finfo(dtype).eps
@@ -91,7 +91,7 @@ def test_the_cache_is_filled_as_stock_fills_it(name: str) -> None:
 
 @pytest.mark.parametrize(("heads", "width"), [(2, 16), (4, 64), (8, 64)])
 def test_keys_and_values_lie_as_a_cache_lays_them(heads: int, width: int) -> None:
-    """A cache copies them. How a product rounds may depend on strides, at some widths of heads more than at others."""
+    """A cache copies them. How a product rounds may depend on strides, for some widths more than for others."""
     stock = build("t5", torch.float32, d_model=128, num_heads=heads, d_kv=width, use_cache=True)
     leaves, programs = (patch_model(copy.deepcopy(stock), config) for config in (LEAVES, PROGRAMS))
     expected, found, by_leaf = (step(m, make_batch("t5")) for m in (stock, programs, leaves))
@@ -110,10 +110,10 @@ def test_the_peak_is_no_higher() -> None:
 
 
 def test_programs_are_shared_by_layers_of_the_same_attention_alone() -> None:
-    """Eager attention without a mask is not causal: one program for both would be wrong in the one that comes last."""
+    """Eager attention without a mask is not causal, so one program for both kinds would be wrong for one of them."""
     batch = BY_NAME["phi3"].make_batch("none")
     keys = []
-    # the kind of layer is proved at one width of heads; at another, eager attention is met first
+    # the first model proves this kind of layer for one width of heads; for the other width, eager attention comes first
     for attention, heads in (("sdpa", 4), ("eager", 2), ("sdpa", 2)):
         stock = BY_NAME["phi3"].build(torch.float32, num_attention_heads=heads, num_key_value_heads=2)
         stock.set_attn_implementation(attention)
@@ -127,7 +127,7 @@ def test_programs_are_shared_by_layers_of_the_same_attention_alone() -> None:
 
 
 def test_a_softcap_that_is_changed_later() -> None:
-    """It is part of the program: the layer goes leaf by leaf from then on."""
+    """The softcap is part of the program, so the layer runs leaf by leaf after the change."""
     stock = build("gemma2", torch.float32)
     with torch.no_grad():
         for layer in stock.model.layers:

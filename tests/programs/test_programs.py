@@ -1,4 +1,4 @@
-"""Layers that run as programs: the bits and bytes of the leaf path."""
+"""Layers that run as programs: bits are those of the leaf path, and no more bytes are kept."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_function_a_layer() -> None:
             names.append(type(node).__name__)
             pending += [parent for parent, _ in node.next_functions]
     assert names.count("ProgramFunctionBackward") == len(programs.model.layers)
-    # of the layers nothing is left; the last norm is none of theirs
+    # the layers leave no other node; the last norm belongs to no layer
     assert names.count("RMSNormFunctionBackward") == 1 and names.count("LinearFunctionBackward") == 0
 
 
@@ -119,7 +119,7 @@ def test_other_data_before_backward_and_writes() -> None:
 @pytest.mark.parametrize("staged", (False, True))
 @pytest.mark.parametrize("checkpointed", (False, True))
 def test_no_second_derivatives_in_silence(checkpointed: bool, staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of layers' weights alone: those of the head would raise by themselves."""
+    """The test asks only for gradients of layers' weights, because the head's would raise the error in any case."""
     _, programs = pair("llama")
     if checkpointed:
         programs.gradient_checkpointing_enable({"use_reentrant": False})
@@ -197,7 +197,7 @@ def test_patching_draws_no_random_number_and_asks_once(dropout: float, monkeypat
 
 
 class EfficientOnACPU:
-    """torch's CPU kernel in the place of CUDA's "efficient" one."""
+    """torch's CPU kernel under the name of CUDA's "efficient" one."""
 
     @staticmethod
     def _scaled_dot_product_efficient_attention(
@@ -216,7 +216,7 @@ def test_layers_share_the_additive_mask_of_cudas_kernel(monkeypatch: pytest.Monk
     leaves, programs = pair("llama")
     batch = BY_NAME["llama"].make_batch("right")
     expected = step(leaves, batch)
-    # proved before the kernel is exchanged
+    # the programs are proved before the kernel is replaced
     step(programs, batch)
     made: list[torch.dtype] = []
     additive = dense_attention.additive

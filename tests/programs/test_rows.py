@@ -1,4 +1,4 @@
-"""A whole layer's code works on rows: its products need no views. And it runs below autograd, as far as it may."""
+"""The code of a whole layer works on rows, so its products need no views. It runs below autograd where it may."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.families import BY_NAME
 from tests.ops.test_dense_attention import Names
 from tests.programs.pairs import pair
 
-# of a layer's backward: its gradient as rows and back, its input as rows, and between heads and rows what attention
-# takes and returns: twice more with norms on the heads of q and k
+# the views in a layer's backward: its gradient to rows and back, its input to rows, and between heads and rows what
+# attention takes and returns, which is two more if q and k have norms on their heads
 MOST_VIEWS = 10
 
 

@@ -1,4 +1,4 @@
-"""How many layers run as programs, by family and by what a training does to the model: counted per step."""
+"""How many layers run as programs in a step, by family and by kind of training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}, "vit": PICTURES, "bert": {}, "roberta": {},
     "distilbert": {"hidden_dim": 64}, "modernbert": {}, "t5": T5, "falcon": {},
 }  # fmt: skip
-# attention of a model's own making, which no program knows
+# these have attention of their own, which no program knows
 WITHOUT = {"bloom": {}}
 STACKS = ("defaults", "padding", "autocast", "lora", "lora with dropout")
 
@@ -58,7 +58,7 @@ def ran(model: nn.Module) -> list[int]:
 
 
 def share(model: Any, name: str, stack: str) -> float:
-    """Of a step."""
+    """The share of layers that run as programs in a step."""
     before = ran(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=stack == "autocast"):
         hidden = model(**make_batch(name, stack != "defaults")).last_hidden_state

@@ -1,4 +1,4 @@
-"""The backward of a program in stages: its peak is not that of all of its gradients, and every layer is a program."""
+"""A program's backward runs in stages: its peak does not hold all of its gradients, and every layer is a program."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_peak_is_that_of_the_leaf_path(case: str, tokens: int, way: str, mon
         loss = model(**batch(tokens)).loss
         peaks.append(allocator_trace(loss.backward).peak_bytes)
         gradients.append([p.grad for p in model.parameters()])
-    # norms and small products may come together
+    # gradients of norms and of small products may exist together
     assert peaks[1] <= peaks[0] + 4 * max(stages.SLACK, 4 * tokens * HIDDEN)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert calls(models[1]) == [1 + (case == "in the second backward")] * 2
@@ -83,7 +83,7 @@ def test_the_peak_is_that_of_the_leaf_path(case: str, tokens: int, way: str, mon
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("checkpointed", (False, True))
 def test_the_peak_with_the_slack_as_it_is(case: str, checkpointed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights so wide that a backward stops. Without stops the peaks would be 4 to 9 MiB above; they are equal."""
+    """The weights are so wide that a backward stops. Without stops, programs would peak 4 to 9 MiB higher."""
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 512)
     peaks, linked = [], []
     for config in (LEAVES, PROGRAMS):
@@ -93,7 +93,7 @@ def test_the_peak_with_the_slack_as_it_is(case: str, checkpointed: bool, monkeyp
         loss = model(**batch(256)).loss
         peaks.append(allocator_trace(loss.backward).peak_bytes)
     assert len(linked) == 2
-    # norms may come together
+    # gradients of norms may exist together
     assert peaks[1] <= peaks[0] + 2**16
 
 
@@ -101,7 +101,7 @@ def test_the_peak_with_the_slack_as_it_is(case: str, checkpointed: bool, monkeyp
 def test_what_an_activation_shares_with_its_derivative_is_not_held_meanwhile(
     checkpointed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tanh of GPT-2's activation is as wide as the MLP, and would lie beside a weight's gradient."""
+    """The tanh of GPT-2's activation is as wide as the MLP. It must not be held beside a weight's gradient."""
     monkeypatch.setattr(stages, "SLACK", 2**16)
     peaks, tokens = [], 400
     for config in (LEAVES, PROGRAMS):
@@ -112,7 +112,7 @@ def test_what_an_activation_shares_with_its_derivative_is_not_held_meanwhile(
 
 
 def test_a_backward_stops_for_all_but_the_last_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than the largest gradient is there at once, where nothing else is allowed."""
+    """With a slack of zero, the gradients that exist at once are never more than the largest one."""
     monkeypatch.setattr(stages, "SLACK", 0)
     found, stops_of = [], stages.stops_of
     monkeypatch.setattr(program, "stops_of", lambda *args: found.append(stops_of(*args)) or found[-1])
@@ -123,12 +123,12 @@ def test_a_backward_stops_for_all_but_the_last_weights(monkeypatch: pytest.Monke
     layer = model.model.layers[0]
     part = layer.actcompress.programs.codes[torch.float32, None].whole.part
     names = [[part.parameters[i - len(part.ins)].split(".")[1] for i in stop] for stop in found[-1]]
-    # those of attention and of the norms come together, as long as they are no more than one of the MLP
+    # gradients of attention and norms come together, because they are no more than one of the MLP
     assert names == [["down_proj"], ["up_proj"], ["gate_proj"], ["weight", "o_proj", "v_proj", "k_proj"]]
 
 
 def test_nothing_is_left_without_a_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No circle goes through the nodes, which hold a graph."""
+    """No reference cycle goes through the nodes, which hold a graph."""
     monkeypatch.setattr(stages, "SLACK", 0)
     made: list[Any] = []
     linked = stages.Stages.linked
@@ -150,7 +150,7 @@ def test_nothing_is_left_without_a_garbage_collection(monkeypatch: pytest.Monkey
 
 
 def test_gradients_of_single_weights_and_backwards_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine runs the stages that it needs; the next backward begins anew."""
+    """The engine runs only the stages that it needs; the next backward starts from the beginning."""
     monkeypatch.setattr(stages, "SLACK", 0)
     gradients = []
     for config in (LEAVES, PROGRAMS):
@@ -168,7 +168,7 @@ def test_gradients_of_single_weights_and_backwards_that_end_early(monkeypatch: p
 
 
 def test_gradients_of_heads_are_let_go_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of a first backward is the leaf path's. Small ones are held together, which is faster."""
+    """The peak of a first backward is the leaf path's. Small gradients are held together, which is faster."""
     tokens, peaks = 100, []
     for slack, config in ((0, LEAVES), (0, PROGRAMS), (2**40, PROGRAMS)):
         monkeypatch.setattr(handing, "LARGE", slack)

@@ -1,6 +1,6 @@
-"""`python -m tests.quick.reference`: what `estimate` says of the cases below, written to reference.json.
+"""`python -m tests.quick.reference` writes what `estimate` says about the cases below to reference.json.
 
-It takes some minutes. The test of the formula reads the file, and computes a few of the cases anew each day.
+It takes some minutes. The test of the formula reads the file, and computes a few of the cases again each day.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "qlora": {"dtype": "bfloat16", "lora": 16, "quantization": "nf4"},
     "int8": {"dtype": "bfloat16", "lora": 16, "quantization": "int8"},
 }
-# (batch, tokens): from less than what most people have to more
+# (batch, tokens), from smaller than usual to larger
 LONG = ((1, 4096), (4, 2048), (16, 512), (2, 128), (8, 1000))
 SHORT = ((16, 512), (64, 128), (1, 100), (32, 384))
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "adamw")
@@ -47,7 +47,7 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 def estimated(case: dict[str, Any]) -> dict[str, int]:
-    """What `estimate` says."""
+    """What `estimate` says about a case."""
     from hf_actcompress import CompressionConfig, estimate
     from hf_actcompress.memory.closed_form.probes import FAMILIES
 

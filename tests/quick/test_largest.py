@@ -1,4 +1,4 @@
-"""The search that all questions after the largest number share."""
+"""The search for the largest number that fits, which all such questions share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_the_search_finds_the_border_of_any_growing_function(seed: int) -> None:
         assert largest(size, budget, 40) == min(expected, 40)
 
 
-# the most numbers to ask for: a line through two points finds the border of a line; else each fifth halves the interval
+# the largest number of calls: for a line, a line through two points finds the border; else every fifth call halves the
+# interval
 @pytest.mark.parametrize(
     ("size", "most_asked"), [(lambda n: 7 + 3 * n, 4), (lambda n: n**2, 5 * 16), (lambda n: n**3, 5 * 16)]
 )

@@ -1,4 +1,4 @@
-"""The formula beside `estimate`, in Python and in the page's JavaScript, and what it refuses."""
+"""The formula compared with `estimate`, in Python and in the page's JavaScript, and what it refuses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_probe_s_chunks_are_those_of_the_formula(name):
 
 
 def test_a_chunk_s_last_turn_is_not_taken_for_a_constant():
-    """It has the rows that the turns before it leave over, which a small batch has not."""
+    """It has the rows that the turns before it leave over. A small batch has no such rest."""
     sizes = sizes_of(FAMILIES["Qwen2ForCausalLM"], grouped=True)
     tokens, rows, vocab = sizes["batch"].value * sizes["seq"].value, sizes["few_rows"].value, sizes["vocab"].value
     last, reader = tokens % rows, Reader(sizes, left_over(sizes))
@@ -77,7 +77,7 @@ def test_a_chunk_s_last_turn_is_not_taken_for_a_constant():
     for name, data in classes().items():
         rows = [data["sums"][number] for step in data["steps"] for number in step["moments"]]
         terms = {pair for row in rows for pair in zip(row[::2], row[1::2], strict=True)}
-        # what is left of the vocabulary alone is biases and their gradients
+        # the only terms of the vocabulary alone are biases and their gradients
         assert all(factor <= 32 for term, factor in terms if data["terms"][term] == {"vocab": 1}), name
 
 
@@ -120,7 +120,7 @@ def test_refuses_what_it_does_not_know(name):
 
 @needs_node
 def test_the_page_computes_the_same():
-    """Every case, and every refusal."""
+    """This compares every case and every refusal."""
     questions = [
         {
             "config": PRESETS[case["model"]], "training": MODES[case["mode"]], "strategy": case["strategy"],
@@ -210,13 +210,13 @@ def test_a_browser_computes_what_the_estimate_says(tmp_path):
         }
         for case in CASES
     ]  # fmt: skip
-    # in the text of a script no tag may end it
+    # the text of a script must not hold a closing tag
     clicks = _ASK.replace("CASES", json.dumps(asked).replace("</", "<\\/"))
     found = looked_at(page.page(), tmp_path, 1200, False, clicks)
     assert not found["errors"]
     for (shown,), case in zip(found["tables"][-1], CASES, strict=True):
         size, unit = shown.split(" ")
-        # two digits behind the point are shown
+        # the page shows two decimals
         expected = case["device_bytes"] / 2**30
         assert unit == "GiB" and float(size) == pytest.approx(expected, rel=WITHIN, abs=0.005), named(case)
 

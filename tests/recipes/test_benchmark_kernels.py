@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: every kernel has a line, what is wrong has no figure, what is right has them all."""
+"""The benchmark of the kernels: every kernel has a line, wrong results have no figures, correct ones have all."""
 
 import argparse
 import importlib
@@ -86,20 +86,21 @@ def roofline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_roofline_by_hand(roofline: ModuleType) -> None:
-    """1000 operations and 10 bytes a second; x [8, 4] in 4 bytes of codes and scales an element, dy [8, 2]."""
+    """A card with 1000 operations and 10 bytes a second; x [8, 4] has 4 bytes of codes and scales an element."""
     form, shape, card = roofline.Form(1.0, 4.0), roofline.Shape(8, 4, 2), roofline.Card(10.0, 1000.0)
-    # codes, then x written; x, dy and dW; 2 * 8 * 4 * 2 operations take less
+    # the first pass reads codes and writes x, the second moves x, dy and dW; 2 * 8 * 4 * 2 operations take less time
     assert roofline.seconds(roofline.launches(form, shape)["dense"], card) == (128 + 64) / 10 + (64 + 32 + 16) / 10
-    # codes, dy and dW
+    # the kernel moves codes, dy and dW
     assert roofline.seconds(roofline.launches(form, shape)["kernel"], card, 0.8) == (128 + 32 + 16) / 10
     assert roofline.must_win(form, shape, card)
-    # of 128 operations in the 30.4 seconds of the other way
+    # 128 operations in the 30.4 seconds that the other way takes
     assert roofline.needed_rate(form, shape, card) == pytest.approx(128 / 1000 / 30.4)
-    # half of the rows, gathered: dy's are read and written, then x's, dy's and dW
+    # half of the rows are gathered: those of dy are read and written; then those of x and dy are read, and dW is
+    # written
     rows = roofline.launches(roofline.Form(0.5), shape)
     assert [w.bytes for w in rows["torch"]] == [16 + 16, 32 + 16 + 16] and rows["torch"][1].operations == 64
     assert [w.bytes for w in rows["kernel"]] == [32 + 16 + 16]
-    # tiles of 2 features: each of the two columns has rows of dy of its own
+    # with tiles of 2 features, each of the two columns of tiles has its own rows of dy
     assert roofline.launches(roofline.Form(0.5, tile=2), shape)["kernel"][0].bytes == 32 + 32 + 16
 
 

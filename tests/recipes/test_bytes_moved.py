@@ -1,4 +1,4 @@
-"""The count of moved bytes: of ops and kernels whose bytes are known, and of models against what is committed."""
+"""The count of moved bytes is right for known ops and kernels. For models it is not larger than the committed one."""
 
 import importlib
 import json
@@ -83,7 +83,7 @@ def _activation() -> Callable[[], Any]:
     return lambda: activation_bwd(dy, x, "silu")
 
 
-# [N, D] tensors that each moves, and bytes of what is smaller
+# the [N, D] tensors that each kernel moves, and the bytes of smaller tensors
 KERNELS: dict[str, tuple[Callable[[], Callable[[], Any]], int, int]] = {
     "RMSNorm, backward": (lambda: _norm(True), 3, 4 * N + 2 * D),
     "LayerNorm, backward": (lambda: _norm(False), 3, 8 * N + 2 * D),
@@ -119,7 +119,7 @@ def test_models_move_no_more_than_is_committed(model: str) -> None:
 
 
 def test_what_is_committed_is_within_the_limits() -> None:
-    """Of stock's bytes; where patched models move more, they rebuild what torch has one kernel for."""
+    """Limits are shares of stock's bytes. Patched models move more where they rebuild what is one kernel in torch."""
     rows = json.loads(COMMITTED.read_text())["rows"]
     total = {(row["model"], row["mode"]): row["total"] for row in rows}
     share = {model: total[model, "exact, kernels"] / total[model, "stock"] for model in ("llama", "gpt2", "bert")}

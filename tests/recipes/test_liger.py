@@ -16,7 +16,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A package that patches as Liger's does, by a global name; its kernels need a GPU. Returns who was called."""
+    """Installs a package that patches a global name, as Liger does. It needs no GPU. Returns what was called."""
     called: list[str] = []
     stock = modeling_llama.apply_rotary_pos_emb
 
@@ -58,7 +58,7 @@ def test_one_model_alone_is_patched(calls: list[str], adapters: bool) -> None:
     loss = model.train()(input_ids=ids, labels=ids).loss
     assert len(calls) == 2
     loss.backward()
-    # and in what is computed again
+    # the recomputation calls it, too
     assert len(calls) == 4
 
 

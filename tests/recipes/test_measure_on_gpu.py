@@ -1,4 +1,4 @@
-"""The command for a lent GPU: what it would run can be run, and what it has measured is there whenever it ends."""
+"""The command for a lent GPU: all of its jobs can be run, and its measurements are saved whenever it ends."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_job_that_is_cut_off_leaves_its_files_and_no_process(
         code = ["-c", COUNTING.format(out, limit + 1)]
         ended = session.run(session.Job("counting", (), 1), code, out / "counting.log", limit, None, archive)
         assert not ended.ok and ended.ending == "cut off" and ended.status is None
-        # before anybody asks for it a last time; a file that is just being written is empty
+        # nobody has asked for a last archive yet; a file that is just being written is empty
         counted = int(archived(tmp_path / "out.tar.gz").get("out/counts") or 0)
         if counted:
             break

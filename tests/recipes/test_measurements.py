@@ -1,4 +1,4 @@
-"""The recipes that measure: they run, write what they say, and the figures in the files are the ones printed."""
+"""The recipes that measure run, write the files that they name, and these files have the printed figures."""
 
 import importlib
 import json
@@ -67,7 +67,7 @@ def test_benchmark_finds_the_largest_batch(tmp_path: Path) -> None:
     assert importlib.import_module("benchmark").main([*options, "--out", str(tmp_path)]) == 0
     rows = map(json.loads, (tmp_path / "benchmark.jsonl").read_text().splitlines())
     batch = {row["mode"]: row["batch"] for row in rows}
-    # what is kept is a part of the peak alone, the head's logits another
+    # kept bytes are only a part of the peak; the head's logits are another
     assert 0 < batch["stock"] < batch["exact"]
 
 
@@ -87,7 +87,7 @@ def _scratch(rows: int, inner: int, columns: int) -> int:
 
 @pytest.mark.daily(3)
 def test_working_peak(tmp_path: Path) -> None:
-    """Without their products, the peaks are those with them, but for a kernel's own scratch memory."""
+    """The peaks without products are those with them, except for the scratch memory of a kernel."""
     found = []
     for extra in ([], ["--products"]):
         sizes = ["--hidden", "128", "--tokens", "1024", "--tiles", "32"]
@@ -130,16 +130,16 @@ def test_evaluate_presets(tmp_path: Path) -> None:
     assert rows["int8"]["kept_h"] < rows["exact"]["kept_h"] < rows["stock"]["kept_h"]
     assert rows["exact"]["losses"] == pytest.approx(rows["stock"]["losses"], rel=1e-5)
     assert rows["exact"]["gradient_error"] < 1e-4 < rows["int8"]["gradient_error"] < 0.05
-    # 8 bits of mantissa, through some layers
+    # the error of 8 bits of mantissa after some layers
     own = json.loads(path.read_text())["bf16_error"]
     assert 2**-9 < own < 0.1
     table = (tmp_path / "evaluation.md").read_text()
     assert f"| {rows['int8']['gradient_error'] / own:.2f} |" in table
     assert (tmp_path / "evaluation.png").stat().st_size > 1000 and "| int8 |" in table
-    # of 1, 2, 3: Student's t of 2 degrees of freedom, times 1 / sqrt(3)
+    # for 1, 2, 3 it is Student's t with 2 degrees of freedom, times 1 / sqrt(3)
     report = importlib.import_module("common.evaluation_report")
     assert report.interval([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5)
-    # one seed tells nothing apart; three do where all differ alike, however far the seeds lie from each other
+    # one seed cannot show a difference; three can if all differ alike, however far the seeds lie from each other
     stock, rows = {"losses": [1.0, 2.0, 3.0]}, {"worse": 0.2, "better": -0.2}
     for said, gap in rows.items():
         row = {"losses": [x + gap * (1 + 0.01 * i) for i, x in enumerate(stock["losses"])]}
@@ -209,7 +209,7 @@ def test_compare_families(tmp_path: Path) -> None:
 
 
 def test_keys_before_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its attention is stock's where nothing is rounded, and turning keys back and forth changes nothing."""
+    """Without rounding its attention is stock's, and rotating keys back and forth changes nothing."""
     recipe = importlib.import_module("keys_before_rotation")
     made: list[Any] = []
     trained = recipe.trained
@@ -220,7 +220,7 @@ def test_keys_before_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     errors = {(row["rounded"], row["bits"]): (row["after"], row["before"]) for row in rows}
     for few, many in ((errors[what, 3], errors[what, 8]) for what in ("keys", "queries, keys and values")):
         assert few[0] > many[0] > 0 and few[1] > many[1] > 0
-    # biases that keys have in common cost codes after the rotation alone
+    # biases that all keys share cost codes only after the rotation
     assert errors["keys", 3][1] < errors["keys", 3][0]
     experiment = made[0]
     monkeypatch.setattr(recipe, "rounded", lambda x, *_: x.clone())

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and finds what its text says."""
+"""The notebook runs from its first cell to its last, and its results agree with its text."""
 
 from __future__ import annotations
 

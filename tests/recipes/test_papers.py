@@ -54,7 +54,7 @@ def test_what_a_reader_has_to_know_is_said() -> None:
     verdict = common("paper_report").verdict
     assert verdict(claim(2.0, "times", reason="why"), 1.0) == ("not reproduced", "why")
     assert verdict(claim(2.0, "times", reason="why"), 2.0) == ("reproduced", "why")
-    # however good our number is
+    # this does not depend on our figure
     assert verdict(claim(2.0, "times", incomparable="other"), 9.0) == ("not comparable here", "other")
 
 
@@ -80,11 +80,12 @@ def test_reproduce_measures_what_it_writes(tmp_path: Path, capsys: pytest.Captur
     pytest.importorskip("matplotlib")
     recipe = importlib.import_module("reproduce")
     for paper in ("inplace-abn", "tempo"):
-        # the second run leaves in place what the first one found
+        # the second run leaves the rows of the first one in the file
         assert recipe.main(["--quick", "--paper", paper, "--output-dir", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "reproduce.json").read_text())
     rows = {row["paper"]: row for row in record["rows"]}
-    # stock keeps the BatchNorm's input and the ReLU's output, exact the first; and two numbers per channel
+    # stock keeps the BatchNorm's input and the ReLU's output, exact keeps only the input; both keep two numbers per
+    # channel
     assert rows["inplace-abn"]["ours"] == pytest.approx(0.5, abs=0.01)
     assert rows["inplace-abn"]["verdict"] == "not comparable here"
     assert 1.5 < rows["tempo"]["ours"] < 2.5
@@ -120,7 +121,7 @@ def test_images_compared(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_folder_of_images_is_learnt_and_the_model_saved(tmp_path: Path) -> None:
-    """Of two colours, which three steps tell apart."""
+    """The images have two colours, which a few steps suffice to tell apart."""
     pytest.importorskip("datasets")
     image = pytest.importorskip("PIL.Image")
     for name, colour in (("dark", (10, 0, 0)), ("light", (250, 255, 250))):

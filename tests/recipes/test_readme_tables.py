@@ -58,13 +58,13 @@ def test_some_columns_of_a_table(recipe) -> None:
 
 
 def test_from_how_many_tokens_exact_is_free(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command that the committed table names makes it."""
+    """The command that is named in the committed table computes this table again."""
     monkeypatch.chdir(recipe.ROOT)
     committed = (RECIPES / "results" / "host" / "free_from.md").read_text()
     words = shlex.split(committed.splitlines()[0].strip("`"))[2:]
     assert importlib.import_module("host_time").main([*words, "--out", str(tmp_path)]) == 0
     assert recipe.table((tmp_path / "free_from.md").read_text(), None) == recipe.table(committed, None)
-    # 42e6 FLOPs per token, of 66e12 per second
+    # 42e6 FLOPs per token, at 66e12 FLOPs per second
     free_from = importlib.import_module("common.free_from")
     assert free_from.tokens(588, 7_000_000, 165, 0.4) == pytest.approx(588e-6 * 66e12 / 42e6)
     rows = [{"model": "llama", "mode": "exact", "microseconds": [600.0], "ratios": [ratio]} for ratio in (1.0, 1.01)]

@@ -1,4 +1,4 @@
-"""Every recipe runs for a few steps with every option, resumes to the bit, and refuses what cannot work."""
+"""Every recipe runs for a few steps with every option, resumes with equal bits, and refuses what cannot work."""
 
 import importlib
 import json
@@ -144,7 +144,7 @@ def test_trainer_resumes(run: Run, tmp_path: Path) -> None:
 def test_the_callback_feeds_the_cache_of_gradient_norms(
     run: Run, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two epochs of a few sequences with the preset "wtacrs": each sequence of the second one is known by then."""
+    """Two epochs of a few sequences with the preset "wtacrs": in the second epoch each sequence is known."""
     recipe = importlib.import_module("trainer_example")
     made, known, build = [], [], recipe.make_trainer
     expect = RememberedNorms.expect
@@ -166,8 +166,8 @@ def test_the_callback_feeds_the_cache_of_gradient_norms(
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", LOOPS[:2])
 def test_accumulation_is_one_large_batch(recipe: str, run: Run, tmp_path: Path) -> None:
-    # Token-weighted: four rows in two micro-batches are the same step as four rows at once. Of the two losses the
-    # second is after an optimizer step, so it compares the gradients as well.
+    # Losses are weighted by tokens, so four rows in two micro-batches are the same step as four rows at once. The
+    # second loss comes after an optimizer step, so it compares the gradients as well.
     whole, halves = ("--batch-size", "4"), ("--batch-size", "2", "--gradient-accumulation-steps", "2")
     quiet = ("--max-steps", "2", "--model", str(model_without_dropout(recipe, tmp_path, run)))
     assert run(recipe, *quiet, *whole, out="whole") == 0

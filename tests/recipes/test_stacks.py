@@ -49,7 +49,7 @@ def test_trains_as_stock_and_keeps_less(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(example, "report", lambda *result: results.append(result))
     common = ["--steps", "3", "--batch-size", "2"]
     assert example.main([*common, "--stock", "--output-dir", str(tmp_path / "stock")]) == 0
-    # the second run reads the first one's folder: a model that was given by its place
+    # the second run gets its model as a path, the folder of the first one
     model = next((tmp_path / "stock").glob("tiny-*"))
     assert example.main([*common, "--model", str(model), "--output-dir", str(tmp_path / "patched")]) == 0
     (stock, stock_kept), (losses, kept) = results
@@ -64,7 +64,7 @@ def test_an_example_is_short(path: Path) -> None:
 
 
 def _axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Axolotl's class of plugins; where Axolotl is not installed, one with the hooks that are used (as of 0.19)."""
+    """Axolotl's class of plugins. If Axolotl is not installed, a class with the hooks that are used (as of 0.19)."""
     if importlib.util.find_spec("axolotl") is not None:
         return
     hooks = {"get_input_args": lambda self: None, "post_model_load": lambda self, cfg, model: None}

@@ -1,4 +1,4 @@
-"""Sums and other joins of tensors that are kept anyway are not kept, with stock's bits."""
+"""Sums and other joins of tensors that are kept in any case are not kept themselves. Gradients have stock's bits."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_sum_with_something_unknown_is_kept() -> None:
 
 
 def test_a_summand_that_was_written_on_is_seen() -> None:
-    """No node shows a write under no_grad, so each join of a model is compared once, another of its kind or not."""
+    """No node shows a write under no_grad, so every join of a model is compared once, even if one like it was."""
     a, b = leaves(SHAPE, SHAPE)
 
     def forward() -> Tensor:
@@ -176,5 +176,5 @@ def test_a_join_of_coded_tensors_goes_through_the_codec_itself() -> None:
         y = (x.sin() + x.sin()).square()
     y.sum().backward()
     codes = {t.data_ptr(): t.numel() for t in seen if t.dtype in (torch.int8, torch.uint8)}
-    # x's and the sum's own
+    # those of x and those of the sum
     assert sum(codes.values()) == 2 * x.numel()

@@ -1,4 +1,4 @@
-"""Activations without their padding rows: what comes back, what is kept, and what the guard says of gradients."""
+"""Activations without their padding rows: which values come back, what is kept, which gradients the guard refuses."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ B, S, D = 3, 8, 16
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 1, 1, 1]])
 PADDED = (MASK == 0)[..., None]
 REAL = int(MASK.sum())
-# the order of the rows, once for all that is kept
+# bytes of the order of the rows, which is kept once for all activations
 ORDER = 8 * B * S
 
 
 class _Linear(torch.autograd.Function):
-    """y = x w^T in the rows of x, dx and dw from what is kept of x."""
+    """y = x w^T. The backward computes dx, and dw from what is kept of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, codec: Codec = IDENTITY) -> Tensor:
@@ -74,7 +74,7 @@ def test_real_rows_come_back_and_padding_as_zeros():
 
 @pytest.mark.parametrize("name", CODECS)
 def test_codecs_see_the_real_rows_alone(name):
-    """But for the pooled ones, which need the tokens of a sequence side by side and keep them all."""
+    """Pooled codecs are the exception: they need the tokens of a sequence side by side, and keep them all."""
     codec, x = CODECS[name], torch.randn(B, S, 64)
     with dropping_rows():
         record = keep(x, codec)
@@ -128,7 +128,7 @@ def test_one_copy_for_all_consumers_and_views():
             heads = _Linear.apply(h.view(B, S, 4, 4), w[:4, :4]).reshape(B, S, D)
             return (y + heads).sum()
 
-    # sums keep nothing
+    # the sums keep nothing
     assert kept_bytes(run) == REAL * D * 4 + ORDER
     assert kept_bytes(lambda: run(torch.ones(B, S))) == B * S * D * 4
     assert live_entries() == 0
@@ -170,7 +170,7 @@ def test_a_gradient_that_reaches_padding_raises_and_names_the_option():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_an_overflow_is_left_to_loss_scaling(bad):
-    """It is in the gradients, where a GradScaler looks, as in stock."""
+    """The overflow reaches the gradients, where a GradScaler finds it, as in stock."""
     dy = torch.randn(B, S, D).masked_fill(PADDED, 0.0)
     dy[0, 7, 2] = bad
     ours, stock = gradients(dy), gradients(dy, torch.ones(B, S))
@@ -179,7 +179,7 @@ def test_an_overflow_is_left_to_loss_scaling(bad):
 
 
 def test_every_backward_is_looked_at():
-    """The graph outlives a clean backward, a bad one and another clean one; a later graph is not affected."""
+    """The graph can be used again after a good backward and after a bad one. A later graph is not affected."""
     x, w = inputs()
     with frame(), dropping_rows():
         y = _Linear.apply(x, w)
@@ -193,7 +193,7 @@ def test_every_backward_is_looked_at():
 
 
 def test_no_tensor_stays_outside_of_what_is_saved():
-    """Neither on ctx nor in the guard, before, between and after backwards."""
+    """No tensor is on ctx or in the guard, before, between and after backwards."""
     x, w = inputs()
     with frame(), dropping_rows():
         y = _Linear.apply(x, w)
@@ -228,7 +228,7 @@ def test_two_batches_in_one_backward_keep_their_own_padding():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_nothing_is_dropped_in_a_checkpointed_region(reentrant):
-    """Its recomputation knows no padding and has to save the same; around it dropping goes on."""
+    """The recomputation knows no padding and must save the same tensors. Around the region rows are dropped."""
     x, w = inputs()
     found = []
 

@@ -14,7 +14,7 @@ from tests.records.test_net import assert_same, inputs, kept, net, stock
 
 
 def fused(x: Tensor, weight: Tensor, lengths: list[int]) -> Tensor:
-    """Attention inside of each image, with queries and keys that are changed: how vision models do it."""
+    """Attention inside of each image, with changed queries and keys, as vision models compute it."""
     q, k, v = (x @ weight).reshape(-1, 3, 2, 16).permute(1, 2, 0, 3).unbind(0)
     splits = [t.unsqueeze(0).split(lengths, 2) for t in (q * 0.5, k * 0.7, v)]
     outs = [F.scaled_dot_product_attention(*parts).transpose(1, 2) for parts in zip(*splits, strict=True)]
@@ -30,7 +30,8 @@ def test_parts_of_a_product_are_copies_and_joined_attention_is_not_kept(lengths:
         return (fused(a + 1, first, lengths) @ second).square().sum()
 
     assert_same(forward, (a, first, second))
-    # stock: the input, the fused product for the value alone, q, k, outputs, what is joined, what is squared
+    # stock keeps the input, the whole fused product because of the value, q, k, outputs, the joined and the squared
+    # tensor
     assert kept(forward, stock) - kept(forward, net) == 3 * a.nbytes
 
 
@@ -75,7 +76,7 @@ def test_of_a_larger_tensor_our_ops_keep_their_part() -> None:
 
 
 def saved_storages(loss: Tensor) -> set[int]:
-    """Of the tensors whose squares the loss is the sum of."""
+    """The storages of the tensors whose squares are summed in the loss."""
     found, pending = set(), [loss.grad_fn]
     while pending:
         node = pending.pop()

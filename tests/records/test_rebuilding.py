@@ -1,4 +1,4 @@
-"""How what was not kept comes back in backward: once per backward, and gone after its last consumer."""
+"""What was not kept is computed again in backward: once per backward, and freed after its last consumer."""
 
 from __future__ import annotations
 

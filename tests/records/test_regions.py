@@ -16,11 +16,11 @@ from tests.records.toys import SHAPE, consume, leaf, produce, two_consumers
 
 
 class Block(nn.Module):
-    """A producer with two consumers, on a parameter; in stock or on records."""
+    """A producer with two consumers, on x times a parameter, in plain torch or with records."""
 
     def __init__(self, recorded: bool) -> None:
         super().__init__()
-        # not the default generator: it is shared between threads
+        # not the default generator, because threads share it
         self.weight = nn.Parameter(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)))
         self.recorded = recorded
 
@@ -82,7 +82,7 @@ def test_gradients_under_wrappers(run):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_keeps_its_input_alone(reentrant):
-    """Records must not hold the region's inside, nor the outside's sources in the region."""
+    """Records must hold neither tensors from inside of the region nor, in the region, sources from outside."""
     block, x = Block(True), leaf()
     z = []
 
@@ -99,7 +99,7 @@ def test_checkpoint_keeps_its_input_alone(reentrant):
 
 @pytest.mark.parametrize("early_stop", [False, True])
 def test_checkpoint_recomputation_saves_as_many_tensors_as_the_forward(early_stop):
-    """Also where the region's input was declared outside; checkpoint itself counts, and raises where they differ."""
+    """This includes a region whose input was declared outside. checkpoint itself counts, and raises if they differ."""
     x, block = leaf(), Block(True)
     y = produce(x)
 
@@ -177,7 +177,7 @@ def test_two_threads_train_at_once():
 
 
 def test_two_models_interleaved():
-    """One model's forward inside the other's, and then their backwards in the other order."""
+    """The forwards of two models are interleaved, and their backwards run one after the other."""
     a, b = Block(True), Block(True)
     x = leaf()
     with frame():

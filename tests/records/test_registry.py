@@ -1,4 +1,4 @@
-"""Which tensors have a record: by data, as long as the data are what they were."""
+"""Which tensors have a record: they are found by their data, as long as the data have not changed."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_non_contiguous_outputs_are_not_declared():
 
 
 def test_heads_of_contiguous_tokens_are_declared():
-    """Norms of queries and keys whose heads stand before the tokens."""
+    """Norms of queries and keys have such outputs, whose heads stand before the tokens."""
     x = torch.randn(2, 5, 3, 4).transpose(1, 2)
     y = x.sin()
     declare(y, torch.sin, stored_exact(x))

@@ -1,4 +1,4 @@
-"""Modules whose own code runs again in backward while their linear layers do not: stock's bits, fewer bytes."""
+"""Modules whose code runs again in backward, but not their linear layers: bits are stock's, fewer bytes are kept."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_products_with_weights_run_once() -> None:
         counts.append(counted.seen)
     weights, softmax = ([count["addmm"] + count["mm"] for count in counts], [count["_softmax"] for count in counts])
     assert weights[0] == weights[1]
-    # twice for the backwards of the two micro-steps, and once for the second backward
+    # softmax runs again in the backwards of both micro-steps, and in the second backward
     assert softmax == [2, 5]
 
 
@@ -156,7 +156,7 @@ def test_what_it_keeps() -> None:
     full, ours = kept(Layer()), kept(patch_model(Layer()))
     off = kept(patch_model(Layer(), CompressionConfig(selective=False)))
     probabilities = 2 * 4 * LENGTH * LENGTH * 4
-    # the net keeps one of the four, and the two masks as bits
+    # without selective, the net keeps one of the four tensors of this size, and the two masks as bits
     assert ours < off - probabilities < full - 3 * probabilities
     # q, k, v, the context, the norm's input and statistics, and the state of the generator
     hidden = 2 * LENGTH * WIDTH * 4
@@ -195,7 +195,7 @@ def test_a_write_in_place_is_stocks_error() -> None:
 
 
 def test_an_input_that_is_written_on_later() -> None:
-    """Stock does not save the mask, and has no objection."""
+    """Stock does not save the mask, so it would raise no error."""
     model, mask = patch_model(Layer()), MASK.clone()
     y = model(torch.randn(2, LENGTH, WIDTH, requires_grad=True), mask)
     mask.zero_()

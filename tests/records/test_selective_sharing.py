@@ -1,4 +1,4 @@
-"""Modules that leave keys for a later layer: a second run must not put its own in their place."""
+"""Modules that leave keys for a later layer: a second run must not replace these keys by its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.records.test_selective import LENGTH, WIDTH, Attention
 
 
 class Shelf:
-    """A container of a kind that nobody knows."""
+    """A container of a type that our code does not know."""
 
     def __init__(self) -> None:
         self.content: dict[str, Tensor] = {}
@@ -31,7 +31,7 @@ class Shelf:
 
 
 class Sharing(Attention):
-    """Computes keys and leaves them behind, or reads those of the layer before."""
+    """Computes keys and leaves them for the next layer, or reads those of the layer before."""
 
     reads = False
     left: Tensor | None = None
@@ -62,7 +62,7 @@ class Two(nn.Module):
 
 
 def steps(model: nn.Module, batch: Tensor) -> list[Tensor]:
-    """Gradients of two steps: in the first one the second run is tried."""
+    """Gradients of two steps. The first step tries whether a module may run again."""
     found = []
     for _ in range(2):
         model.zero_grad()
@@ -73,7 +73,7 @@ def steps(model: nn.Module, batch: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [dict, UserDict, Shelf, None])
 def test_keys_that_a_later_layer_reads(kind: type[MutableMapping[str, Tensor]] | None) -> None:
-    """In a dict, in what transformers has for it, in an unknown container, and as an attribute of the module."""
+    """The keys are in a dict, a UserDict as in transformers, an unknown container, or an attribute of the module."""
     stock = Two(kind).train()
     x = torch.randn(2, LENGTH, WIDTH)
     ours = patch_model(copy.deepcopy(stock))

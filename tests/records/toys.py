@@ -18,7 +18,7 @@ SHAPE = (16, 32)
 
 @dataclass(frozen=True)
 class Half:
-    """bf16 storage of anything: a real, lossy codec; `log` counts what it was asked to do."""
+    """A lossy codec that stores any tensor in bf16. `log` lists its calls."""
 
     log: list[str] = field(default_factory=list, compare=False)
 
@@ -119,7 +119,7 @@ def is_derived(x: Tensor) -> bool:
 
 
 def value_of(record: Any) -> Tensor:
-    """What a record stands for, rebuilt on the spot."""
+    """The value that a record stands for, computed at once."""
     if isinstance(record, Pending):
         record = record.packed()
     if hasattr(record, "codec"):

@@ -1,1 +1,1 @@
-"""The sweep: every model type of transformers that can be built tiny, stock beside patched."""
+"""The sweep compares stock and patched models, for every model type of transformers that can be built tiny."""

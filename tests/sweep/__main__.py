@@ -57,7 +57,7 @@ def _run(work: Iterator[Work], total: int, modes: list[Mode], options: argparse.
     def jobs() -> Iterator[tuple[Callable[[], Row], Row]]:
         for pair, flag, changed in work:
             with suppress(Exception):
-                # imported here once instead of in every worker
+                # the class is imported here once instead of in every worker
                 model_class(pair)
             some = modes if not flag else [m for m in modes if m.name in FLAG_MODES]
             yield partial(sweep_pair, pair, some, changed, flag), Row(pair.type, pair.model, pair.task, flag)

@@ -13,7 +13,7 @@ from .inputs import Batch, Shape, arguments, candidates, field, text_config, tok
 from .overrides import INPUTS
 from .step import seed_all
 
-# how models say how many placeholders they want
+# the messages in which models say how many placeholders they want
 _FEATURES = re.compile(r"tokens:? *(\d+).*?features:? *(\d+)", re.S)
 _PLACEHOLDERS = (
     "image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "img_context_token_id",
@@ -22,7 +22,7 @@ _PLACEHOLDERS = (
 )  # fmt: skip
 
 
-# what a batch says of itself, which is no input
+# keys that describe a batch and are not inputs
 NOTES = ("placeholder", "text alone")
 # tokens that a padded row loses
 PADDED = 4
@@ -115,7 +115,7 @@ def original(batch: Batch, count: int) -> Batch:
 
 
 def _error(model: Any, batch: Batch) -> Exception | None:
-    """What the stock model says to the batch; None if it takes it."""
+    """The stock model's exception for the batch; None if it takes the batch."""
     seed_all()
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -136,7 +136,7 @@ def with_labels(model: Any, batch: Batch, task: str) -> Batch:
     if task == "span" and "start_positions" in names:
         return {**batch, **{k: torch.tensor([1, 3][:rows]) for k in ("start_positions", "end_positions")}}
     labels: Tensor | None = None
-    # a language model that reads sounds has no decoder beside it: its targets are its own tokens
+    # a language model that reads sounds has no separate decoder, so its targets are its own tokens
     tokens = task == "tokens" or (task == "target" and "decoder_input_ids" not in names)
     if tokens and isinstance(ids, Tensor):
         # placeholders are no targets

@@ -10,7 +10,7 @@ import transformers as hf
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-# (mapping, task): what a class is trained for decides its labels. the first mapping that names a class decides
+# (mapping, task): the task decides the labels of a class. The first mapping that names a class decides its task
 MAPPINGS: tuple[tuple[str, str], ...] = (
     ("CAUSAL_LM", "tokens"),
     ("SEQ_TO_SEQ_CAUSAL_LM", "target"),
@@ -79,7 +79,7 @@ class Pair:
 
 
 def catalogue() -> list[Pair]:
-    """Every pair; a type's bare model stands in where nothing else of the type is known."""
+    """Every pair. If no other class of a type is known, the type's bare model is used."""
     found: dict[tuple[str, str], Pair] = {}
     for mapping, task in MAPPINGS:
         for model_type, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
@@ -95,7 +95,7 @@ def catalogue() -> list[Pair]:
 
 
 def types_without_a_class() -> list[str]:
-    """Types whose config exists, and no class of its own that is listed: parts of other models."""
+    """Types that have a config but no listed class of their own. They are parts of other models."""
     return sorted(set(CONFIG_MAPPING_NAMES) - {pair.type for pair in catalogue()})
 
 

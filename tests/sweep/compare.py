@@ -18,7 +18,7 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "autocast": 2e-2}
 SAME_FUNCTION = {"fp32": 1e-3, "bf16": 0.5, "autocast": 0.5}
 EPS = {"fp32": torch.finfo(torch.float32).eps, "bf16": torch.finfo(torch.bfloat16).eps}
 EPS["autocast"] = EPS["bf16"]
-# one parameter's gradient is a small sample of errors: its own error may be above stock's by luck
+# one parameter's gradient is a small sample of errors, so its own error may be above stock's by chance
 PARAMETER = 4.0
 # steps with other weights that are added where the law seems broken
 TRIALS = 4
@@ -35,7 +35,7 @@ class Verdict:
     Attributes:
         failures: "kind: what and by how much", empty if all is well.
         bit_equal: Whether every gradient equals stock's bit by bit.
-        measure: "bits", "oracle" or "tolerance": what the gradients were held to.
+        measure: "bits", "oracle" or "tolerance": with what the gradients were compared.
     """
 
     failures: tuple[str, ...]
@@ -51,7 +51,7 @@ def compare(ours: Outcome, stock: Outcome, dtype: str, step: Step) -> Verdict:
         stock: What the stock model gave.
         dtype: The mode's: "fp32", "bf16" or "autocast".
         step: Runs the step again: of the patched model (True), of the stock one (False) or in fp64 (None), with weights
-            that differ a little from one number of a trial to the next; trial 0 is the step that is compared.
+            that differ a little from trial to trial. Trial 0 is the step that is compared.
     """
     failures = [*_bits("outputs", ours.outputs, stock.outputs), *_bits("buffers", ours.buffers, stock.buffers)]
     failures += _one_sided(ours.gradients, stock.gradients)
@@ -103,7 +103,7 @@ def _one_sided(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> list[str]:
 
 
 def _rounding(step: Step, first: tuple[Outcome, Outcome], names: list[str], dtype: str) -> tuple[list[str], str]:
-    """Whether gradients that are not bit-equal differ by rounding alone, and what told so."""
+    """Whether gradients that are not bit-equal differ by rounding alone, and how this was decided."""
     ours, stock = (outcome.gradients for outcome in first)
     exact = _truth(step, stock, names, dtype)
     if exact is None:
@@ -112,7 +112,7 @@ def _rounding(step: Step, first: tuple[Outcome, Outcome], names: list[str], dtyp
         return ([] if apart <= TOLERANCES[dtype] else [message]), "tolerance"
     errors = _errors(ours, stock, exact, names)
     wrong = _law(errors, EPS[dtype])
-    # one step is one sample of rounding errors: more steps with other weights tell luck from a defect
+    # one step is one sample of rounding errors; more steps with other weights tell chance from a defect
     for trial in range(1, 1 + TRIALS if wrong else 1):
         stock_again, ours_again = step(False, trial).gradients, step(True, trial).gradients
         exact = _truth(step, stock_again, names, dtype, trial)

@@ -30,7 +30,7 @@ def _default(model_type: str) -> Any:
 
 
 def _made(value: Any) -> Any:
-    """A row names the config of a part by its type: ("type", {options})."""
+    """In a row, ("type", {options}) stands for the config of a part."""
     if isinstance(value, tuple) and len(value) == 2 and value[0] in CONFIG_MAPPING:
         return tiny_config(value[0], **value[1])
     return value
@@ -49,7 +49,7 @@ def _shrunk(default: Any, dropout: float, tokens: dict[str, int], row: Mapping[s
             new[name] = changed
     new |= layer_fields(fields)
     if "num_hidden_layers" not in new and getattr(default, "_out_features", None):
-        # the stages of a pyramid stay; those of a stack of layers went with its layers
+        # a pyramid keeps its stages; those of a stack of layers are left out with its layers
         new["out_features"] = list(default._out_features)
     new |= _tied(fields, new)
     for name, part in parts.items():
@@ -66,7 +66,7 @@ def _shrunk(default: Any, dropout: float, tokens: dict[str, int], row: Mapping[s
 
 
 def _own(default: Any, fields: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
-    """What the config of a part has otherwise than its class."""
+    """The fields of a part's config that differ from the defaults of its class."""
     try:
         plain = vars(type(default)())
     except Exception:
@@ -75,7 +75,7 @@ def _own(default: Any, fields: Mapping[str, Any], parts: Mapping[str, Any]) -> d
 
 
 def _tied(fields: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields whose default equals another's for a reason."""
+    """Fields whose value must be equal to another field's, or follow from it."""
     out: dict[str, Any] = {}
     for name in ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads"):
         heads = fields.get(name.replace("key_value_heads", "attention_heads").replace("kv_heads", "heads"))
@@ -116,7 +116,7 @@ def _field(name: str, value: Any, dropout: float, tokens: dict[str, int], vocab:
 
 
 def _token(name: str, value: Any, tokens: dict[str, int]) -> Any:
-    """Special tokens keep small numbers, and are given one below the text tokens otherwise."""
+    """Special tokens keep small numbers. Others get a number below the text tokens."""
     if isinstance(value, (list, tuple)):
         return [_token(f"{name}{i}", x, tokens) for i, x in enumerate(value)]
     if type(value) is not int or value < 8:

@@ -1,4 +1,4 @@
-"""Flags of configs off their defaults: more rows, in fewer modes."""
+"""More rows for the sweep: configs with one flag changed from its default, in fewer modes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def flipped(config: Any) -> list[tuple[str, bool]]:
 
 
 def _sliding(config: Any) -> list[dict[str, Any]]:
-    """A sliding and a full layer, where the config can name them and names only full ones."""
+    """Options for a sliding and a full layer, if the config can name both and names only full ones."""
     kinds = getattr(config, "layer_types", None)
     if not kinds or set(kinds) != {"full_attention"} or not hasattr(config, "sliding_window"):
         return []

@@ -1,4 +1,4 @@
-"""Batches for a model that is known by its config and the names of its forward's arguments alone."""
+"""Batches for a model of which only the config and the names of its forward's arguments are known."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def token_ids(config: Any, shape: Shape, rows: int, length: int) -> Tensor:
 
 
 def candidates(model: Any, task: str) -> Iterator[Batch]:
-    """Batches without labels, the likeliest first: the first one that the stock model takes is the one that is used."""
+    """Batches without labels, the most likely ones first. The first one that the stock model takes is used."""
     config, names = model.config, arguments(model)
     for length in (LENGTH, 16, 64):
         shape = Shape(length=length)

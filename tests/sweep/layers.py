@@ -9,19 +9,19 @@ from typing import Any
 from .rules import LAYERS
 
 MOST = 6
-# lists of numbers of layers, as opposed to lists with one entry for each layer
+# names of lists of layer numbers, in contrast to lists with one entry for each layer
 _NUMBERS = re.compile(
     r"(_layers|_indexes|_indices|_idxs|_layer_ids|layers_indices|_ids|vision_feature_layer|^layer_ids)$"
 )
 
-# they number the levels of a pyramid, not layers
+# these number the levels of a pyramid, not layers
 _OTHER_NUMBERS = {"encode_proj_layers", "encoder_projection_indices"}
 
 
 def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that say how many layers there are and of what kind, with a representative of each kind.
 
-    Every list as long as the stack is deep says something of each layer; every list of numbers of layers, too.
+    A list with one entry per layer says something about each layer; so does a list of layer numbers.
     """
     counts = {k: v for k, v in fields.items() if LAYERS.match(k) and type(v) is int and v > 0}
     if not counts:

@@ -10,7 +10,7 @@ class Mode:
     """One way to run a training step or an evaluation.
 
     Attributes:
-        name: As `--modes` and the table call it.
+        name: Its name in `--modes` and in the table.
         dtype: "fp32", "bf16" or "autocast" (bf16 autocast over fp32 weights).
         dropout: The probability that every dropout field of the config gets.
         padding: "" or the side on which rows are padded.
@@ -47,9 +47,9 @@ MODES: tuple[Mode, ...] = (
     Mode("checkpoint", checkpointing="non-reentrant"),
     Mode("eval-grad", train=False),
     Mode("eval", train=False, grad=False),
-    # last: some stock models run out of memory in it
+    # this mode is last because some stock models run out of memory in it
     Mode("checkpoint-reentrant", checkpointing="reentrant"),
 )
 BY_NAME = {mode.name: mode for mode in MODES}
-# what a config with a flag off its default is tried in
+# the modes for a config with a flag changed from its default
 FLAG_MODES = ("fp32", "bf16", "autocast", "pad-left", "eval")

@@ -1,7 +1,7 @@
-"""What the general rules do not find out: a literal row for each model type that needs one.
+"""Exceptions from the general rules: a literal row for each model type that needs one.
 
-"" holds options of the config itself, the name of a part holds options of that part, and "needed" holds what the
-config's class cannot be called without; there a part is named as ("its type", {options}).
+"" holds options of the config itself, the name of a part holds options of that part, and "needed" holds the arguments
+that the config's class cannot be called without. In "needed", a part is named as ("its type", {options}).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3,
 _MROPE_HALF = {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
 _VOCABULARY_MAP = {"<image>": 8, "IMGIMGAAAAZ": 9, "IMGIMGBBBBZ": 10}
 
-# what stands behind a backbone whose channels are as in full size
+# widths of the layers after a backbone whose channels are those of full size
 _HGNET = {"encoder_in_channels": [512, 1024, 2048], "decoder_in_channels": [64, 64, 64]}
 _SLIDING_LATENT = {
     "swa_num_attention_heads": 4,
@@ -242,7 +242,7 @@ OVERRIDES: dict[str, Row] = {
     "swin2sr": {"": {"depths": [2, 2], "num_heads": [2, 2], "embed_dim": 32, "window_size": 4}},
 }
 
-# inputs that a type needs beside those that are found out
+# inputs that a type needs in addition to those that are found by rules
 INPUTS: dict[str, dict[str, Any]] = {
     "blt": {"use_cache": False},
 }

@@ -22,7 +22,7 @@ from .modes import Mode
 from .rules import DROPOUT
 from .step import Batch, Outcome, jittered, oracle, prepare, roughened, run, seed_all
 
-# more parameters than this and the config is not tiny
+# a config with more parameters than this is not tiny
 TOO_LARGE = 40_000_000
 
 
@@ -34,13 +34,13 @@ class Row:
         skipped: Why nothing was compared; "" if something was.
         passed: Modes without a failure.
         bit_equal: Modes in which every gradient equals stock's bit by bit.
-        tolerance: Modes whose gradients could not be held to an fp64 oracle.
+        tolerance: Modes whose gradients could not be compared with an fp64 oracle.
         left_out: Why a mode was not run, by mode.
         failures: What was wrong, by mode.
         saved: The share of stock's kept bytes that the exact preset does not keep, in fp32.
         saved_int8: The same for int8.
         saved_dropout: The same for exact, with dropout on.
-        stays: What keeps most of the rest under the exact preset.
+        stays: The module that keeps most of the remaining bytes under the exact preset.
         measured: The day of these four.
     """
 

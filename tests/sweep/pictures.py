@@ -150,7 +150,7 @@ def _plain(
 
 
 def _masked(key: str, names: dict[str, Any], shape: Any, one: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
-    """Tiles with a mask that tells real ones from padding, and pictures with a mask of who sees them."""
+    """Tiles with a mask that tells real ones from padding, and pictures with a mask of the tokens that see them."""
     rows = shape.rows
     if "image_attention_mask" in names:
         seen = torch.ones(rows, shape.length, 1, dtype=torch.long)

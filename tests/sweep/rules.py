@@ -1,4 +1,4 @@
-"""How big a field of a tiny config is: rows of (pattern of the field's name, size), the first that fits decides."""
+"""Sizes of a tiny config's fields: rows of (pattern of the field's name, size). The first row that matches decides."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 _SIZES = tuple((re.compile(pattern), size) for pattern, size in SIZES)
 
-# probabilities that are zero, but in the mode that turns dropout on
+# probabilities that are zero, except in the mode that turns dropout on
 DROPOUT = re.compile(
     r"dropout|_pdrop$|^pdrop$|drop_path|dropout_rate|_dropout_prob|^drop_rate|attention_drop_rate|_drop$"
 )
@@ -154,7 +154,7 @@ def list_of(name: str, value: Any) -> Any:
     if DEPTHS.match(name):
         return type(value)(min(x, 2) for x in value)
     if CHANNELS.search(name) and not name.startswith(("stage_", "stem_", "in_", "out_")):
-        # a list, also where the default is a tuple: some models add lists to it
+        # the result is a list even if the default is a tuple, because some models add lists to it
         return _narrow(value)
     return None
 

@@ -1,6 +1,6 @@
-"""How much of what stock keeps the presets do not keep, and what stays: in fp32, train mode, tiny.
+"""The share of stock's kept bytes that presets save, and what keeps most of the rest: in fp32, train mode, tiny.
 
-What a model without labels keeps is counted with a loss that keeps nothing itself: the sum of its outputs.
+The loss of a model without labels is the sum of its outputs, because this loss itself keeps nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(row: Row, stock: Any, batch: Batch) -> None:
 
 
 def saved(stock: Any, batch: Batch, *presets: str) -> list[float]:
-    """The share of what the model keeps that it does not keep, under each preset."""
+    """The share of the model's kept bytes that each preset saves."""
     whole = _kept(stock, batch)
     ours = (patch_model(copy.deepcopy(stock), preset, strict=False) for preset in presets)
     return [round(1 - _kept(model, batch) / whole, 3) for model in ours]
@@ -60,7 +60,7 @@ def _loss(out: Any, batch: Batch) -> Tensor:
 
 
 def _largest(model: Any, batch: Batch) -> str:
-    """What keeps most of the rest: the module, numbers of layers as *, and its share of all that is kept."""
+    """The module that keeps most (with layer numbers as *), and its share of all that is kept."""
     seed_all()
     given = (x for x in batch.values() if isinstance(x, torch.Tensor))
     seen = saved_tensors(model, lambda: model(**batch), lambda out: _loss(out, batch), storages(given))
@@ -75,7 +75,7 @@ def _largest(model: Any, batch: Batch) -> str:
 
 
 def by_type(rows: list[Row]) -> dict[str, Row]:
-    """The row of each type in which exact saves most: a class without a head keeps next to nothing else."""
+    """For each type, the row in which exact saves most. A class without a head keeps little but its layers' tensors."""
     best: dict[str, Row] = {}
     for row in rows:
         whole = row.saved is not None and row.saved_int8 is not None and not row.flag

@@ -1,4 +1,4 @@
-"""One step of one model in one mode: what comes out of it."""
+"""Runs one step of one model in one mode, and returns what comes out of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def seed_all(seed: int = SEED) -> None:
 
 
 def prepare(model: Any, mode: Mode) -> Any:
-    """Train or eval mode, and gradient checkpointing as the Trainer switches it on."""
+    """Sets train or eval mode, and turns gradient checkpointing on as the Trainer does."""
     model.train(mode.train)
     if mode.checkpointing:
         reentrant = mode.checkpointing == "reentrant"
@@ -95,7 +95,7 @@ def loss_of(out: Any, labelled: bool) -> Tensor:
     parts = [x for _, x in tensors(out) if x.is_floating_point() and x.requires_grad]
     if not parts:
         raise ValueError("no output wants a gradient")
-    # finite parts alone: some models hand out logits of minus infinity on purpose
+    # only finite parts count, because some models return logits of minus infinity on purpose
     return torch.stack([_weighed(x) for x in parts]).sum()
 
 
@@ -114,7 +114,7 @@ def _weighed(x: Tensor) -> Tensor:
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model's output, with where it stands."""
+    """Every tensor of a model's output, with its path."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict):
@@ -130,7 +130,7 @@ def _floats(value: Any) -> bool:
 
 
 def roughened(model: nn.Module) -> nn.Module:
-    """Constant parameters get noise: zero biases and unit gains would hide what is done to them."""
+    """Constant parameters get noise: zero biases and unit gains would hide errors in what is done to them."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
@@ -140,7 +140,7 @@ def roughened(model: nn.Module) -> nn.Module:
 
 
 def jittered(model: Any, trial: int) -> Any:
-    """A copy whose weights are off by some percent; trial 0 is a plain copy."""
+    """A copy whose weights differ by some percent. For trial 0 it is a plain copy."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(trial)
     with torch.no_grad():

@@ -40,9 +40,9 @@ def read_rows(out: Path) -> list[Row]:
 
 
 def merged(old: list[Row], new: list[Row]) -> list[Row]:
-    """The old rows with the new ones in their places, and what is new at the end.
+    """The old rows, with new ones in the places of the same pairs, and rows of new pairs at the end.
 
-    Of a pair that was run in fewer modes than before, the verdicts in the others stay.
+    If a pair was run in fewer modes than before, its verdicts in the other modes stay.
     """
 
     def key(row: Row) -> tuple[str, str, str]:
@@ -64,7 +64,7 @@ def _with_other_modes(row: Row, before: Row | None) -> Row:
 
 
 def compact(row: Row) -> dict[str, Any]:
-    """A row without what is empty."""
+    """A row without its empty fields."""
     full = row.to_dict()
     return {k: v for k, v in full.items() if v not in ("", [], {}, None)}
 

@@ -1,4 +1,4 @@
-"""The sweep's comparison sees what it is there to see."""
+"""The sweep's comparison detects the differences that it is made for."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_without_an_oracle_rounding_passes_and_more_fails(gradient: Tensor, rela
 
 @pytest.mark.parametrize("times", [0.5, 1.0, 3.0])
 def test_with_an_oracle_the_error_may_be_as_large_as_stocks(gradient: Tensor, times: float) -> None:
-    """Stock errs by some roundings; ours may err as much, in another direction, and no more."""
+    """Stock's error is some roundings. Ours may be as large, in another direction, and no larger."""
     y, truth = torch.ones(3), gradient.double()
     error = 1e-6 * torch.randn(64, generator=torch.Generator().manual_seed(1))
     stock, ours = outcome(y, w=gradient + error), outcome(y, w=gradient - times * error)
@@ -85,7 +85,7 @@ def test_with_an_oracle_the_error_may_be_as_large_as_stocks(gradient: Tensor, ti
 
 
 def test_one_wrong_parameter_among_many_fails() -> None:
-    """A small parameter's gradient that is quite wrong does not drown in a large one's rounding."""
+    """A wrong gradient of a small parameter is detected in spite of the rounding errors of a large one."""
     y = torch.ones(3)
     large = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     small = torch.full((4,), 0.01).bfloat16()

@@ -1,4 +1,4 @@
-"""The sweep's command on pairs that were wrong once, and on a sample that is another one every day.
+"""The sweep's command runs on pairs that were wrong once, and on a sample that changes every day.
 
 Args (environment): SWEEP_SEED draws another sample than the day's; SWEEP_SECONDS makes it longer or shorter.
 """

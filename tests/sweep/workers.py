@@ -15,7 +15,7 @@ from itertools import islice
 
 from .pair import Row
 
-# of processor time; a busy machine may take this many times as long
+# SECONDS are of processor time; a busy machine may take PATIENCE times as long
 SECONDS = 60
 PATIENCE = 4
 MEMORY = 6 << 30
@@ -38,7 +38,7 @@ Job = tuple[Callable[[], Row], Row]
 
 def forked(jobs: Iterable[Job], parallel: int, seconds: float = SECONDS) -> Iterator[Row]:
     """Run the jobs; a job that dies or takes too long gives its empty row with the reason."""
-    # what the parent holds is not looked at again by the collector, so that its pages stay shared
+    # the collector does not visit the parent's objects again, so that their pages stay shared
     gc.collect()
     gc.freeze()
     waiting = iter(jobs)
@@ -78,7 +78,7 @@ def _fork(job: Job, seconds: float) -> Worker:
         with os.fdopen(writing, "w") as pipe:
             pipe.write(text)
     finally:
-        # no clean-up of what belongs to the parent
+        # exit without cleaning up what belongs to the parent
         os._exit(0)
 
 

@@ -20,7 +20,7 @@ BATCH, LENGTH = 2, 16
 
 
 class Tracker(TrainerCallback):
-    """As those of `report_to`: it is there before ours."""
+    """Like the callbacks of `report_to`, it is added before ours."""
 
     def __init__(self):
         self.seen = []
@@ -88,7 +88,7 @@ def test_sparse_logs_get_the_highest_since_the_last(tmp_path):
 
 
 def test_the_peak_is_that_of_the_allocator(tmp_path):
-    """The same step by hand."""
+    """Compares with the same step without the Trainer."""
     from hf_actcompress import measure_step
 
     trainer = trainer_for(tmp_path, optim="sgd", max_grad_norm=0.0)
@@ -105,7 +105,7 @@ def test_the_peak_is_that_of_the_allocator(tmp_path):
 
     step()
     by_hand = resident_bytes(model, optimizer) + measure_step(step, "cpu").peak_bytes
-    # the Trainer's own scalars: the loss, its mean, the count of items
+    # the difference is the Trainer's own scalars: the loss, its mean, the count of items
     assert 0 <= logged[PEAK] - by_hand <= 256
 
 
@@ -187,7 +187,7 @@ def test_a_run_that_broke_off_can_start_again(tmp_path):
 
 
 def test_hooks_on_a_card_see_what_a_forward_keeps(monkeypatch):
-    """Without a card: the allocator's statistics are played."""
+    """This runs without a GPU: fixed numbers replace the allocator's statistics."""
     model = torch.nn.Linear(4, 4)
     callback = MemoryCallback()
     args = SimpleNamespace(device=torch.device("cuda"), torch_compile=False)
