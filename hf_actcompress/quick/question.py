@@ -20,7 +20,8 @@ _FOLDER = Path(__file__).parent / "data"
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
-_LORA_RANK = 8
+# the rank of peft's LoraConfig
+LORA_RANK = 8
 # embeddings of these classes have no padding token
 _WITHOUT_PADDING = ("GPT2LMHeadModel",)
 # the fewest rows of a tile
@@ -125,7 +126,7 @@ def question(
     reserved = _reserved(name, data, values, sizes)
     if data["head"] not in (None, sizes["head"]):
         raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
-    sizes["rank"] = _LORA_RANK if lora is True or not lora else int(lora)
+    sizes["rank"] = LORA_RANK if lora is True or not lora else int(lora)
     # also for quantised weights, because a linear layer knows the width of its inputs
     sizes["tile"] = max(_LEAST_TILE, sizes[data["tile"]] // 2)
     mode = _mode(dtype or values.get("dtype") or values.get("torch_dtype"), autocast, bool(lora), quantization)
