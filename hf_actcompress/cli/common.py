@@ -51,7 +51,7 @@ Fp16 = Annotated[bool, typer.Option("--fp16", help="The same with fp16.")]
 Optimizer = Annotated[
     str,
     typer.Option(
-        "--optimizer", "--optim", help="adamw, adamw_8bit, adamw_32bit, adafactor, sgd; or what `optim` of the Trainer takes."
+        "--optimizer", "--optim", help="adamw, adamw_8bit, adafactor, sgd; or what `optim` of the Trainer takes."
     ),
 ]
 Lora = Annotated[bool, typer.Option("--lora", help="LoRA on all linear layers; the rest is frozen. Needs peft.")]
