@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ _FOLDER = Path(__file__).parent / "data"
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
+# an answer says so if a larger share of the frozen weights is not packed
+MOST_UNPACKED = 0.2
+# bytes of a packed weight: 4 bits, a byte per 64 of them, and fp32 per 256 of these; or 8 bits
+_PACKED = {"qlora": 1 / 2 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 # the rank of peft's LoraConfig
 LORA_RANK = 8
 # embeddings of these classes have no padding token
@@ -85,6 +89,20 @@ class Question:
         if row not in known:
             raise UnknownOptionError("optimizer", optimizer, [*known, *OF_TRAINER])
         return evaluate(self.data, cases[strategy], row, {**self.sizes, "batch": batch_size, "seq": seq_len})
+
+    @property
+    def packed_share(self) -> float | None:
+        """The share of the frozen weights that are packed, from the bytes with and without; None without quantisation.
+
+        The adapters' gradients have as many bytes as the adapters.
+        """
+        base, _, mode = self.key.rpartition("/")
+        if mode not in _PACKED:
+            return None
+        packed = self.answer("stock", 1, 1)
+        whole = replace(self, key=f"{base}/bf16").answer("stock", 1, 1).weights_bytes
+        saved = whole - (packed.weights_bytes - packed.gradients_bytes)
+        return saved / (2 - _PACKED[mode]) / (whole / 2)
 
     def check_length(self, seq_len: int) -> None:
         """Raise ModelConfigError if the formula does not hold for such a sequence."""

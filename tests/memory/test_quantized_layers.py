@@ -12,6 +12,7 @@ import transformers as hf
 from torch import nn
 
 from hf_actcompress import estimate
+from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.estimation.meta_model import skeleton
 from hf_actcompress.memory.estimation.quantized import QuantizedLinear
 from tests.cli.invoke import run
@@ -65,8 +66,13 @@ def test_bitsandbytes_packs_the_same_layers(name: str, skipped: list[str] | None
         real = cls(config)
     Bnb4BitHfQuantizer(asked, pre_quantized=False)._process_model_before_weight_loading(real, device_map=None)
     expected = {path for path, module in real.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
-    assert packed(cls, config, asked) == expected
-    assert skipped or expected or name == "Falcon"
+    if expected:
+        assert packed(cls, config, asked) == expected
+    else:
+        # all linear layers of its blocks are of a class of its own
+        assert name == "Falcon"
+        with pytest.raises(ModelConfigError, match="bitsandbytes packs no layer of FalconForCausalLM"):
+            packed(cls, config, asked)
 
 
 def layers_of(kind: type[nn.Module], cls: Any, config: Any) -> set[str]:
@@ -78,7 +84,8 @@ def layers_of(kind: type[nn.Module], cls: Any, config: Any) -> set[str]:
 def test_what_packs_subclasses_of_linear_layers_and_not_those_of_gpt2(method: str) -> None:
     """Their integrations look for `nn.Linear`, which GPT-2's layers are not and Falcon's are."""
     options: dict[str, Any] = {"quant_method": method, "quant_type": "int8_weight_only"}
-    assert packed(*MODELS["GPT-2"], options) == set()
+    with pytest.raises(ModelConfigError, match=f"{method} packs no layer of GPT2LMHeadModel"):
+        packed(*MODELS["GPT-2"], options)
     falcon = MODELS["Falcon"]
     assert packed(*falcon, options) == layers_of(nn.Linear, *falcon) - {"lm_head"}
 
@@ -104,6 +111,18 @@ def test_gptq_packs_layers_of_blocks() -> None:
     assert packed(*llama, {**gptq, "block_name_to_quantize": "model.layers.1"}) == {
         path for path in layers_of(nn.Linear, *llama) if path.startswith("model.layers.1.")
     }
+
+
+def test_what_stays_unpacked_is_said() -> None:
+    """Most of Mixtral's weights are experts, each layer's one parameter; most of this Llama's are in linear layers."""
+    options: dict[str, Any] = {"batch_size": 1, "seq_len": 16, "config": "stock", "lora": 4, "quantization": "nf4"}
+    wide = {**SMALL, "hidden_size": 256, "num_key_value_heads": 2}
+    mixtral, llama = hf.MixtralConfig(**wide, num_local_experts=8), hf.LlamaConfig(**wide, tie_word_embeddings=True)
+    found = estimate(mixtral, **options)
+    kept = 2 * (8 * 3 * 256 * 128 + 8 * 256 + 2 * 256) + 2 * 500 * 256 + 256
+    share = (packed := 2 * 3 * 256 * 256) / (packed + kept)
+    assert found.notes == (f"only {share:.0%} of the frozen weights are packed; of the others MixtralExperts has most",)
+    assert not estimate(llama, **options).notes
 
 
 def loaded(kind: str, folder: Path) -> Any:

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import ModelConfigError
 from .quantized_experts import PackedExperts, pack_experts
-from .quantized_formats import BLOCK, FORMATS, TORCHAO, Format, format_of
-from .quantized_layers import features, is_wanted, packed_layers
+from .quantized_formats import BLOCK, FORMATS, TORCHAO, Format, format_of, method_of
+from .quantized_layers import features, is_wanted, packed_layers, unpacked_note
 
 # the types of torchao's weights -> the entries of TORCHAO that make them
 _TYPES = {"Int8Tensor": "int8weightonly", "Float8Tensor": "float8weightonly", "Int4Tensor": "int4weightonly"}
@@ -35,9 +35,9 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, linear: Any, stored: Format, sizes: Sequence[int] | None = None) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = features(linear)
-        self.stored = stored
+        self.stored, self.count = stored, self.in_features * self.out_features
         self.dtype = linear.weight.dtype if linear.weight.is_floating_point() else torch.bfloat16
-        codes = stored.codes(self.in_features * self.out_features)
+        codes = stored.codes(self.count)
         size, *beside = sizes or [codes, *stored.scales(self.out_features, self.in_features)]
         self.weight = nn.Parameter(torch.empty(size, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
         self.register_parameter("bias", linear.bias)
@@ -79,16 +79,30 @@ def _unpacked(layer: QuantizedLinear, like: Tensor) -> Tensor:
 
 
 def quantize(model: nn.Module, config: Any) -> None:
-    """Replace layers of a model on the meta device, in place, except those that the method leaves alone."""
+    """Replace layers of a model on the meta device, in place, except those that the method leaves alone.
+
+    Raises ModelConfigError if the method packs nothing of this model.
+    """
     stored = format_of(config)
     if stored is None:
         return
     if stored.experts:
         pack_experts(model, stored, is_wanted(model, config))
-    for path, layer in () if stored.experts else list(packed_layers(model, config)):
-        model.set_submodule(path, QuantizedLinear(layer, stored))
+    else:
+        _pack_layers(model, config, stored)
     for p in model.parameters():
         p.requires_grad_(False)
+
+
+def _pack_layers(model: nn.Module, config: Any, stored: Format) -> None:
+    found = list(packed_layers(model, config))
+    if not found:
+        raise ModelConfigError(
+            f"{method_of(config)} packs no layer of {type(model).__name__} (the table in memory/estimation/"
+            "quantized_layers.py says which kinds): its weights stay as they are; estimate it without quantisation"
+        )
+    for path, layer in found:
+        model.set_submodule(path, QuantizedLinear(layer, stored))
 
 
 def packed_weights(model: nn.Module) -> dict[str, tuple[Format, list[int]]]:
@@ -131,9 +145,10 @@ def stand_ins(model: nn.Module, packed: Mapping[str, tuple[Format, list[int]]]) 
 
 
 def notes_of(model: nn.Module) -> list[str]:
-    """Why a model on the meta device cannot be trained as it is, once for each reason."""
-    stored = (module.stored for module in model.modules() if isinstance(module, QuantizedLinear | PackedExperts))
-    return list(dict.fromkeys(found.note for found in stored if found.note))
+    """Why a model on the meta device cannot be trained as it is, once for each reason, and what is left unpacked."""
+    packed = [module for module in model.modules() if isinstance(module, QuantizedLinear | PackedExperts)]
+    notes = dict.fromkeys(module.stored.note for module in packed if module.stored.note)
+    return [*notes, *unpacked_note(model, sum(module.count for module in packed))]
 
 
 def _of_bitsandbytes(module: Any) -> Format:

@@ -14,6 +14,7 @@ holds stay as they are: embeddings, and experts that are one parameter.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ...quick.question import MOST_UNPACKED
 from ..measurement.saved_tensors import layer_names
 from .quantized_formats import method_of, options_of
 
@@ -56,6 +58,23 @@ def packed_layers(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.Modul
     for path, module in model.named_modules():
         if _is_of_kind(module, method) and wanted(path):
             yield path, module
+
+
+def unpacked_note(model: nn.Module, packed: int) -> Iterator[str]:
+    """Says that a large share of the frozen weights is not packed, and which kind of module has the most of these.
+
+    Args:
+        model: A model with packed layers.
+        packed: How many weights they have; 0: no note.
+    """
+    left: Counter[str] = Counter()
+    owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    for p in model.parameters():
+        if not p.requires_grad and p.is_floating_point():
+            left[type(owners[id(p)]).__name__] += p.numel()
+    if packed and left.total() > MOST_UNPACKED * (left.total() + packed):
+        share, most = packed / (left.total() + packed), max(left, key=left.__getitem__)
+        yield f"only {share:.0%} of the frozen weights are packed; of the others {most} has most"
 
 
 def _is_of_kind(module: nn.Module, method: str) -> bool:
