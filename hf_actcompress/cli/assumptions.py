@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ..quick.question import LORA_RANK
+
 
 def assumed(options: Mapping[str, Any], batch_size: int, seq_len: int, dtypes: Iterable[str]) -> str:
     """The line of assumptions.
@@ -25,12 +27,12 @@ def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
     quantization = f" with {said['quantization']}" if said["quantization"] else ""
     yield f"weights {dtypes or 'as the config has them'}{quantization}"
     yield f"autocast {said['autocast']}" if said["autocast"] and not said["zero"] else "no autocast"
-    rank = said["lora"]
-    if rank:
-        yield f"LoRA {'of the default rank' if rank is True else f'of rank {rank}'} on all linear layers"
+    if said["lora"]:
+        yield f'LoRA of rank {LORA_RANK if said["lora"] is True else said["lora"]} on peft\'s "all-linear"'
     else:
         yield "all weights trained"
-    yield said["optimizer"]
+    paged = " with all of its states on the card (bitsandbytes may move them to the host)"
+    yield said["optimizer"] + (paged if "paged" in said["optimizer"] else "")
     yield f"engine {said['engine']}"
     yield "the loss of TRL's fused head" if said["trl"] else "the model's own loss (--trl: that of TRL's trainers)"
     if said["fsdp"] > 1:

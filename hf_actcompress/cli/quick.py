@@ -15,7 +15,7 @@ import typer
 from ..errors import ModelConfigError
 from ..quick.formula import QuickEstimate, largest
 from ..quick.headroom import HEADROOM, usable
-from ..quick.question import Question, question
+from ..quick.question import MOST_UNPACKED, Question, question
 from .assumptions import assumed
 from .common import Exit, Rows, echo_json
 from .strategies import MOST
@@ -127,6 +127,8 @@ def by_formula(
     rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
     dtype = options["dtype"] or config.get("dtype") or config.get("torch_dtype") or "float32"
     line = f"{assumed(options, batch_size, seq_len, [dtype])}; a formula, within 3% of the answer without --quick"
+    if asked.packed_share is not None and asked.packed_share < 1 - MOST_UNPACKED:
+        line += f"; only {asked.packed_share:.0%} of the frozen weights are packed"
     if as_json:
         echo_json({"model": model, "gpu_bytes": room, "assumed": line, "rows": rows})
     else:

@@ -15,9 +15,9 @@ TIME_CLASSES = {
     "none": "as stock",
     "low": "rebuilds what is cheap to rebuild, in backward",
     "medium": "rebuilds what is cheap, and packs and unpacks what is kept",
-    "mlp": "one more forward of the MLPs: a fifth more arithmetic",
+    "mlp": "one more forward of the MLPs: a fifth more arithmetic, a third if weights are frozen",
     "transfer": "as fast as the link to host memory lets it be",
-    "forward": "one more forward: a third more arithmetic",
+    "forward": "one more forward: a third more arithmetic, half if weights are frozen",
 }
 
 # a search for the largest batch size ends here: a batch that fits at this size need not be known exactly

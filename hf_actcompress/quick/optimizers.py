@@ -4,9 +4,10 @@ from __future__ import annotations
 
 # torch's AdamW that is not fused: its states are those of the fused one, its step allocates more
 FOREACH = "adamw_foreach"
-# names of transformers' `TrainingArguments(optim=...)`; a paged one keeps the same, but may move it to the host
+# names of transformers' `TrainingArguments(optim=...)`; a paged one keeps the same, but may move it to the host.
+# bitsandbytes and apex keep fp32 moments of weights of any dtype
 OF_TRAINER = {
-    "adamw_torch": FOREACH, "adamw_torch_fused": "adamw", "adamw_hf": FOREACH, "adamw_apex_fused": "adamw",
-    "paged_adamw_32bit": "adamw", "paged_adamw": "adamw",
+    "adamw_torch": FOREACH, "adamw_torch_fused": "adamw", "adamw_hf": FOREACH, "adamw_apex_fused": "adamw_32bit",
+    "paged_adamw_32bit": "adamw_32bit", "paged_adamw": "adamw_32bit",
     "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit",
 }  # fmt: skip

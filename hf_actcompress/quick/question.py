@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,12 @@ _FOLDER = Path(__file__).parent / "data"
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
-_LORA_RANK = 8
+# an answer says so if a larger share of the frozen weights is not packed
+MOST_UNPACKED = 0.2
+# bytes of a packed weight: 4 bits, a byte per 64 of them, and fp32 per 256 of these; or 8 bits
+_PACKED = {"qlora": 1 / 2 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+# the rank of peft's LoraConfig
+LORA_RANK = 8
 # embeddings of these classes have no padding token
 _WITHOUT_PADDING = ("GPT2LMHeadModel",)
 # the fewest rows of a tile
@@ -85,6 +90,20 @@ class Question:
             raise UnknownOptionError("optimizer", optimizer, [*known, *OF_TRAINER])
         return evaluate(self.data, cases[strategy], row, {**self.sizes, "batch": batch_size, "seq": seq_len})
 
+    @property
+    def packed_share(self) -> float | None:
+        """The share of the frozen weights that are packed, from the bytes with and without; None without quantisation.
+
+        The adapters' gradients have as many bytes as the adapters.
+        """
+        base, _, mode = self.key.rpartition("/")
+        if mode not in _PACKED:
+            return None
+        packed = self.answer("stock", 1, 1)
+        whole = replace(self, key=f"{base}/bf16").answer("stock", 1, 1).weights_bytes
+        saved = whole - (packed.weights_bytes - packed.gradients_bytes)
+        return saved / (2 - _PACKED[mode]) / (whole / 2)
+
     def check_length(self, seq_len: int) -> None:
         """Raise ModelConfigError if the formula does not hold for such a sequence."""
         positions = self.sizes["positions"] - self.reserved
@@ -125,7 +144,7 @@ def question(
     reserved = _reserved(name, data, values, sizes)
     if data["head"] not in (None, sizes["head"]):
         raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
-    sizes["rank"] = _LORA_RANK if lora is True or not lora else int(lora)
+    sizes["rank"] = LORA_RANK if lora is True or not lora else int(lora)
     # also for quantised weights, because a linear layer knows the width of its inputs
     sizes["tile"] = max(_LEAST_TILE, sizes[data["tile"]] // 2)
     mode = _mode(dtype or values.get("dtype") or values.get("torch_dtype"), autocast, bool(lora), quantization)

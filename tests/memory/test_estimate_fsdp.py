@@ -56,6 +56,7 @@ def truth(
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "stock": (partial(LLAMA, 3), {"config": None}),
+    "no tiles": (partial(LLAMA, 3), {"config": "long"}),
     "exact, many layers": (partial(LLAMA, 9), {}),
     "a large vocabulary": (partial(LLAMA, 3, vocab_size=8000), {}),
     "checkpointing": (partial(LLAMA, 6), {"gradient_checkpointing": True}),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actcompress import estimate
+from hf_actcompress import CompressionConfig, estimate
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.estimation.fake_step.setting import Setting
 from hf_actcompress.memory.estimation.optimizers import optimizer_rule
@@ -68,6 +68,17 @@ def test_parts(stage: int) -> None:
     assert found.kept_bytes == alone.kept_bytes
     assert found.optimizer_step_bytes == 4 * part + 2 * (part if stage == 2 else BUCKET)
     assert "not measured" in str(found)
+
+
+def test_no_mlp_is_computed_in_tiles_where_its_weights_are_divided() -> None:
+    """As in the patched model: a tile would need weights that are there only while their layer runs."""
+    model, sizes = LLAMA().bfloat16(), {"batch_size": 4, "seq_len": 512}
+    whole, tiled = (CompressionConfig(tiled_mlp=rows) for rows in (0, 64))
+    for stage, same in ((2, False), (3, True)):
+        found = [estimate(model, zero=stage, processes=2, config=config, **sizes) for config in (whole, tiled)]
+        assert (found[0].kept_bytes == found[1].kept_bytes) == same
+        assert ("no MLP is computed in tiles" in str(found[1])) == same
+    assert "no MLP is computed in tiles" not in str(found[0])
 
 
 def test_mixed_precision_is_weights_of_16_bits() -> None:

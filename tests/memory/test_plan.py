@@ -13,7 +13,7 @@ import torch
 from hf_actcompress import measure_step, patch_model, patch_report, unpatch_model
 from hf_actcompress.errors import DoesNotFitError, MeasurementError, UnknownOptionError, UnsupportedModelError
 from hf_actcompress.memory import Plan, estimate, max_batch_size, max_seq_len, plan
-from hf_actcompress.memory.planning.costs import DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
+from hf_actcompress.memory.planning.costs import DeviceModel, Work, checkpoint_time, codec_error, storage_time
 from hf_actcompress.memory.planning.knapsack import Weighed, choose, undominated
 from hf_actcompress.memory.planning.options import LayerOption
 from tests.slopes import gpt2
@@ -255,7 +255,7 @@ def test_options_that_another_one_beats_are_left_out():
 
 
 def test_costs_are_those_of_the_table():
-    work, device = LayerWork(9e12, 1e12), DeviceModel(flops=1e14, bandwidth=1e12, host_bandwidth=1e11)
+    work, device = Work(9e12, 1e12, 2e13), DeviceModel(flops=1e14, bandwidth=1e12, host_bandwidth=1e11)
     # a forward of 0.1 s, a layer of 0.3 s
     assert checkpoint_time(work) == pytest.approx(1 / 3)
     raw, packed = {"norm": 30 * 10**9}, {"norm": 15 * 10**9}

@@ -27,7 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
 # (batch, tokens), from smaller than usual to larger
 LONG = ((1, 4096), (4, 2048), (16, 512), (2, 128), (8, 1000))
 SHORT = ((16, 512), (64, 128), (1, 100), (32, 384))
-OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "adamw")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "adamw_32bit")
 
 
 def cases() -> Iterator[dict[str, Any]]:

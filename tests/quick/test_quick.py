@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.closed_form.probes import FAMILIES, HEAD, left_over, sizes_of
 from hf_actcompress.memory.closed_form.symbols import Reader
+from hf_actcompress.memory.estimation.meta_model import skeleton
+from hf_actcompress.memory.estimation.quantized import QuantizedLinear
 from hf_actcompress.quick import formula, page
 from hf_actcompress.quick.formula import with_chunks
 from hf_actcompress.quick.question import classes, question
@@ -277,3 +280,15 @@ def test_the_command_says_what_it_cannot(tmp_path):
     path.write_text(json.dumps(LLAMA))
     assert run("estimate", str(path), "--quick", "--engine", "compile").exit_code == 2
     assert run("estimate", str(path), "--quick", "--gpu", "1GiB").exit_code == 1
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "GPT-2", "Llama-3.2-1B", "Qwen2.5-7B"])
+def test_the_share_of_packed_weights_is_that_of_the_estimate_s_model(name: str, quantization: str):
+    config = PRESETS[name]
+    asked = question(config, dtype="bf16", lora=8, quantization=quantization)
+    model = skeleton(FAMILIES[config["architectures"][0]].config(**config), torch.bfloat16, 8, False, quantization)
+    packed = sum(module.count for module in model.modules() if isinstance(module, QuantizedLinear))
+    left = sum(p.numel() for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
+    assert asked.packed_share == pytest.approx(packed / (packed + left), abs=0.005)
+    assert question(config, dtype="bf16").packed_share is None

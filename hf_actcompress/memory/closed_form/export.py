@@ -147,7 +147,7 @@ def _state(models: Sequence[nn.Module], reader: Reader, writer: Writer, period: 
     for model in models:
         trained = [p for p in model.parameters() if p.requires_grad]
         weights = storage_sizes(chain(model.parameters(), model.buffers())).values()
-        optimizers = {name: [size for p in trained for size in OPTIMIZERS[name].states(p)] for name in _OPTIMIZERS}
+        optimizers = {name: OPTIMIZERS[name].of_model(model) for name in _OPTIMIZERS}
         sizes = {"weights": weights, "gradients": [p.nbytes for p in trained], **optimizers}
         parts.append({part: reader.total(found) for part, found in sizes.items()})
     short, longer = parts

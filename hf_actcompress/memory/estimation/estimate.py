@@ -49,7 +49,8 @@ def estimate(
         config: What the model is patched with: a preset's name, a config, or an object that carries one. None or
             "stock": the model is not patched.
         dtype: Dtype of the weights, or its name; by default the module's own, or what the config says.
-        optimizer: "adamw", "adamw_8bit", "adafactor", "sgd_momentum" or "sgd".
+        optimizer: "adamw", "adamw_32bit" and "adamw_8bit" (bitsandbytes), "adafactor", "sgd_momentum", "sgd", or what
+            `optim` of the Trainer takes. The states of a paged one are counted as on the card.
         lora: True (peft's defaults on all linear layers), a rank, or a peft LoraConfig; all other weights are frozen.
         gradient_checkpointing: True switches it on; False leaves a module as it is.
         device: "cuda": the rules of fake_step/cuda_rules.py. "cpu": what the CPU's allocator would show.

@@ -28,7 +28,7 @@ from .reserved.repeated import Trace
 from .reserved.replay import STEPS, Held, reserved_share
 from .reserved.trace import trace_of
 from .result import Estimate
-from .states import DDP_NOTE, States, context_bytes, frozen_elsewhere, held_by, in_buckets, state_bytes
+from .states import DDP_NOTE, TILES_NOTE, States, context_bytes, frozen_elsewhere, held_by, in_buckets, state_bytes
 from .zero import Zero
 
 
@@ -121,6 +121,8 @@ class Estimates:
         whole, states = self._model(gradient_checkpointing), self._state_bytes(gradient_checkpointing)
         notes = [] if self._zero is None else [self._zero.note(states)]
         notes += [DDP_NOTE] if self._ddp else []
+        asked = None if config is None or config == "stock" else resolve(config)
+        notes += [TILES_NOTE] if self._sharded and asked is not None and asked.tiled_mlp else []
         return assembled(found, whole, setting, states, _named(config), notes)
 
     def device_bytes(
@@ -226,7 +228,14 @@ class Estimates:
         resolved = None if config is None or config == "stock" else resolve(config)
         if self._setting.compiled and resolved is not None and resolved.offloads:
             raise ModelConfigError('what offloading keeps under torch.compile is not estimated; use engine="eager"')
+        if resolved is not None and self._sharded:
+            resolved = replace(resolved, tiled_mlp=0)
         return replace(self._setting, batch_size=batch_size, seq_len=seq_len, config=resolved)
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether each process has a part of every weight, so that no MLP is computed in tiles."""
+        return self._setting.ranks > 1 or (self._zero is not None and self._zero.stage == 3)
 
     def _model(self, checkpointing: bool) -> nn.Module:
         if checkpointing not in self._models:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import UnknownOptionError
 from ...quick.optimizers import FOREACH, OF_TRAINER
@@ -23,11 +23,20 @@ class OptimizerRule:
         what: A description of the states, for users.
         step: Gives the sizes of the tensors that a step holds at the same time beside states and gradients. Its
             arguments are all parameters in order, and whether they are on a CUDA device.
+        of_table: The same as `states` for the weight of an `nn.Embedding`; None: no different.
     """
 
     states: Callable[[Tensor], Iterable[int]]
     what: str
     step: Callable[[Sequence[Tensor], bool], Iterable[int]] = lambda parameters, cuda: ()
+    of_table: Callable[[Tensor], Iterable[int]] | None = None
+
+    def of_model(self, model: nn.Module, part: Callable[[Tensor], Tensor] = lambda p: p) -> Iterator[int]:
+        """Sizes of the states of all trained parameters. `part` gives the part of one that this process holds."""
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        for p in model.parameters():
+            if p.requires_grad:
+                yield from (self.of_table or self.states if id(p) in tables else self.states)(part(p))
 
 
 def _copies(count: int) -> Callable[[Tensor], Iterable[int]]:
@@ -39,10 +48,14 @@ def _fused_adamw(p: Tensor) -> Iterable[int]:
     return [p.nbytes, p.nbytes, 4]
 
 
+def _adamw_32bit(p: Tensor) -> Iterable[int]:
+    return [4 * p.numel(), 4 * p.numel()]
+
+
 def _adamw_8bit(p: Tensor) -> Iterable[int]:
     n = p.numel()
     if n < _SMALLEST:
-        return [4 * n, 4 * n]
+        return _adamw_32bit(p)
     return [n, n, 4 * -(-n // _BLOCK), 4 * -(-n // _BLOCK)]
 
 
@@ -79,7 +92,11 @@ OPTIMIZERS: dict[str, OptimizerRule] = {
     FOREACH: OptimizerRule(
         _fused_adamw, 'the same, as torch\'s AdamW keeps them that is not fused (optim="adamw_torch")', _foreach
     ),
-    "adamw_8bit": OptimizerRule(_adamw_8bit, "two moments in 8 bits, as bitsandbytes keeps them"),
+    "adamw_32bit": OptimizerRule(_adamw_32bit, "two moments in fp32, as bitsandbytes keeps them"),
+    # the Trainer tells bitsandbytes to keep those of embeddings in fp32
+    "adamw_8bit": OptimizerRule(
+        _adamw_8bit, "two moments in 8 bits, as bitsandbytes keeps them under the Trainer", of_table=_adamw_32bit
+    ),
     "adafactor": OptimizerRule(
         _adafactor,
         "row and column sums in fp32 and no momentum, as transformers' Adafactor keeps them",

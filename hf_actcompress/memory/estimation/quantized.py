@@ -6,40 +6,39 @@ dropped again, in the forward and in the backward, or held from one to the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...errors import ModelConfigError
 from .quantized_experts import PackedExperts, pack_experts
-from .quantized_formats import BLOCK, FORMATS, TORCHAO, Format, format_of, options_of
+from .quantized_formats import BLOCK, FORMATS, TORCHAO, Format, format_of, method_of
+from .quantized_layers import features, is_wanted, packed_layers, unpacked_note
 
 # the types of torchao's weights -> the entries of TORCHAO that make them
 _TYPES = {"Int8Tensor": "int8weightonly", "Float8Tensor": "float8weightonly", "Int4Tensor": "int4weightonly"}
-_SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "modules_in_block")
 
 
 class QuantizedLinear(nn.Linear):
     """A linear layer with packed weights: uint8 codes and the tensors beside them, on the meta device.
 
     Args:
-        linear: The layer.
+        linear: The layer: an `nn.Linear` or a `Conv1D`.
         stored: How the weight is stored.
         sizes: Bytes of the codes and of each tensor beside them; None: as the format says.
     """
 
-    def __init__(self, linear: nn.Linear, stored: Format, sizes: Sequence[int] | None = None) -> None:
+    def __init__(self, linear: Any, stored: Format, sizes: Sequence[int] | None = None) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.stored = linear.in_features, linear.out_features, stored
+        self.in_features, self.out_features = features(linear)
+        self.stored, self.count = stored, self.in_features * self.out_features
         self.dtype = linear.weight.dtype if linear.weight.is_floating_point() else torch.bfloat16
-        codes = stored.codes(linear.in_features * linear.out_features)
-        size, *beside = sizes or [codes, *stored.scales(linear.out_features, linear.in_features)]
+        codes = stored.codes(self.count)
+        size, *beside = sizes or [codes, *stored.scales(self.out_features, self.in_features)]
         self.weight = nn.Parameter(torch.empty(size, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
         self.register_parameter("bias", linear.bias)
         for number, nbytes in enumerate(beside):
@@ -80,34 +79,30 @@ def _unpacked(layer: QuantizedLinear, like: Tensor) -> Tensor:
 
 
 def quantize(model: nn.Module, config: Any) -> None:
-    """Replace layers of a model on the meta device, in place, except those that the method leaves alone."""
+    """Replace layers of a model on the meta device, in place, except those that the method leaves alone.
+
+    Raises ModelConfigError if the method packs nothing of this model.
+    """
     stored = format_of(config)
     if stored is None:
         return
-    options = options_of(config)
-    keep = next((options[name] for name in _SKIPPED if options.get(name)), None) or get_keys_to_not_convert(model)
-
-    def wanted(path: str) -> bool:
-        return bool(should_convert_module(path, keep))
-
     if stored.experts:
-        pack_experts(model, stored, wanted)
+        pack_experts(model, stored, is_wanted(model, config))
     else:
-        _pack_linear_layers(model, stored, wanted)
+        _pack_layers(model, config, stored)
     for p in model.parameters():
         p.requires_grad_(False)
 
 
-def _pack_linear_layers(model: nn.Module, stored: Format, wanted: Callable[[str], bool]) -> None:
-    for path, linear in list(_linear_layers(model)):
-        if wanted(path):
-            model.set_submodule(path, QuantizedLinear(linear, stored))
-
-
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for path, module in model.named_modules():
-        if type(module) is nn.Linear:
-            yield path, module
+def _pack_layers(model: nn.Module, config: Any, stored: Format) -> None:
+    found = list(packed_layers(model, config))
+    if not found:
+        raise ModelConfigError(
+            f"{method_of(config)} packs no layer of {type(model).__name__} (the table in memory/estimation/"
+            "quantized_layers.py says which kinds): its weights stay as they are; estimate it without quantisation"
+        )
+    for path, layer in found:
+        model.set_submodule(path, QuantizedLinear(layer, stored))
 
 
 def packed_weights(model: nn.Module) -> dict[str, tuple[Format, list[int]]]:
@@ -144,15 +139,16 @@ def stand_ins(model: nn.Module, packed: Mapping[str, tuple[Format, list[int]]]) 
     """
     for path, module in list(model.named_modules()):
         if path in packed:
-            model.set_submodule(path, QuantizedLinear(module, *packed[path]))  # type: ignore[arg-type]
+            model.set_submodule(path, QuantizedLinear(module, *packed[path]))
         elif type(module).__module__.startswith("bitsandbytes.") and isinstance(module, nn.Linear):
             model.set_submodule(path, QuantizedLinear(module, _of_bitsandbytes(module)))
 
 
 def notes_of(model: nn.Module) -> list[str]:
-    """Why a model on the meta device cannot be trained as it is, once for each reason."""
-    stored = (module.stored for module in model.modules() if isinstance(module, QuantizedLinear | PackedExperts))
-    return list(dict.fromkeys(found.note for found in stored if found.note))
+    """Why a model on the meta device cannot be trained as it is, once for each reason, and what is left unpacked."""
+    packed = [module for module in model.modules() if isinstance(module, QuantizedLinear | PackedExperts)]
+    notes = dict.fromkeys(module.stored.note for module in packed if module.stored.note)
+    return [*notes, *unpacked_note(model, sum(module.count for module in packed))]
 
 
 def _of_bitsandbytes(module: Any) -> Format:

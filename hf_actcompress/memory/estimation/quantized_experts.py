@@ -63,6 +63,11 @@ class PackedExperts(nn.Module):
     stored: Format
     shapes: dict[str, torch.Size]
 
+    @property
+    def count(self) -> int:
+        """How many weights are packed."""
+        return sum(map(math.prod, self.shapes.values()))
+
     def pack(self, stored: Format) -> None:
         """Exchange the weights [E, in, out] for codes and scales on the meta device."""
         self.stored = stored

@@ -95,6 +95,13 @@ def options_of(config: Any) -> Mapping[str, Any]:
     return found
 
 
+def method_of(config: Any) -> str:
+    """The method of a `quantization_config`, as an object or a dict, or of a name ("nf4", "fp4", "int8")."""
+    stated = options_of(config).get("quant_method") or "bitsandbytes"
+    method = str(getattr(stated, "value", stated)).lower()
+    return "bitsandbytes" if method.startswith("bitsandbytes") else method
+
+
 def format_of(config: Any) -> Format | None:
     """The format of a `quantization_config`, as an object or a dict, or of a name ("nf4", "fp4", "int8").
 
@@ -105,9 +112,8 @@ def format_of(config: Any) -> Format | None:
         if config not in FORMATS:
             raise ModelConfigError(f"unknown quantisation {config!r}; known: {', '.join(FORMATS)}")
         return FORMATS[config]
-    options = options_of(config)
-    method = str(getattr(options.get("quant_method"), "value", options.get("quant_method") or "bitsandbytes")).lower()
-    if method.startswith("bitsandbytes"):
+    options, method = options_of(config), method_of(config)
+    if method == "bitsandbytes":
         if options.get("load_in_8bit"):
             return FORMATS["int8"]
         return Format(4, BLOCK, 32, double=bool(options.get("bnb_4bit_use_double_quant")))

@@ -1,17 +1,17 @@
 """What one way to keep a layer costs in time and in gradient error. It is a model of a device; nothing is measured.
 
-Time is a fraction of the layer's own forward and backward, 3 F, where F = 2 P T + 4 S T h floating-point operations (P
-weights, T tokens, sequences of S tokens, width h):
+Time is a fraction of the layer's own forward F and backward B, in floating-point operations that are counted op by op
+(`estimation/fake_step/arithmetic.py`). B is 2 F if all weights are trained, and little more than F if they are frozen:
 
 | way | time |
 |---|---|
-| checkpoint | F again; 4 S T h less where attention's output is kept |
+| checkpoint | F again; without attention's products A where its output is kept |
 | compressed or offloaded checkpoint | F again, and its input is packed and unpacked, or moved, as below |
 | int8, fp8, int4 | packing and unpacking each read one form and write the other: 2 (raw + packed) bytes |
-| attention's tensors on a device | its products are computed again, 4 S T h |
+| attention's tensors on a device | its products are computed again, A |
 | offload | the raw bytes are read and written, and the copies take longer than what runs beside them (below) |
 
-Copies to the host run beside the layer's forward, F, and copies back run beside its backward, 2 F. Only the time by
+Copies to the host run beside the layer's forward, F, and copies back run beside its backward, B. Only the time by
 which a copy is longer than what it runs beside is counted.
 
 Gradient error: the relative error that the codec leaves in normally distributed numbers. It is measured when it is
@@ -26,6 +26,7 @@ from functools import cache
 import torch
 
 from ...codecs import CODECS
+from ..estimation.fake_step.arithmetic import Work
 
 # groups of tensors; each group has its own codec
 GROUPS = ("norm", "mlp", "attention")
@@ -46,30 +47,13 @@ class DeviceModel:
     host_bandwidth: float = 25e9
 
 
-@dataclass(frozen=True)
-class LayerWork:
-    """The arithmetic of one layer's forward, in floating-point operations.
-
-    Args:
-        products: Operations of the products with the weights.
-        attention: Operations of queries times keys and of probabilities times values.
-    """
-
-    products: float
-    attention: float
-
-    @property
-    def forward(self) -> float:
-        return self.products + self.attention
-
-
-def checkpoint_time(work: LayerWork, attention_again: bool = True) -> float:
+def checkpoint_time(work: Work, attention_again: bool = True) -> float:
     """Extra time of a checkpointed layer as a fraction of its forward and backward."""
-    return (work.forward if attention_again else work.products) / (3 * work.forward)
+    return (work.forward if attention_again else work.products) / work.step
 
 
 def storage_time(
-    work: LayerWork, raw: dict[str, int], packed: dict[str, int], offloaded: set[str], device: DeviceModel
+    work: Work, raw: dict[str, int], packed: dict[str, int], offloaded: set[str], device: DeviceModel
 ) -> float:
     """Extra time of a layer whose tensors are packed, as a fraction of its forward and backward.
 
@@ -79,7 +63,7 @@ def storage_time(
         offloaded: The groups that go to host memory.
         device: The speeds to count with.
     """
-    forward = work.forward / device.flops
+    forward, backward = work.forward / device.flops, work.backward / device.flops
     moved = sum(raw[g] for g in offloaded)
     packing = sum(2 * (raw[g] + packed[g]) for g in raw if g not in offloaded)
     seconds = (packing + 2 * moved) / device.bandwidth
@@ -87,8 +71,8 @@ def storage_time(
         seconds += work.attention / device.flops
     # copies run beside the computation in both directions: backward starts the copies of what it will read next
     transfer = moved / device.host_bandwidth
-    seconds += max(0.0, transfer - forward) + max(0.0, transfer - 2 * forward)
-    return seconds / (3 * forward)
+    seconds += max(0.0, transfer - forward) + max(0.0, transfer - backward)
+    return seconds / (forward + backward)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -12,9 +13,10 @@ from ...codecs import CODECS, Offload
 from ...config import PRESETS, CompressionConfig
 from ...errors import UnsupportedModelError
 from ...roles import Role
+from ..estimation.fake_step.arithmetic import Work
 from ..estimation.fake_step.step import FakeStep
 from ..estimation.layers import LayerRun, find_runs, shortened
-from .costs import GROUPS, DeviceModel, LayerWork, checkpoint_time, codec_error, storage_time
+from .costs import GROUPS, DeviceModel, checkpoint_time, codec_error, storage_time
 from .knapsack import Weighed
 
 # presets that differ in how each tensor is stored
@@ -61,17 +63,21 @@ class LayerOption:
         return Weighed(self.nbytes, self.time + _ERROR_COSTS[objective] * self.error)
 
 
+# a step's bytes or its arithmetic
+_Step = TypeVar("_Step", FakeStep, Work)
+
+
 @dataclass(frozen=True)
-class Measured:
-    """The bytes of a model under one preset.
+class Measured(Generic[_Step]):
+    """What a model's step takes.
 
     Args:
         whole: The step of the whole model.
         layers: What one more layer of each run of equal layers adds.
     """
 
-    whole: FakeStep
-    layers: dict[LayerRun, FakeStep]
+    whole: _Step
+    layers: dict[LayerRun, _Step]
 
 
 def to_measure(allow: Sequence[str], may_checkpoint: bool) -> list[str]:
@@ -82,7 +88,7 @@ def to_measure(allow: Sequence[str], may_checkpoint: bool) -> list[str]:
     return list(dict.fromkeys([*asked, *(["checkpoint"] if asked.keys() & CHECKPOINTS.keys() else [])]))
 
 
-def measure(model: nn.Module, run: Callable[[nn.Module], FakeStep]) -> Measured:
+def measure(model: nn.Module, run: Callable[[nn.Module], _Step]) -> Measured[_Step]:
     """Run a model's step and find what a layer adds. Raises UnsupportedModelError if no two layers are alike."""
     runs = [found for found in find_runs(model) if found.units >= 2]
     if not runs:
@@ -101,8 +107,8 @@ def measure(model: nn.Module, run: Callable[[nn.Module], FakeStep]) -> Measured:
 
 def layer_options(
     run: LayerRun,
-    measured: dict[str, Measured],
-    work: LayerWork,
+    measured: dict[str, Measured[FakeStep]],
+    work: Work,
     device: DeviceModel,
 ) -> list[LayerOption]:
     """Every way to keep a layer of this run, with what `measured` says of each preset."""
@@ -119,7 +125,7 @@ def layer_options(
     return [*options, *(_checkpoint(name, kept, work, device) for name in kept)]
 
 
-def _checkpoint(name: str, kept: dict[str, int], work: LayerWork, device: DeviceModel) -> LayerOption:
+def _checkpoint(name: str, kept: dict[str, int], work: Work, device: DeviceModel) -> LayerOption:
     settings, raw = CHECKPOINTS[name], kept["checkpoint"]
     # attention's kernel runs again unless its output is kept, which shows in the layer's bytes
     keeps_attention = ("checkpoint_attention", "kept") in settings and kept[name] > raw
@@ -132,7 +138,7 @@ def _checkpoint(name: str, kept: dict[str, int], work: LayerWork, device: Device
 
 
 def _stored(
-    choice: dict[str, str], exact: int, sizes: dict[str, dict[str, int]], work: LayerWork, device: DeviceModel
+    choice: dict[str, str], exact: int, sizes: dict[str, dict[str, int]], work: Work, device: DeviceModel
 ) -> LayerOption:
     packed = {group: preset for group, preset in choice.items() if preset != "exact"}
     raw = {group: sizes["exact"][group] for group in packed}
@@ -161,13 +167,6 @@ def _by_group(step: FakeStep) -> dict[str, int]:
         if group := Role(role).group:
             sizes[group] += nbytes
     return sizes
-
-
-def layer_work(layer: nn.Module, batch_size: int, seq_len: int, width: int) -> LayerWork:
-    """The arithmetic of a layer's forward on such a batch."""
-    weights = sum(p.numel() for p in layer.parameters() if p.dim() > 1)
-    tokens = batch_size * seq_len
-    return LayerWork(2.0 * weights * tokens, 4.0 * seq_len * tokens * width)
 
 
 def config_of(layers: Iterable[tuple[str, LayerOption]]) -> CompressionConfig:

@@ -17,7 +17,7 @@ from ...quick.headroom import HEADROOM, usable
 from ...quick.sizes import parse_size, readable_size
 from ..estimation.assembly import estimate_of
 from ..estimation.fake_step.setting import Setting
-from ..estimation.fake_step.step import run_step
+from ..estimation.fake_step.step import FakeStep, run_counted, run_step
 from ..estimation.largest import max_batch_size, max_seq_len
 from ..estimation.layers import find_runs
 from ..estimation.meta_model import dtype_of, skeleton
@@ -34,7 +34,6 @@ from .options import (
     Measured,
     config_of,
     layer_options,
-    layer_work,
     measure,
     to_measure,
 )
@@ -190,25 +189,23 @@ def _problem(
     return _Problem(model, setting, optimizer, parts, options, outside, transients, objective, 0.0)
 
 
-def _measured(model: nn.Module, setting: Setting) -> Measured:
+def _measured(model: nn.Module, setting: Setting) -> Measured[FakeStep]:
     return measure(model, lambda part: run_step(part, setting, roles=True))
 
 
 def _options(
     model: nn.Module,
     names: Sequence[str],
-    measured: dict[str, Measured],
+    measured: dict[str, Measured[FakeStep]],
     allow: Sequence[str],
     setting: Setting,
     device: DeviceModel,
     objective: str,
 ) -> tuple[tuple[LayerOption, ...], ...]:
     by_list = {}
-    width = getattr(getattr(model, "config", None), "hidden_size", 0)
+    work = measure(model, lambda part: run_counted(part, setting)).layers
     for run in find_runs(model):
-        layer = model.get_submodule(f"{run.name}.{run.count - 1}")
-        work = layer_work(layer, setting.batch_size, setting.seq_len, width)
-        every = layer_options(run, measured, work, device)
+        every = layer_options(run, measured, work[run], device)
         found = [option for option in every if option.name not in CHECKPOINTS or option.name in allow]
         # an exact option that a lossy one beats is kept, too, because plans without lossy options need it
         several = (found, [option for option in found if not option.error])

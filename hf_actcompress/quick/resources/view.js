@@ -99,7 +99,9 @@ function codeOf({ asked, mode, rank, batch }) {
     ? ', quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",\n'
       + "    bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)"
     : mode === "int8" ? ", quantization_config=BitsAndBytesConfig(load_in_8bit=True)" : "";
-  const optim = { adamw: "adamw_torch_fused", adamw_8bit: "adamw_bnb_8bit", adafactor: "adafactor", sgd: "sgd" }[$("optimizer").value];
+  const optim = {
+    adamw: "adamw_torch_fused", adamw_32bit: "paged_adamw_32bit", adamw_8bit: "adamw_bnb_8bit", adafactor: "adafactor", sgd: "sgd",
+  }[$("optimizer").value];
   const lines = [
     mode === "qlora" ? "import torch" : null,
     lora ? "from peft import LoraConfig, get_peft_model" : null,

@@ -6,7 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from ....roles import Role
 from ...measurement.allocator import loss_of, without_collections
 from ...measurement.memory_report import role_of
 from ...measurement.saved_tensors import saved_tensors, storages
+from .arithmetic import Operations, Work
 from .batch import fake_batch
 from .compiled import CompiledStep
 from .cuda_rules import BLOCK, IN_FP32, CudaRules
@@ -128,6 +129,19 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
             kept = allocator.live_bytes
         del outputs
     return FakeStep(kept, allocator.peak_bytes, {}, allocator.timeline)
+
+
+def run_counted(model: nn.Module, setting: Setting) -> Work:
+    """The arithmetic of a forward and backward of the stock model, whatever `setting.config` is."""
+    setting = replace(setting, config=None)
+    copy = ready(model, setting, roles=False)
+    batch = _batch(copy.model, copy.mode, setting)
+    allocator, counted = _allocator(copy.model, batch, setting), Operations()
+    with _world(setting, copy.mode, allocator), counted:
+        loss = _Eager(copy.model, batch, setting).loss(allocator)
+        products, attention = counted.products, counted.attention
+        run_backward(loss)
+    return Work(products, attention, counted.products + counted.attention - products - attention)
 
 
 def _batch(model: nn.Module, mode: FakeTensorMode, setting: Setting) -> dict[str, Any]:

@@ -1,0 +1,101 @@
+"""The arithmetic of a step, counted op by op on fake tensors.
+
+So it is that of the logical weights if these are packed, that of the chosen experts in a mixture, and without the
+gradients that frozen weights do not get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of a step, or of a part of it.
+
+    Args:
+        products: Of the forward's products with weights.
+        attention: Of the forward's queries times keys and probabilities times values.
+        backward: Of the whole backward.
+    """
+
+    products: float
+    attention: float
+    backward: float
+
+    @property
+    def forward(self) -> float:
+        return self.products + self.attention
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward
+
+    def plus(self, other: Work, times: int) -> Work:
+        """The sum of this and `times` the other."""
+        return Work(
+            self.products + times * other.products,
+            self.attention + times * other.attention,
+            self.backward + times * other.backward,
+        )
+
+    def divided(self, by: int) -> Work:
+        return Work(self.products / by, self.attention / by, self.backward / by)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations of products and of attention while it is on. Enter it inside all other modes.
+
+    torch's own FlopCounterMode would decompose ops that the estimate has rules for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products = self.attention = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = getattr(func, "overloadpacket", None)
+        if packet in _FORMULAS:
+            self._add(packet, _FORMULAS[packet](*args))
+        elif packet in flop_registry:
+            self._add(packet, flop_registry[packet](*args, **(kwargs or {}), out_val=result))
+        return result
+
+    def _add(self, packet: Any, count: int) -> None:
+        # of attention that is written out, both products are of batches of matrices
+        if packet is aten.bmm or "attention" in str(packet):
+            self.attention += count
+        else:
+            self.products += count
+
+
+def _grouped(a: Tensor, b: Tensor, *_: Any) -> int:
+    """Products of groups of rows or columns: each group's size is a part of the dimension that has them all."""
+    groups = a.size(0) if a.dim() == b.dim() == 3 else 1
+    return 2 * groups * a.size(-2) * a.size(-1) * b.size(-1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+    return int(sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
+
+
+# ops that torch has no formula for
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._grouped_mm: _grouped,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
