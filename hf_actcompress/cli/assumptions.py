@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+_DEFAULTS: dict[str, Any] = {
+    "quantization": None, "autocast": None, "lora": None, "optimizer": None, "target_len": None, "zero": None,
+    "processes": 1, "fsdp": 1, "trl": None, "engine": "eager",
+}  # fmt: skip
+
 
 def assumed(options: Mapping[str, Any], batch_size: int, seq_len: int, dtypes: Iterable[str]) -> str:
     """The line of assumptions.
 
     Args:
-        options: Options of `Estimates`; those left out have their defaults.
+        options: Options of `Estimates`; those left out have their defaults, and without an optimizer none is named.
         batch_size, seq_len: Sequences, and tokens per sequence.
         dtypes: Dtypes of the weights; empty: those in the config.
     """
-    said = {"target_len": None, "zero": None, "processes": 1, "fsdp": 1, "trl": False, "engine": "eager", **options}
-    return ", ".join(_parts(said, f"{batch_size} x {seq_len}", "/".join(dtypes)))
+    return ", ".join(_parts({**_DEFAULTS, **options}, f"{batch_size} x {seq_len}", "/".join(dtypes)))
 
 
 def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
@@ -30,9 +34,12 @@ def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
         yield f"LoRA {'of the default rank' if rank is True else f'of rank {rank}'} on all linear layers"
     else:
         yield "all weights trained"
-    yield said["optimizer"]
+    if said["optimizer"]:
+        yield said["optimizer"]
     yield f"engine {said['engine']}"
-    yield "the loss of TRL's fused head" if said["trl"] else "the model's own loss (--trl: that of TRL's trainers)"
+    # a command without the option does not name it
+    other = "" if said["trl"] is None else " (--trl: that of TRL's trainers)"
+    yield "the loss of TRL's fused head" if said["trl"] else f"the model's own loss{other}"
     if said["fsdp"] > 1:
         yield f"one of {said['fsdp']} processes under FSDP2"
     if said["processes"] > 1:

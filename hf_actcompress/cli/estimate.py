@@ -48,18 +48,13 @@ from .common import (
     writable,
 )
 from .estimate_table import EstimateTable, as_data, cells_of, columns_of, explanation, layout, page_of, text_of
-from .lengths import lengths_in, steps_of
-from .quick import by_formula
+from .lengths import Lengths, lengths_in, steps_of
+from .quick import by_formula, check_file
 from .remedies import remedies
 from .strategies import chosen, rows
 
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
-]
-
-Lengths = Annotated[
-    Path | None,
-    typer.Option(help="Instead of --seq-len: a file of a data set's lengths in tokens; the batch is its longest."),
 ]
 
 
@@ -106,6 +101,7 @@ def estimate(
     options["trl"] = trl
     if quick:
         return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
+    check_file(model)
     table = EstimateTable(model, columns_of(room, max_context), room, gpu, steps_of(samples, batch_size))
     _answered(table, (batch_size, seq_len, max_context), preset or [], options, as_json, no_cache, html)
 
@@ -210,7 +206,8 @@ def _fill(
     table.fits = room is None or any(row.fits(room) for row in asked)
     if room is not None and not table.fits:
         with busy(f"looking for what would fit into {table.gpu}"):
-            table.instead = list(remedies(several, room, batch_size, seq_len, options))
+            shown = [strategy.name for strategy in strategies]
+            table.instead = list(remedies(several, room, batch_size, seq_len, options, shown))
     table.evaluation_bytes = several.evaluation_bytes(batch_size, seq_len)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
     table.assumed = assumed(options, batch_size, seq_len, dtypes)

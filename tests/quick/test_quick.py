@@ -16,6 +16,7 @@ from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.closed_form.probes import FAMILIES, HEAD, left_over, sizes_of
 from hf_actcompress.memory.closed_form.symbols import Reader
 from hf_actcompress.quick import formula, page
+from hf_actcompress.quick.config_rules import rules
 from hf_actcompress.quick.formula import with_chunks
 from hf_actcompress.quick.question import classes, question
 from tests.browser import dom, looked_at, needs_browser
@@ -130,7 +131,7 @@ def test_the_page_computes_the_same():
     ]  # fmt: skip
     common = {"strategy": "exact", "batch": 2, "seq": 128, "optimizer": "adamw", "room": ROOM}
     refused = [{"config": config, "training": training, **common} for config, training, _ in REFUSED.values()]
-    text = json.dumps({"classes": classes(), "questions": questions + refused})
+    text = json.dumps({"classes": classes(), "rules": rules(), "questions": questions + refused})
     command = ["node", str(HERE / "run.js"), str(RESOURCES / "formula.js")]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
     answers = json.loads(done.stdout)
