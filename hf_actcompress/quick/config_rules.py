@@ -78,6 +78,9 @@ def _broken(rule: Mapping[str, Any], x: Any, values: Mapping[str, Any]) -> str |
     if "one_of" in rule:
         plain = x.removeprefix("torch.") if isinstance(x, str) else x
         return None if plain in rule["one_of"] else f"one of {', '.join(map(str, rule['one_of']))}"
+    if isinstance(x, bool) and not rule.get("whole"):
+        # a switch of the same name, as ESM's token_dropout
+        return None
     number = type(x) in (int, float) and (x == int(x) if rule.get("whole") and abs(x) < 2**53 else True)
     beside = list(_beside(rule, values))
     if not beside and any(key in rule for key in _BESIDE):

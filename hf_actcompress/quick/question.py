@@ -229,8 +229,6 @@ def _sizes(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]
     hidden, heads = found["hidden"], found["heads"]
     kv_heads = found.get("kv_heads") or heads
     found |= {"ffn": found["ffn"] or 4 * hidden, "head": found.get("head") or hidden // heads}
-    if heads % kv_heads:
-        raise ModelConfigError(f"{heads} heads are not a multiple of {kv_heads} heads of keys")
     if kv_heads == 1 and heads > 1:
         # a single head has the memory layout of its transpose, so the copies of other cases are not made
         raise ModelConfigError("the formula is for several heads of keys, not for one; `estimate` takes any model")

@@ -127,6 +127,34 @@ def test_where_nothing_fits_it_says_what_would(model):
     assert [remedy["fits"] for remedy in data["remedies"]] == [False] * 3
 
 
+def test_gradient_checkpointing_is_offered_where_it_alone_is_enough(model):
+    """First of all remedies, because it is a switch and no other training; to the byte."""
+    sizes = ("--batch-size", "8", "--seq-len", "128")
+    alone = estimate(model, batch_size=8, seq_len=128, config="stock", gradient_checkpointing=True).device_bytes
+    both = estimate(model, batch_size=8, seq_len=128, config="exact", gradient_checkpointing=True).device_bytes
+    assert both < alone < estimate(model, batch_size=8, seq_len=128, config="int8").device_bytes
+    offered = {}
+    for room in (alone, alone - 1, both - 1):
+        result = run("estimate", model, *sizes, "--preset", "int8", "--gpu", f"{room}B", "--json")
+        assert result.exit_code == Exit.DOES_NOT_FIT
+        offered[room] = [(remedy["strategy"], remedy["nbytes"]) for remedy in json.loads(result.stdout)["remedies"]]
+    pair = [("checkpointing", alone), ("exact + checkpointing", both)]
+    assert offered[alone][:2] == pair and offered[alone - 1][0] == pair[1] and pair[1] not in offered[both - 1]
+    # where the table has these rows, nothing is offered twice
+    result = run("estimate", model, *sizes, "--gpu", f"{both // 2}B")
+    assert result.exit_code == Exit.DOES_NOT_FIT and "gradient checkpointing" not in result.stdout
+
+
+def test_remedies_that_the_model_cannot_have_are_left_out(tmp_path):
+    """peft has no LoRA for a Mamba."""
+    path = tmp_path / "mamba.json"
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "dtype": "bfloat16"}
+    path.write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"], **sizes}))
+    result = run("estimate", str(path), *SIZES, "--preset", "exact", "--gpu", "1MiB")
+    assert result.exit_code == Exit.DOES_NOT_FIT, result.output
+    assert "LoRA" not in result.stdout and "adamw_8bit" in result.stdout
+
+
 @pytest.mark.daily(3)
 def test_frozen_weights_on_the_host_are_offered_with_the_bytes_that_leave_the_card(tmp_path):
     """The last line, as it is printed: to the byte where they would fit and where they would not."""

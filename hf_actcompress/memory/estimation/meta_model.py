@@ -155,7 +155,7 @@ def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
     if empty is not None:
         raise ModelConfigError(
-            f"{cls.__name__} cannot be made from this config: {empty} has no elements; correct its sizes"
+            f"{cls.__name__} cannot be made from this config: {empty} would be empty; correct its sizes"
         )
     _note_dtype(config, dtype)
     model.tie_weights()  # type: ignore[operator]

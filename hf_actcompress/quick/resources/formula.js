@@ -87,6 +87,7 @@ function broken(rule, x, values) {
   }
   const beside = besideOf(rule, values), { least, most } = rule;
   if (!beside.length && Object.keys(BESIDE).some((key) => key in rule)) return null;
+  if (typeof x === "boolean" && !rule.whole) return null;
   const divides = (other) => x > 0 && other % x === 0;
   const tests = { at_most: (other) => x <= other, below: (other) => x < other, divides };
   const number = typeof x === "number" && (!rule.whole || Number.isInteger(x)) && x >= (least ?? x) && x <= (most ?? x);
@@ -203,7 +204,6 @@ function sizesOf({ fields, defaults }, values) {
   }
   const { heads, ...rest } = found;
   const kvHeads = found.kv_heads || heads;
-  if (heads % kvHeads) throw new Error(`${heads} heads are not a multiple of ${kvHeads} heads of keys`);
   if (kvHeads === 1 && heads > 1) {
     throw new Error("The formula is for several heads of keys, not for one; `hf-actcompress estimate` takes any model.");
   }
