@@ -203,7 +203,9 @@ def _config(name: Any, trust_remote_code: bool) -> Any:
     try:
         # if this is not set, transformers asks the user on the console
         options["trust_remote_code"] = trust_remote_code
-        check_config(PretrainedConfig.get_config_dict(place, **options)[0])
+        stated, _ = PretrainedConfig.get_config_dict(place, **options)
+        if isinstance(stated, dict):
+            check_config(stated)
         return AutoConfig.from_pretrained(place, **options)
     except ModelConfigError:
         raise
