@@ -101,7 +101,6 @@ def estimate(
     options["trl"] = trl
     if quick:
         return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
-    check_file(model)
     table = EstimateTable(model, columns_of(room, max_context), room, gpu, steps_of(samples, batch_size))
     _answered(table, (batch_size, seq_len, max_context), preset or [], options, as_json, no_cache, html)
 
@@ -136,6 +135,7 @@ def _answered(
     html: Path | None,
 ) -> None:
     """Print the stored answer, or compute it; write the page; end the program if nothing fits."""
+    check_file(table.model)
     asked = {**options, "gpu": table.gpu, "sizes": sizes, "steps": table.steps, "presets": presets or None}
     asked |= {"json": as_json, "html": html is not None}
     place = None if no_cache else place_of(table.model, asked)

@@ -87,8 +87,7 @@ def plan(
     smallest plan is too large, and says by how much and which smaller batch or sequence would fit.
     """
     weights, autocast = precision(dtype, bf16, fp16)
-    room = card_option(gpu)
-    seq_len = max(lengths_in(lengths), default=seq_len)
+    room, seq_len = card_option(gpu), max(lengths_in(lengths), default=seq_len)
     out, html = writable("--out", out), writable("--html", html)
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
