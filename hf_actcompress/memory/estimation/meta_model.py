@@ -203,7 +203,8 @@ def _config(name: Any, trust_remote_code: bool) -> Any:
     try:
         # if this is not set, transformers asks the user on the console
         options["trust_remote_code"] = trust_remote_code
-        stated, _ = PretrainedConfig.get_config_dict(place, **options)
+        # before transformers, some of whose classes fail at such a config without naming a field
+        stated = PretrainedConfig.get_config_dict(place)[0] if local else None
         if isinstance(stated, dict):
             check_config(stated)
         return AutoConfig.from_pretrained(place, **options)
