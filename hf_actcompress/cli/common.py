@@ -164,6 +164,8 @@ def precision(dtype: str | None, bf16: bool, fp16: bool) -> tuple[str | None, st
     """(dtype of the weights, dtype of autocast)."""
     if bf16 and fp16:
         raise typer.BadParameter("--bf16 and --fp16 exclude each other")
+    if dtype == "":
+        raise typer.BadParameter("it is empty; pass bf16, fp16 or fp32", param_hint="--dtype")
     autocast = "bfloat16" if bf16 else "float16" if fp16 else None
     return dtype or ("float32" if autocast else None), autocast
 
