@@ -1,4 +1,7 @@
-"""How long `hf-actcompress estimate` takes, in seconds of process time, beyond the imports of torch and transformers.
+"""How long `hf-actcompress estimate` takes, in seconds of process time.
+
+The whole estimate is timed beyond the imports of torch and transformers. `--quick`, the formula, imports neither; it is
+timed from the start of Python to the end of the command.
 
     python recipes/time_estimates.py --out recipes/results/estimates [--runs 5]
 
@@ -33,7 +36,8 @@ MODELS = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
     "bert-base": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
 }  # fmt: skip
-COLUMNS = ("torch, transformers", "first row", "all rows", "all")
+COLUMNS = ("torch, transformers", "first row", "all rows", "all", "--quick, with Python's start")
+SIZES = ("--batch-size", "2", "--seq-len", "512", "--gpu", "80GB")
 # seconds up to here, and the time of each line of the command's output
 RUN = """
 import importlib, json, sys, time
@@ -48,19 +52,31 @@ class Timed:
     def isatty(self): return False
 out, sys.stdout = sys.stdout, Timed()
 from hf_actcompress.cli import app
-sizes = ["--batch-size", "2", "--seq-len", "512", "--gpu", "80GB"]
-app(["estimate", sys.argv[1], "--no-cache", *sizes], standalone_mode=False)
+app(["estimate", "--no-cache", *sys.argv[1:]], standalone_mode=False)
 # the names of the columns are printed with the first row
 from hf_actcompress.cli.strategies import DEFAULT
 print(json.dumps([start, lines[1], lines[len(DEFAULT)], lines[-1]]), file=out)
 """
 
+QUICK = """
+import json, sys, time
+from hf_actcompress.cli import app
+app(["estimate", "--quick", *sys.argv[1:]], standalone_mode=False)
+assert "torch" not in sys.modules
+print(json.dumps([time.process_time()]))
+"""
+
 
 def timed(config: Path) -> list[float]:
-    """Seconds of the imports, of the first row, of all rows, and of all that is printed."""
+    """Seconds of the imports, of the first row, of all rows, and of all that is printed; and of the formula."""
+    return [*_run(RUN, config), *_run(QUICK, config)]
+
+
+def _run(code: str, config: Path) -> list[float]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run([sys.executable, "-c", RUN, str(config)], capture_output=True, text=True, env=kept)
-    if not done.stdout:
+    command = [sys.executable, "-c", code, str(config), *SIZES]
+    done = subprocess.run(command, capture_output=True, text=True, env=kept)
+    if done.returncode:
         raise SystemExit(done.stderr)
     found: list[float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -7,17 +7,21 @@ from typing import Any
 
 from ..quick.question import LORA_RANK
 
+_DEFAULTS: dict[str, Any] = {
+    "quantization": None, "autocast": None, "lora": None, "optimizer": None, "target_len": None, "zero": None,
+    "processes": 1, "fsdp": 1, "trl": None, "engine": "eager",
+}  # fmt: skip
+
 
 def assumed(options: Mapping[str, Any], batch_size: int, seq_len: int, dtypes: Iterable[str]) -> str:
     """The line of assumptions.
 
     Args:
-        options: Options of `Estimates`; those left out have their defaults.
+        options: Options of `Estimates`; those left out have their defaults, and without an optimizer none is named.
         batch_size, seq_len: Sequences, and tokens per sequence.
         dtypes: Dtypes of the weights; empty: those in the config.
     """
-    said = {"target_len": None, "zero": None, "processes": 1, "fsdp": 1, "trl": False, "engine": "eager", **options}
-    return ", ".join(_parts(said, f"{batch_size} x {seq_len}", "/".join(dtypes)))
+    return ", ".join(_parts({**_DEFAULTS, **options}, f"{batch_size} x {seq_len}", "/".join(dtypes)))
 
 
 def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
@@ -31,10 +35,13 @@ def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
         yield f'LoRA of rank {LORA_RANK if said["lora"] is True else said["lora"]} on peft\'s "all-linear"'
     else:
         yield "all weights trained"
-    paged = " with all of its states on the card (bitsandbytes may move them to the host)"
-    yield said["optimizer"] + (paged if "paged" in said["optimizer"] else "")
+    if said["optimizer"]:
+        paged = " with all of its states on the card (bitsandbytes may move them to the host)"
+        yield said["optimizer"] + (paged if "paged" in said["optimizer"] else "")
     yield f"engine {said['engine']}"
-    yield "the loss of TRL's fused head" if said["trl"] else "the model's own loss (--trl: that of TRL's trainers)"
+    # a command without the option does not name it
+    other = "" if said["trl"] is None else " (--trl: that of TRL's trainers)"
+    yield "the loss of TRL's fused head" if said["trl"] else f"the model's own loss{other}"
     if said["fsdp"] > 1:
         yield f"one of {said['fsdp']} processes under FSDP2"
     if said["processes"] > 1:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .quiet import only_our_words
 
 # the class that typer uses, whichever library it comes from
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -39,6 +39,9 @@ EXIT_CODES = (
 
 # more than any training has, and few enough for bytes to fit into 64 bits
 MOST = 2**24
+
+# what --quantization takes; memory/estimation/quantized_formats.py says what they are
+QUANTIZATIONS = ("nf4", "fp4", "int8")
 
 Model = Annotated[
     str, typer.Argument(help="A model of the Hugging Face hub, a folder with a config.json, or a bare config JSON.")
@@ -102,7 +105,11 @@ def lora_of(lora: bool, rank: int | None) -> bool | int | None:
 
 
 def quantization_of(name: str | None, qlora: bool) -> str | None:
-    """The value of `estimate`'s argument `quantization`."""
+    """The value of `estimate`'s argument `quantization`. Raises UnknownOptionError for another name."""
+    from ..errors import UnknownOptionError
+
+    if name is not None and name not in QUANTIZATIONS:
+        raise UnknownOptionError("quantization", name, QUANTIZATIONS)
     return name or ("nf4" if qlora else None)
 
 
@@ -122,9 +129,7 @@ def exit_codes() -> Iterator[None]:
     codes: dict[type[ActCompressError], Exit] = {DoesNotFitError: Exit.DOES_NOT_FIT, MissingExtraError: Exit.MISSING}
     of_model = (ModelConfigError, MeasurementError, NothingPatchedError, UnsupportedModelError)
     try:
-        with warnings.catch_warnings(), _only_errors_logged():
-            # libraries' warnings about themselves
-            warnings.simplefilter("ignore", FutureWarning)
+        with only_our_words():
             yield
     except ActCompressError as error:
         code = Exit.NO_MODEL if isinstance(error, of_model) else Exit.USAGE
@@ -135,18 +140,6 @@ def exit_codes() -> Iterator[None]:
         if os.environ.get("ACTCOMPRESS_TRACEBACK"):
             raise
         fail(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}", Exit.FAILED)
-
-
-@contextmanager
-def _only_errors_logged() -> Iterator[None]:
-    """Suppress warnings while a command runs, because the tables say which rows are lossy."""
-    logger = logging.getLogger("hf_actcompress")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def fail(message: str, code: Exit) -> None:
@@ -171,6 +164,8 @@ def precision(dtype: str | None, bf16: bool, fp16: bool) -> tuple[str | None, st
     """(dtype of the weights, dtype of autocast)."""
     if bf16 and fp16:
         raise typer.BadParameter("--bf16 and --fp16 exclude each other")
+    if dtype == "":
+        raise typer.BadParameter("it is empty; pass bf16, fp16 or fp32", param_hint="--dtype")
     autocast = "bfloat16" if bf16 else "float16" if fp16 else None
     return dtype or ("float32" if autocast else None), autocast
 
@@ -261,6 +256,15 @@ def progress(what: str) -> None:
 def echo_json(data: Any) -> None:
     """Print JSON on stdout, which gets nothing else."""
     typer.echo(json.dumps(data, indent=2))
+
+
+def show(found: Any, as_json: bool, assumptions: str) -> None:
+    """Print a report, and what its figures depend on: as one more line, or as one more field of the JSON."""
+    if as_json:
+        echo_json({**json.loads(found.to_json()), "assumed": assumptions})
+        return
+    found.print()
+    typer.echo(f"assumed: {assumptions}")
 
 
 class Rows:

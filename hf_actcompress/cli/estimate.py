@@ -48,18 +48,13 @@ from .common import (
     writable,
 )
 from .estimate_table import EstimateTable, as_data, cells_of, columns_of, explanation, layout, page_of, text_of
-from .lengths import lengths_in, steps_of
-from .quick import by_formula
+from .lengths import Lengths, lengths_in, steps_of
+from .quick import by_formula, check_file
 from .remedies import remedies
 from .strategies import chosen, rows
 
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
-]
-
-Lengths = Annotated[
-    Path | None,
-    typer.Option(help="Instead of --seq-len: a file of a data set's lengths in tokens; the batch is its longest."),
 ]
 
 
@@ -140,6 +135,7 @@ def _answered(
     html: Path | None,
 ) -> None:
     """Print the stored answer, or compute it; write the page; end the program if nothing fits."""
+    check_file(table.model)
     asked = {**options, "gpu": table.gpu, "sizes": sizes, "steps": table.steps, "presets": presets or None}
     asked |= {"json": as_json, "html": html is not None}
     place = None if no_cache else place_of(table.model, asked)
@@ -210,7 +206,8 @@ def _fill(
     table.fits = room is None or any(row.fits(room) for row in asked)
     if room is not None and not table.fits:
         with busy(f"looking for what would fit into {table.gpu}"):
-            table.instead = list(remedies(several, room, batch_size, seq_len, options))
+            shown = [strategy.name for strategy in strategies]
+            table.instead = list(remedies(several, room, batch_size, seq_len, options, shown))
     table.evaluation_bytes = several.evaluation_bytes(batch_size, seq_len)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
     table.assumed = assumed(options, batch_size, seq_len, dtypes)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .common import Rows
-from .remedies import STRATEGY, Remedy
+from .remedies import Remedy
 from .strategies import DEFAULT, MOST, TIME_CLASSES, Row
 
 _COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
@@ -117,7 +117,7 @@ def explanation(table: EstimateTable) -> Iterator[str]:
     yield f"fits into {table.gpu}: {', '.join(fitting) if fitting else 'none of these'}"
     for remedy in table.instead:
         fits = "would fit" if remedy.fits else "would not"
-        yield f"  {remedy.name}, {STRATEGY}: {readable_size(remedy.nbytes)}, {fits}"
+        yield f"  {remedy.name}, {remedy.strategy}: {readable_size(remedy.nbytes)}, {fits}"
 
 
 def _advice(rows: list[Row], room: int, steps: Sequence[int]) -> Iterator[str]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from .common import MOST
 
 _OPTION = "--lengths"
+Lengths = Annotated[
+    Path | None,
+    typer.Option(help="Instead of --seq-len: a file of a data set's lengths in tokens; the batch is its longest."),
+]
 # batches before the longest one; each length among them is a step to run
 _BATCHES = 3
 

@@ -33,8 +33,11 @@ from .common import (
     precision,
     progress,
     quantization_of,
+    show,
     writable,
 )
+from .lengths import Lengths, lengths_in
+from .quick import check_file
 
 if TYPE_CHECKING:
     from ..memory.planning.plans import Plan
@@ -59,6 +62,7 @@ def plan(
     model: Model,
     batch_size: BatchSize = 1,
     seq_len: SeqLen = 512,
+    lengths: Lengths = None,
     gpu: Gpu = None,
     headroom: Headroom = None,
     objective: Objective = "fidelity",
@@ -83,28 +87,21 @@ def plan(
     smallest plan is too large, and says by how much and which smaller batch or sequence would fit.
     """
     weights, autocast = precision(dtype, bf16, fp16)
-    room = card_option(gpu)
+    room, seq_len = card_option(gpu), max(lengths_in(lengths), default=seq_len)
     out, html = writable("--out", out), writable("--html", html)
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
     options["trust_remote_code"] = trust_remote_code
     options |= _said(allow=tuple(allow or ()) or None, headroom=headroom)
     progress(f"planning {model}")
+    check_file(model)
     with busy(f"planning {model}"):
         found = _planned(model, budget=room, objective=objective, batch_size=batch_size, seq_len=seq_len, **options)
     if out is not None:
         out.write_text(found.to_json())
-    _show(found, as_json, f"assumed: {assumed(options, batch_size, seq_len, [weights] if weights else [])}")
+    show(found, as_json, assumed(options, batch_size, seq_len, [weights] if weights else []))
     if html is not None:
         _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
-
-
-def _show(found: Plan, as_json: bool, assumptions: str) -> None:
-    if as_json:
-        typer.echo(found.to_json())
-        return
-    found.print()
-    typer.echo(assumptions)
 
 
 def _planned(model: str, **options: Any) -> Plan:

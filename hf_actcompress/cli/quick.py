@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from ..errors import ModelConfigError
+from ..quick.config_rules import check_config
 from ..quick.formula import QuickEstimate, largest
 from ..quick.headroom import HEADROOM, usable
 from ..quick.question import MOST_UNPACKED, Question, question
@@ -81,6 +82,18 @@ def config_of(model: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelConfigError(f"{path} holds no JSON object")
     return found
+
+
+def check_file(model: str) -> None:
+    """Raise ModelConfigError if the model is a file or folder here whose config breaks a rule; without torch."""
+    if not os.path.exists(os.path.expanduser(model)):
+        return
+    try:
+        config = config_of(model)
+    except ModelConfigError:
+        # transformers, which reads more kinds of folders, has the last word
+        return
+    check_config(config)
 
 
 def _of_hub(model: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 # remedies are compared by this strategy, the smallest exact one
 STRATEGY = "exact + checkpointing"
+# strategies that are no change of the training but a switch, from the least to the most
+_SWITCHES = {
+    "checkpointing": ("gradient checkpointing alone", None),
+    STRATEGY: ("gradient checkpointing and the preset exact", "exact"),
+}
 # other libraries do this, and this package works together with them
 _ON_HOST = "frozen weights on the host by FSDP, DeepSpeed or accelerate"
 
@@ -23,40 +28,62 @@ class Remedy:
 
     Args:
         name: What is changed, and the option of this command for it.
-        nbytes: Bytes that the card must have, under `STRATEGY`.
+        nbytes: Bytes that the card must have.
         fits: Whether the card has them.
+        strategy: The strategy that the bytes are those of.
     """
 
     name: str
     nbytes: int
     fits: bool
+    strategy: str = STRATEGY
 
 
 def remedies(
-    several: Estimates, room: int, batch_size: int, seq_len: int, options: Mapping[str, Any]
+    several: Estimates,
+    room: int,
+    batch_size: int,
+    seq_len: int,
+    options: Mapping[str, Any],
+    shown: Collection[str] = (),
 ) -> Iterator[Remedy]:
     """Changes that help, from the least to the most, each by itself. Changes that were made already are left out.
+
+    Gradient checkpointing, which keeps the training as it is, comes first, and only where it is enough.
 
     Args:
         several: Estimates of the model as the user asked for it.
         room: Bytes of the card.
         batch_size, seq_len: Sequences, and tokens per sequence.
         options: The options of these estimates.
+        shown: Names of the strategies whose rows the user sees.
     """
-    from ..errors import MissingExtraError
-
+    for strategy, (name, config) in _SWITCHES.items():
+        nbytes = None if strategy in shown else _needed(several, batch_size, seq_len, config)
+        if nbytes is not None and nbytes <= room:
+            yield Remedy(name, nbytes, True, strategy)
     for name, size, changes in _changes(batch_size, options):
-        try:
-            changed = several.changed(**changes) if changes else several
-            nbytes = changed.device_bytes(size, seq_len, "exact", True)
-        except MissingExtraError:
-            # LoRA cannot be estimated without peft
-            continue
-        yield Remedy(name, nbytes, nbytes <= room)
+        nbytes = _needed(several, size, seq_len, "exact", changes)
+        if nbytes is not None:
+            yield Remedy(name, nbytes, nbytes <= room)
     elsewhere = several.frozen_elsewhere()
-    if elsewhere and _is_whole(options):
-        nbytes = several.device_bytes(batch_size, seq_len, "exact", True) - elsewhere
+    nbytes = _needed(several, batch_size, seq_len, "exact") if elsewhere and _is_whole(options) else None
+    if nbytes is not None:
+        nbytes -= elsewhere
         yield Remedy(f"{_ON_HOST} ({readable_size(elsewhere)} less)", nbytes, nbytes <= room)
+
+
+def _needed(
+    several: Estimates, batch_size: int, seq_len: int, config: str | None, changes: Mapping[str, Any] | None = None
+) -> int | None:
+    """The bytes of a checkpointed training; None if there is no such training of this model, or peft is missing."""
+    from ..errors import ActCompressError
+
+    try:
+        changed = several.changed(**changes) if changes else several
+        return changed.device_bytes(batch_size, seq_len, config, True)
+    except ActCompressError:
+        return None
 
 
 def _changes(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:

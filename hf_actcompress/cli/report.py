@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .assumptions import assumed
 from .common import (
     BatchSize,
     Dtype,
@@ -20,8 +21,11 @@ from .common import (
     busy,
     frozen_imports,
     lora_of,
+    progress,
+    show,
     writable,
 )
+from .quick import check_file
 
 if TYPE_CHECKING:
     from ..memory.measurement.report import MemoryReport
@@ -51,6 +55,8 @@ def report(
     change what is kept, and runs on random tokens. It needs memory for its weights: --layers makes a large one smaller.
     """
     html = writable("--html", html)
+    progress(f"measuring {model}")
+    check_file(model)
     with busy(f"measuring {model}"):
         from ..memory.estimation.random_model import local_model, random_batch
 
@@ -68,10 +74,9 @@ def report(
             timelines = _timelines(built, batch, preset) if html is not None else {}
         if html is not None:
             _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, timelines)
-    if as_json:
-        typer.echo(found.to_json())
-    else:
-        found.print()
+    options = {"lora": lora_of(lora, lora_rank), "device": "cpu"}
+    weights = sorted({str(p.dtype).removeprefix("torch.") for p in built.parameters()})
+    show(found, as_json, assumed(options, batch_size, seq_len, weights))
 
 
 def _measure(model: Any, batch: dict[str, Any], preset: str) -> MemoryReport:

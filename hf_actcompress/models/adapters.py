@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..config import CompressionConfig
-from ..errors import MissingExtraError
+from ..errors import MissingExtraError, ModelConfigError
 from ..modules.adapter import AdapterMixin
 from ..modules.base import Settings
 from ..roles import Role
@@ -47,6 +47,7 @@ def with_lora(model: nn.Module, lora: Any) -> nn.Module:
 
     Raises:
         MissingExtraError: peft is not installed.
+        ModelConfigError: peft has no LoRA for this model.
     """
     try:
         import peft
@@ -55,5 +56,11 @@ def with_lora(model: nn.Module, lora: Any) -> nn.Module:
     if not isinstance(lora, peft.LoraConfig):
         rank = {} if lora is True else {"r": int(lora)}
         lora = peft.LoraConfig(target_modules="all-linear", **rank)
-    adapted: nn.Module = peft.get_peft_model(model, lora)
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, lora)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        said = " ".join(str(error).split())
+        raise ModelConfigError(
+            f"peft puts no LoRA on a {type(model).__name__}: {said} Pass a peft LoraConfig"
+        ) from error
     return adapted

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from .cards import CARDS
+from .config_rules import rules
 from .headroom import HEADROOM
 from .question import classes
 
@@ -16,6 +17,7 @@ def page() -> str:
     """The HTML text."""
     data = {
         "classes": classes(),
+        "rules": rules(),
         "presets": _json("presets.json"),
         "strategies": _json("strategies.json"),
         "cards": {name: mebibytes * 2**20 for name, mebibytes in CARDS.items()},

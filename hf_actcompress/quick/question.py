@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelConfigError, UnknownOptionError
+from .config_rules import check_config
 from .formula import QuickEstimate, evaluate
 from .optimizers import FOREACH, OF_TRAINER
 
@@ -26,6 +27,9 @@ MOST_UNPACKED = 0.2
 _PACKED = {"qlora": 1 / 2 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 # the rank of peft's LoraConfig
 LORA_RANK = 8
+# the grouped products of experts read rows that begin at multiples of 16 bytes
+_EXPERTS = 8
+_MISSING = object()
 # embeddings of these classes have no padding token
 _WITHOUT_PADDING = ("GPT2LMHeadModel",)
 # the fewest rows of a tile
@@ -135,15 +139,16 @@ def question(
     Raises:
         ModelConfigError: There is no formula for the class, or not for a model of this config or this training.
     """
+    check_config(config)
     name = _class_of(config)
     data = classes()[name]
     values = {**data["defaults"], **config}
+    check_config(values)
     _check_structure(name, data, values)
     flavour = _flavour(data, values)
     sizes = _sizes(data, values)
     reserved = _reserved(name, data, values, sizes)
-    if data["head"] not in (None, sizes["head"]):
-        raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {sizes['head']}")
+    _check_heads(name, data, values, sizes)
     sizes["rank"] = LORA_RANK if lora is True or not lora else int(lora)
     # also for quantised weights, because a linear layer knows the width of its inputs
     sizes["tile"] = max(_LEAST_TILE, sizes[data["tile"]] // 2)
@@ -184,6 +189,22 @@ def _check_structure(name: str, data: Mapping[str, Any], values: Mapping[str, An
         raise ModelConfigError("the formula does not read a quantization_config; ask for QLoRA instead")
 
 
+def _check_heads(name: str, data: Mapping[str, Any], values: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Refuse the shapes that the formula was not traced for, or that the model's class refuses."""
+    hidden, head, heads = sizes["hidden"], sizes["head"], sizes["groups"] * sizes["kv_heads"]
+    if data["head"] not in (None, head):
+        raise ModelConfigError(f"the formula of {name} is for heads of {data['head']} features, not {head}")
+    if hidden % heads:
+        raise ModelConfigError(f"the formula of {name} is for a width that {heads} heads divide, not for {hidden}")
+    if not data["learned_positions"] and head % 2:
+        raise ModelConfigError(f"rotary positions turn pairs of features, and {name} has heads of {head} here")
+    if "experts" in sizes and (hidden % _EXPERTS or sizes["ffn"] % _EXPERTS):
+        widths = f"{hidden} and {sizes['ffn']}"
+        raise ModelConfigError(f"products of experts need widths that are multiples of {_EXPERTS}, not {widths}")
+    if data["period"] > 1 and values.get("sliding_window") is None:
+        raise ModelConfigError(f"{name} needs a sliding_window, and this config has none")
+
+
 def _flavour(data: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     for flavour, options in data["flavours"].items():
         if all(values.get(field) == value for field, value in options.items()):
@@ -203,7 +224,9 @@ def _reserved(name: str, data: Mapping[str, Any], values: Mapping[str, Any], siz
         return known
     rows = min(sizes["vocab"], sizes["positions"]) if known else sizes["vocab"]
     if type(padding) is not int:
-        raise ModelConfigError(f"{name} cannot be made from this config: pad_token_id is {padding!r}")
+        raise ModelConfigError(
+            f"{name} cannot be made from this config: pad_token_id is {padding!r}; state the padding token there"
+        )
     if not -rows <= padding < rows:
         # the words in which torch refuses such a model
         raise ModelConfigError(f"{name} cannot be made from this config: Padding_idx must be within num_embeddings")
@@ -214,16 +237,17 @@ def _sizes(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, int]
     fields: Mapping[str, str] = data["fields"]
     found: dict[str, Any] = {size: values.get(field) for size, field in fields.items()}
     # only some classes compute the width of an MLP that is left out
-    optional = ("head", "kv_heads") if data["defaults"][fields["ffn"]] is not None else ("ffn", "head", "kv_heads")
+    optional = {"head", "kv_heads"} if data["defaults"][fields["ffn"]] is not None else {"ffn", "head", "kv_heads"}
+    # what a class computes where it is left out is not always computed where it is null
+    if fields.get("head") in values and data["defaults"].get(fields["head"], _MISSING) is not None:
+        optional -= {"head"}
     for size in fields:
         left_out = found[size] is None and size in optional
         if not left_out and (type(found[size]) is not int or found[size] < 1):
-            raise ModelConfigError(f"the config has no {fields[size]} above 0: {found[size]!r}")
+            raise ModelConfigError(f"the formula needs {fields[size]} above 0, and this config has {found[size]!r}")
     hidden, heads = found["hidden"], found["heads"]
     kv_heads = found.get("kv_heads") or heads
     found |= {"ffn": found["ffn"] or 4 * hidden, "head": found.get("head") or hidden // heads}
-    if heads % kv_heads:
-        raise ModelConfigError(f"{heads} heads are not a multiple of {kv_heads} heads of keys")
     if kv_heads == 1 and heads > 1:
         # a single head has the memory layout of its transpose, so the copies of other cases are not made
         raise ModelConfigError("the formula is for several heads of keys, not for one; `estimate` takes any model")

@@ -1,9 +1,10 @@
-"""`estimate --lengths` reads a file with the lengths of a data set and estimates its longest batch."""
+"""`estimate --lengths` and `plan --lengths` read a file with the lengths of a data set and take its longest batch."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.cli.lengths import lengths_in, steps_of
+from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.estimation.estimates import Estimates
 from tests.cli.invoke import run
 
@@ -51,6 +53,24 @@ def test_the_allocator_is_replayed_with_these_lengths(model: str, tmp_path: Path
         assert row["estimate"][name] == several.reserved_share(2, 128, "exact", expandable=expandable, lengths=steps)
     options = ("--batch-size", "2", "--preset", "exact", "--lengths", str(path), "--gpu", f"{peak + 1000}B")
     assert "the shares are those of batches of 40, 96, 3, 128 tokens" in run("estimate", model, *options).stdout
+
+
+def test_a_plan_is_for_the_longest_batch(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("12\n96\n7\n")
+    asked: list[int] = []
+
+    def refused(model: str, **options: Any) -> None:
+        asked.append(options["seq_len"])
+        raise ModelConfigError("asked")
+
+    monkeypatch.setattr(sys.modules["hf_actcompress.cli.plan"], "_planned", refused)
+    for more in (("--lengths", str(path)), ("--seq-len", "96"), ()):
+        assert run("plan", model, "--gpu", "24", *more).exit_code == Exit.NO_MODEL
+    assert asked == [96, 96, 512]
+    path.write_text("many\n")
+    result = run("plan", model, "--gpu", "24", "--lengths", str(path))
+    assert result.exit_code == Exit.USAGE and "number 1 is 'many'" in result.stderr
 
 
 def test_the_batches_of_lengths() -> None:

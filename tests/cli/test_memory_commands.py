@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -11,6 +12,7 @@ import torch
 
 from hf_actcompress.cli import estimate as estimate_command
 from hf_actcompress.cli.common import Exit
+from hf_actcompress.cli.remedies import remedies
 from hf_actcompress.cli.strategies import DEFAULT
 from hf_actcompress.memory import estimate
 from tests.cli.conftest import CONFIG
@@ -125,6 +127,42 @@ def test_where_nothing_fits_it_says_what_would(model):
     assert "would not" in changes.values()
     data = json.loads(run("estimate", model, *SIZES, "--gpu", f"{CONTEXT_BYTES}B", "--lora", "--json").stdout)
     assert [remedy["fits"] for remedy in data["remedies"]] == [False] * 3
+
+
+def test_gradient_checkpointing_is_offered_where_it_alone_is_enough(model):
+    """First of all remedies, because it is a switch and no other training; to the byte."""
+    from hf_actcompress.cli.estimate_table import EstimateTable, explanation
+    from hf_actcompress.memory.estimation.estimates import Estimates
+    from hf_actcompress.quick.sizes import readable_size
+
+    several, options = Estimates(model), {"optimizer": "adamw"}
+    alone, both = (several.device_bytes(8, 128, config, True) for config in (None, "exact"))
+    assert both < alone < several.device_bytes(8, 128, "int8")
+
+    def offered(room, *shown):
+        found = remedies(several, room, 8, 128, options, ("stock", *shown))
+        return [(remedy.strategy, remedy.nbytes, remedy.fits) for remedy in itertools.islice(found, 2)]
+
+    pair = [("checkpointing", alone, True), ("exact + checkpointing", both, True)]
+    assert offered(alone, "int8") == pair
+    assert offered(alone - 1, "int8")[0] == pair[1] and pair[0] not in offered(alone - 1)
+    # a row of the table is not offered again, and nothing is that is too large
+    assert offered(alone, "checkpointing")[0] == pair[1]
+    for others in (offered(both - 1), offered(alone, *(strategy.name for strategy in DEFAULT))):
+        assert not set(pair) & set(others)
+    first = next(remedies(several, alone, 8, 128, options, ("stock", "int8")))
+    lines = list(explanation(EstimateTable(model, (), alone, "this card", instead=[first])))
+    assert lines[-1] == f"  gradient checkpointing alone, checkpointing: {readable_size(alone)}, would fit"
+
+
+def test_remedies_that_the_model_cannot_have_are_left_out(tmp_path):
+    """peft has no LoRA for a Mamba."""
+    path = tmp_path / "mamba.json"
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "dtype": "bfloat16"}
+    path.write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"], **sizes}))
+    result = run("estimate", str(path), *SIZES, "--preset", "exact", "--gpu", "1MiB")
+    assert result.exit_code == Exit.DOES_NOT_FIT, result.output
+    assert "LoRA" not in result.stdout and "adamw_8bit" in result.stdout
 
 
 @pytest.mark.daily(3)

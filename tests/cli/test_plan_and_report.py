@@ -58,6 +58,7 @@ def test_report_measures_per_module(model, tmp_path):
     page = tmp_path / "page.html"
     result = run("report", model, *SIZES, "--json", "--html", str(page))
     assert result.exit_code == Exit.OK, result.output
+    assert result.stderr == f"measuring {model}\n"
     data = json.loads(result.stdout)
     modules = {row["module"] for row in data["rows"]}
     assert {"model.layers.0.mlp", "model.layers.1.self_attn"} <= modules

@@ -19,6 +19,7 @@ from hf_actcompress.memory.closed_form.symbols import Reader
 from hf_actcompress.memory.estimation.meta_model import skeleton
 from hf_actcompress.memory.estimation.quantized import QuantizedLinear
 from hf_actcompress.quick import formula, page
+from hf_actcompress.quick.config_rules import rules
 from hf_actcompress.quick.formula import with_chunks
 from hf_actcompress.quick.question import classes, question
 from tests.browser import dom, looked_at, needs_browser
@@ -96,7 +97,7 @@ REFUSED = {
     "late padding": ({**ROBERTA, "pad_token_id": 400}, {}, "positions for 113 tokens, and 128 were"),
     "no width of the MLP": ({**LLAMA, "intermediate_size": None}, {}, "intermediate_size"),
     "quantised": ({**LLAMA, "quantization_config": {"bits": 4}}, {}, "QLoRA"),
-    "heads": ({**LLAMA, "num_key_value_heads": 7}, {}, "multiple"),
+    "heads": ({**LLAMA, "num_key_value_heads": 7}, {}, "7 in this config, and should be a divisor of num_att"),
     "one head of keys": ({**LLAMA, "num_key_value_heads": 1}, {}, "several heads of keys"),
     "a width as text": ({**LLAMA, "intermediate_size": "8192"}, {}, "intermediate_size"),
     "a negative head": ({**LLAMA, "head_dim": -64}, {}, "head_dim"),
@@ -110,6 +111,24 @@ REFUSED = {
     "head": ({**PRESETS["GPT-2"], "n_head": 6}, {"dtype": "bf16"}, "heads of 64"),
     "positions": ({**PRESETS["GPT-2"], "n_positions": 64}, {"dtype": "bf16"}, "learned positions"),
     "reserved positions": ({**ROBERTA, "max_position_embeddings": 129}, {}, "127 tok"),
+    "experts of a token": (
+        {**PRESETS["Mixtral-8x7B"], "num_experts_per_tok": 20},
+        {},
+        "more and at most num_local_exp",
+    ),
+    "a share": ({**LLAMA, "attention_dropout": 3}, {}, "should be a number from 0 to 1: correct it there"),
+    "one of a list": ({**LLAMA, "image_size": [32, 0]}, {}, "in this config, and should be a whole number from 1"),
+    "a name": ({**LLAMA, "architectures": "Llama"}, {}, "should be a list of names"),
+    "a dtype": ({**LLAMA, "dtype": "bf17"}, {}, "one of float32, bfloat16, float16, float64, fp32"),
+    "bits": ({**LLAMA, "quantization_config": {"bits": "four"}}, {}, "one of 2, 3, 4, 8"),
+    "a group": ({**LLAMA, "quantization_config": {"group_size": 0}}, {}, "from 1 to 2147483647 or -1"),
+    "no object": ({**LLAMA, "quantization_config": "nf4"}, {}, "an object with options"),
+    "a width": ({**LLAMA, "hidden_size": 2049}, {}, "for a width that 32 heads divide, not for 2049"),
+    "odd heads": ({**LLAMA, "head_dim": 33}, {}, "heads of 33 here"),
+    "odd experts": ({**PRESETS["Mixtral-8x7B"], "intermediate_size": 100}, {}, "multiples of 8, not 4096 and 100"),
+    "a null head": ({**PRESETS["Qwen3-8B"], "head_dim": None}, {}, "head_dim above 0"),
+    "no window": ({**PRESETS["Gemma-3-4B"], "sliding_window": None}, {}, "needs a sliding_window"),
+    "no padding token": ({**ROBERTA, "pad_token_id": None}, {}, "state the padding token there"),
     "window": ({**PRESETS["Mixtral-8x7B"], "sliding_window": 128}, {}, "tokens back"),
 }
 
@@ -133,7 +152,7 @@ def test_the_page_computes_the_same():
     ]  # fmt: skip
     common = {"strategy": "exact", "batch": 2, "seq": 128, "optimizer": "adamw", "room": ROOM}
     refused = [{"config": config, "training": training, **common} for config, training, _ in REFUSED.values()]
-    text = json.dumps({"classes": classes(), "questions": questions + refused})
+    text = json.dumps({"classes": classes(), "rules": rules(), "questions": questions + refused})
     command = ["node", str(HERE / "run.js"), str(RESOURCES / "formula.js")]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
     answers = json.loads(done.stdout)

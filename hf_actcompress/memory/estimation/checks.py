@@ -13,10 +13,16 @@ from .assembly import ENGINES
 DEVICES = ("cuda", "cpu")
 
 
-def is_compiled(model: Any, device: str, engine: str | None) -> bool:
-    """Whether to estimate the model as a compiled one. Raises UnknownOptionError for an unknown device or engine."""
+def on_cuda(device: str) -> bool:
+    """Whether the rules are CUDA's. Raises UnknownOptionError for an unknown device."""
     if device not in DEVICES:
         raise UnknownOptionError("device", device, DEVICES)
+    return device == "cuda"
+
+
+def is_compiled(model: Any, device: str, engine: str | None) -> bool:
+    """Whether to estimate the model as a compiled one. Raises UnknownOptionError for an unknown device or engine."""
+    on_cuda(device)
     if engine is None:
         return isinstance(model, nn.Module) and compiled_modules(model) == [uncompiled(model)]
     if engine not in ENGINES:

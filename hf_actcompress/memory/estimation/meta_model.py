@@ -19,8 +19,9 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 from transformers.utils import CONFIG_NAME
 
-from ...errors import ModelConfigError, UnknownOptionError
+from ...errors import ActCompressError, ModelConfigError, UnknownOptionError
 from ...models.adapters import with_lora
+from ...quick.config_rules import QUANTIZATION, check_config
 from ..measurement.compiled import uncompiled
 from .meta_device import OnMeta
 from .quantized import packed_weights, quantize, stand_ins
@@ -92,16 +93,29 @@ def skeleton(
         stand_ins(model, packed)
     else:
         config = source if isinstance(source, PretrainedConfig) else _config(source, trust_remote_code)
+        check_config(config.to_dict())
         quantization = quantization or getattr(config, "quantization_config", None)
         cls = _class_of(config, trust_remote_code)
         model = _from_config(cls, config, dtype or dtype_of(getattr(config, "dtype", None)) or torch.float32)
     if quantization is not None:
-        quantize(model, quantization)
+        _quantize(model, quantization)
     if lora is not None and lora is not False:
         model = with_lora(model, lora)
     if gradient_checkpointing:
         _checkpoint(model)
     return model.train()
+
+
+def _quantize(model: nn.Module, quantization: Any) -> None:
+    if isinstance(quantization, dict):
+        check_config({QUANTIZATION: quantization})
+    try:
+        quantize(model, quantization)
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ActCompressError):
+            raise
+        said = f"{type(error).__name__}: {_first_line(error)}"
+        raise ModelConfigError(f"the {QUANTIZATION} cannot be used: {said}; correct its options") from error
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -128,9 +142,6 @@ def _empty_like(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers < 1:
-        raise ModelConfigError(f"{cls.__name__} cannot have {layers} layers (num_hidden_layers)")
     config = copy.deepcopy(config)
     config.__dict__.pop("quantization_config", None)
     # the Trainer sets this as well
@@ -141,6 +152,11 @@ def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
             model: nn.Module = cls._from_config(config, dtype=None)
     except Exception as error:  # of any model's code, about a config that it does not take
         raise ModelConfigError(f"{cls.__name__} cannot be made from this config: {_first_line(error)}") from error
+    empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
+    if empty is not None:
+        raise ModelConfigError(
+            f"{cls.__name__} cannot be made from this config: {empty} would be empty; correct its sizes"
+        )
     _note_dtype(config, dtype)
     model.tie_weights()  # type: ignore[operator]
     return model
@@ -181,12 +197,19 @@ def _config(name: Any, trust_remote_code: bool) -> Any:
     if looks_local and not os.path.exists(os.path.expanduser(path)):
         raise ModelConfigError(f"no such file or folder: {name}; it should be a config.json or a folder that has one")
     local = looks_local or os.path.exists(path)
+    place = os.path.expanduser(path) if looks_local else str(name)
     # without a connection transformers retries for half a minute before it fails
     options: dict[str, Any] = {} if local or _reachable(str(name)) else {"local_files_only": True}
     try:
         # if this is not set, transformers asks the user on the console
         options["trust_remote_code"] = trust_remote_code
-        return AutoConfig.from_pretrained(os.path.expanduser(path) if looks_local else str(name), **options)
+        # before transformers, some of whose classes fail at such a config without naming a field
+        stated = PretrainedConfig.get_config_dict(place)[0] if local else None
+        if isinstance(stated, dict):
+            check_config(stated)
+        return AutoConfig.from_pretrained(place, **options)
+    except ModelConfigError:
+        raise
     except Exception as error:  # the checks of configs raise errors of their own
         raise ModelConfigError(_help(str(name), error)) from error
 

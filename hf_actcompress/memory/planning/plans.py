@@ -16,6 +16,7 @@ from ...models.root import root_module
 from ...quick.headroom import HEADROOM, usable
 from ...quick.sizes import parse_size, readable_size
 from ..estimation.assembly import estimate_of
+from ..estimation.checks import on_cuda
 from ..estimation.fake_step.setting import Setting
 from ..estimation.fake_step.step import FakeStep, run_counted, run_step
 from ..estimation.largest import max_batch_size, max_seq_len
@@ -140,7 +141,7 @@ def plan(
     Raises:
         DoesNotFitError: Even the smallest plan is too large. The message says by how much, and which batch or
             sequence would fit.
-        UnknownOptionError: An objective or option that does not exist, or a headroom outside of [0, 1).
+        UnknownOptionError: An objective, device or option that does not exist, or a headroom outside of [0, 1).
         UnsupportedModelError: No two layers of the model are alike.
         The errors of `estimate`.
     """
@@ -149,11 +150,11 @@ def plan(
     unknown = [name for name in allow if name not in OPTIONS]
     if unknown:
         raise UnknownOptionError("option of a plan", unknown[0], OPTIONS)
-    optimizer_rule(optimizer)
+    cuda, _ = on_cuda(device), optimizer_rule(optimizer)
     room = _device_bytes() if budget is None else parse_size(budget)
     usable(room, headroom)
     whole = skeleton(model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
-    setting = Setting(batch_size, seq_len, PRESETS["exact"], device == "cuda", dtype_of(autocast))
+    setting = Setting(batch_size, seq_len, PRESETS["exact"], cuda, dtype_of(autocast))
     problem = _problem(whole, setting, optimizer, ("exact", *allow), objective, device_model or DeviceModel())
     return _solve(replace(problem, headroom=headroom), room)
 

@@ -5,6 +5,8 @@ const LEAST_CHUNK = 2 ** 18, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8
 // embeddings of these classes have no padding token
 const WITHOUT_PADDING = ["GPT2LMHeadModel"];
 const QUANTIZED = { nf4: "qlora", int8: "int8" };
+// products of experts: multiples of their widths
+const EXPERTS = 8;
 const HALF = ["bf16", "bfloat16", "fp16", "float16", "half"];
 
 function chunk(total, others, budget) {
@@ -66,6 +68,56 @@ function largest(needed, room, most) {
   return low;
 }
 
+// the other fields that a rule compares with: its key, the field's name and its value
+const BESIDE = { at_most: "at most", below: "below", divides: "a divisor of" };
+function besideOf(rule, values) {
+  return Object.keys(BESIDE).flatMap((key) => {
+    const name = (rule[key] || []).find((name) => Number.isInteger(values[name]) && values[name] > 0);
+    return name ? [[key, name, values[name]]] : [];
+  });
+}
+
+// what a value should be by a rule of config_rules.json, if it is not
+function broken(rule, x, values) {
+  if (rule.names) return Array.isArray(x) && x.every((name) => typeof name === "string") ? null : "a list of names";
+  if (rule.options) return isObject(x) ? null : "an object with options";
+  if (rule.one_of) {
+    const plain = typeof x === "string" ? x.replace("torch.", "") : x;
+    return rule.one_of.includes(plain) ? null : `one of ${rule.one_of.join(", ")}`;
+  }
+  const beside = besideOf(rule, values), { least, most } = rule;
+  if (!beside.length && Object.keys(BESIDE).some((key) => key in rule)) return null;
+  if (typeof x === "boolean" && !rule.whole) return null;
+  const divides = (other) => x > 0 && other % x === 0;
+  const tests = { at_most: (other) => x <= other, below: (other) => x < other, divides };
+  const number = typeof x === "number" && (!rule.whole || Number.isInteger(x)) && x >= (least ?? x) && x <= (most ?? x);
+  if (number && beside.every(([key, , other]) => tests[key](other))) return null;
+  const kind = rule.whole ? "a whole number" : "a number";
+  const range = most === undefined ? `of ${least} or more` : `from ${least} to ${most}`;
+  const bounds = least === undefined ? [] : [`${kind} ${range}`];
+  bounds.push(...beside.map(([key, name, other]) => `${BESIDE[key]} ${name} (${other})`));
+  return [bounds.join(" and ") || kind, ...(rule.also || [])].join(" or ");
+}
+
+const isObject = (x) => typeof x === "object" && x !== null && !Array.isArray(x);
+
+function checkConfig(rules, values, about = "config", where = "") {
+  for (const [field, found] of Object.entries(values).filter(([, found]) => found !== null)) {
+    for (const rule of rules[about]) {
+      if (!new RegExp(`^(?:${rule.fields})$`).test(field) || values[rule.unless] === false) continue;
+      const single = rule.names || rule.options || rule.one_of || rule.single;
+      for (const x of Array.isArray(found) && !single ? found : [found]) {
+        if ((!single && typeof x === "object" && x !== null) || (rule.also || []).includes(x)) continue;
+        const should = broken(rule, x, values);
+        if (!should) continue;
+        const said = `${where}${field} is ${JSON.stringify(found)} in this config`;
+        throw new Error(`${said}, and should be ${should}: correct it there`);
+      }
+    }
+    if (isObject(found)) checkConfig(rules, found, field in rules ? field : about, `${where}${field}.`);
+  }
+}
+
 function classOf(classes, config) {
   const stated = config.architectures || [];
   const named = stated.find((name) => Object.hasOwn(classes, name));
@@ -109,7 +161,7 @@ function reservedOf(name, { reserved }, values, { vocab, positions }) {
   if (WITHOUT_PADDING.includes(name) || (padding === null && !reserved)) return reserved;
   const rows = reserved ? Math.min(vocab, positions) : vocab;
   if (!Number.isInteger(padding)) {
-    throw new Error(`${name} cannot be made from this config: pad_token_id is ${padding}`);
+    throw new Error(`${name} cannot be made from this config: pad_token_id is ${padding}; state the padding token there`);
   }
   if (padding < -rows || padding >= rows) {
     throw new Error(`${name} cannot be made from this config: Padding_idx must be within num_embeddings`);
@@ -117,20 +169,41 @@ function reservedOf(name, { reserved }, values, { vocab, positions }) {
   return reserved ? (padding + positions) % positions + 1 : 0;
 }
 
+function checkHeads(name, data, values, sizes) {
+  const { hidden, head, ffn } = sizes, heads = sizes.groups * sizes.kv_heads;
+  if (data.head !== null && data.head !== head) {
+    throw new Error(`The formula of ${name} is for heads of ${data.head} features, not ${head}`);
+  }
+  if (hidden % heads) {
+    throw new Error(`The formula of ${name} is for a width that ${heads} heads divide, not for ${hidden}`);
+  }
+  if (!data.learned_positions && head % 2) {
+    throw new Error(`Rotary positions turn pairs of features, and ${name} has heads of ${head} here`);
+  }
+  if ("experts" in sizes && (hidden % EXPERTS || ffn % EXPERTS)) {
+    throw new Error(`Products of experts need widths that are multiples of ${EXPERTS}, not ${hidden} and ${ffn}`);
+  }
+  if (data.period > 1 && value(values, "sliding_window") === null) {
+    throw new Error(`${name} needs a sliding_window, and this config has none`);
+  }
+}
+
 function sizesOf({ fields, defaults }, values) {
   // only some classes compute the width of an MLP that is left out
-  const optional = value(defaults, fields.ffn) !== null ? ["head", "kv_heads"] : ["ffn", "head", "kv_heads"];
+  const computed = value(defaults, fields.ffn) !== null ? ["head", "kv_heads"] : ["ffn", "head", "kv_heads"];
+  // what a class computes where it is left out is not always computed where it is null
+  const stated = fields.head in values && defaults[fields.head] !== null;
+  const optional = computed.filter((size) => size !== "head" || !stated);
   const found = Object.fromEntries(Object.entries(fields).map(([size, field]) => [size, value(values, field)]));
   for (const size of Object.keys(fields)) {
     const leftOut = (found[size] ?? null) === null && optional.includes(size);
     if (leftOut) continue;
     if (!Number.isInteger(found[size]) || found[size] < 1) {
-      throw new Error(`The config has no ${fields[size]} above 0: ${found[size]}`);
+      throw new Error(`The formula needs ${fields[size]} above 0, and this config has ${found[size]}`);
     }
   }
   const { heads, ...rest } = found;
   const kvHeads = found.kv_heads || heads;
-  if (heads % kvHeads) throw new Error(`${heads} heads are not a multiple of ${kvHeads} heads of keys`);
   if (kvHeads === 1 && heads > 1) {
     throw new Error("The formula is for several heads of keys, not for one; `hf-actcompress estimate` takes any model.");
   }
@@ -161,16 +234,16 @@ function modeOf(dtype, autocast, lora, quantization) {
     + "use bf16 or fp16 weights, or fp32 ones without LoRA.");
 }
 
-function question(classes, config, training) {
+function question({ classes, rules }, config, training) {
+  checkConfig(rules, config);
   const name = classOf(classes, config), data = classes[name];
   const values = { ...data.defaults, ...config };
+  checkConfig(rules, values);
   checkStructure(name, data, values);
   const flavour = flavourOf(data, values);
   const sizes = sizesOf(data, values);
   const reserved = reservedOf(name, data, values, sizes);
-  if (data.head !== null && data.head !== sizes.head) {
-    throw new Error(`The formula of ${name} is for heads of ${data.head} features, not ${sizes.head}`);
-  }
+  checkHeads(name, data, values, sizes);
   const { dtype, autocast, lora, quantization } = training;
   sizes.rank = Number.isInteger(lora) && lora > 0 ? lora : LORA_RANK;
   // also of quantised weights: a linear layer knows its inputs' width

@@ -44,7 +44,7 @@ function read() {
   try { config = JSON.parse($("config").value); } catch (error) { throw new Error(`This is no JSON: ${error.message}`); }
   if (config === null || typeof config !== "object" || Array.isArray(config)) throw new Error("A config is a JSON object.");
   const mode = $("training").value, rank = Number($("rank").value);
-  const asked = question(DATA.classes, config, trainingOf(mode, rank));
+  const asked = question(DATA, config, trainingOf(mode, rank));
   return { asked, mode, rank, batch: Number($("batch").value), seq: Number($("seq").value), room: DATA.cards[$("card").value] };
 }
 

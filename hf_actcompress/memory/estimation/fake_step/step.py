@@ -180,12 +180,20 @@ def _failures_named(model: nn.Module) -> Iterator[None]:
         if takes_pictures(model):
             raise ModelConfigError(
                 f"the forward of {name} reads values of its pictures, which an estimate has not; memory_report(model, "
-                f"batch) measures the model on a batch of yours ({error})"
+                f"batch) measures the model on a batch of yours ({_line(error)})"
             ) from error
-        raise ModelConfigError(f"the forward of {name} fails: {type(error).__name__}: {error}{_hint(error)}") from error
+        said = f"{type(error).__name__}: {_line(error)}{_hint(error, model)}"
+        raise ModelConfigError(f"the forward of {name} fails: {said}") from error
 
 
-def _hint(error: Exception) -> str:
+def _line(error: Exception) -> str:
+    """The first line of an error's message. What torch says below it are the signatures of its functions."""
+    return str(error).partition("\n")[0]
+
+
+def _hint(error: Exception, model: Any) -> str:
+    if "NoneType" in str(error) and getattr(unwrapped(model).config, "pad_token_id", 0) is None:
+        return " (the config's pad_token_id is null: state the padding token's number there)"
     if not any(name in str(error) for name in _FIRST_TOKENS):
         return ""
     return f" (its decoder's inputs are made of the labels, so the config has to state {' and '.join(_FIRST_TOKENS)})"
