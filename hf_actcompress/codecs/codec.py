@@ -44,6 +44,11 @@ class Codec(Protocol):
         return False
 
     @property
+    def heads_apart(self) -> bool:
+        """Whether each head has a range of its own: it has to get heads as [..., H, D]."""
+        return False
+
+    @property
     def takes_rows(self) -> bool:
         """Whether it stores each row by itself, so that it can be given any number of rows of any sequences."""
         return False
@@ -80,6 +85,13 @@ class Codec(Protocol):
         """An equal codec for the module of that name, if the codec learns something there in training; else itself.
 
         Called after `drawing_from`: what is learnt belongs to the model, as its generators do.
+        """
+        return self
+
+    def part(self, name: str, heads: bool = False) -> Codec:
+        """The codec for one of several tensors of a module, if it learns something of each; else itself.
+
+        `heads` says that the tensor is made of heads. A codec that returns one with `heads_apart` gets [..., H, D].
         """
         return self
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..reference.rng import Generators
 from .codec import Codec
 from .methods.block_sparse import BlockSparse
+from .methods.int_running import IntRunning
 from .methods.pooled import Pooled
 from .methods.row_sample import RowSample
 from .offload import Offload
@@ -93,6 +94,7 @@ def on_feature_maps(codec: Codec) -> Codec:
         return replace(codec, inner=on_feature_maps(codec.inner))
     if isinstance(codec, Pooled):
         return replace(codec, layout="image")
-    if codec.lossless:
+    # running ranges are those of channels already
+    if codec.lossless or isinstance(codec, IntRunning):
         return codec
     return FeatureMaps(codec, pixels=isinstance(codec, (BlockSparse, RowSample)))

@@ -14,7 +14,7 @@ from ..dispatch import implementation
 from ..records import applied, load, record_in_order_of, save, stored_exact
 from .autocast import SameAutocast, autocast_dtype
 from .first_order import once_differentiable
-from .heads import keep_heads, keep_output_heads, keep_row_heads
+from .heads import keep_heads, keep_output_heads, keep_row_heads, output_codec
 from .region import result_in_region
 
 _Attend = Callable[..., Tensor]
@@ -126,7 +126,8 @@ class RecomputedAttentionFunction(torch.autograd.Function):
         out = (compute() if draws else result_in_region(compute))[0]
         if codec != IDENTITY:
             # the next linear layer keeps the output through the codec; nothing is packed if it keeps nothing
-            record_in_order_of(out, out.flatten(2), codec)
+            of_out = output_codec(codec)
+            record_in_order_of(out, out if of_out.heads_apart else out.flatten(2), of_out)
         return out
 
     @staticmethod

@@ -15,7 +15,9 @@ from ..records import (
     Padding,
     Recipe,
     Record,
+    Stored,
     declare,
+    is_dropped,
     keep,
     padding_in,
     record_in_order_of,
@@ -40,16 +42,26 @@ def keep_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, codec: Codec
 ) -> tuple[list[Record], bool]:
     """The records of q, k and v, shaped like them, and whether rows are left out (padding, or copies of others)."""
+    codecs = [codec.part(name, heads=True) for name in ("q", "k", "v")]
     padding = heads_padding(q, k, mask, is_causal)
     shared = padding is None and all(shares_rows(x.transpose(1, 2)) for x in (q, k))
     if padding is None and not shared:
         # not the record that other consumers made without padding, because attention reads across rows
-        return [whole_record_of(x, codec) for x in (q, k, v)], False
-    q_record, k_record, v_record = (_rows_of(x, codec) for x in (q, k, v))
+        return [_whole(x, of_x) for x, of_x in zip((q, k, v), codecs, strict=True)], False
+    q_record, k_record, v_record = (_rows_of(x, of_x) for x, of_x in zip((q, k, v), codecs, strict=True))
     keys = Derived(Recipe(_swap), (k_record,))
     if padding is not None:
         keys = Derived(Recipe(_Keys(padding)), (k_record, stored_exact(seen_by_real(padding, mask))))
     return [Derived(Recipe(_swap), (q_record,)), keys, Derived(Recipe(_swap), (v_record,))], True
+
+
+def _whole(x: Tensor, codec: Codec) -> Record:
+    """The record of x [B, H, S, D] with all rows."""
+    if not codec.heads_apart:
+        return whole_record_of(x, codec)
+    order = x.transpose(1, 2)
+    record = record_in_order_of(x, order, codec)
+    return Derived(Recipe(_swap), (Stored(codec, *codec.pack(order.detach())) if is_dropped(record) else record,))
 
 
 def _rows_of(x: Tensor, codec: Codec) -> Record:
@@ -66,7 +78,12 @@ def keep_output_heads(out: Tensor, codec: Codec, dropped: bool) -> Record:
     if codec == IDENTITY and not dropped:
         return stored_exact(out)
     order = out.transpose(1, 2)
-    return Derived(Recipe(_swap), (record_in_order_of(out, order, codec),))
+    return Derived(Recipe(_swap), (record_in_order_of(out, order, output_codec(codec)),))
+
+
+def output_codec(codec: Codec) -> Codec:
+    """The codec for an attention's output."""
+    return codec.part("output", heads=True)
 
 
 def keep_row_heads(x: Tensor, dropped: bool) -> Record:
@@ -82,7 +99,7 @@ def tokens_first(out: Tensor, codec: Codec) -> Tensor:
     order = out.transpose(1, 2)
     y = order.contiguous()
     if y.untyped_storage()._cdata != out.untyped_storage()._cdata:
-        declare(y, torch.Tensor.contiguous, record_in_order_of(out.detach(), order.detach(), codec))
+        declare(y, torch.Tensor.contiguous, record_in_order_of(out.detach(), order.detach(), output_codec(codec)))
     return y
 
 

@@ -74,10 +74,74 @@ def test_signs_are_kept_where_the_range_has_them(dtype: torch.dtype) -> None:
     assert float((signed.double() - x.double()).abs().max()) <= step + 4 * torch.finfo(dtype).eps * float(x.abs().max())
 
 
-def test_each_head_has_its_range() -> None:
-    x = torch.rand(2, 5, 3, 8) * torch.tensor([1.0, 100.0, 1.0]).view(3, 1)
-    error = (roundtrip(IntRunning(), x) - x).abs()
-    assert float(error[:, :, [0, 2]].max()) <= 1 / 255 * 1.01
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_each_head_and_each_channel_has_its_range(axis: int) -> None:
+    """Heads [B, H, S, D], channels [B, C, H, W], heads side by side [B, S, H, D], and features behind pixels."""
+    wide = torch.ones(3)
+    wide[1] = 100
+    x = (torch.rand(2, 5, 3, 8).transpose(2, axis) if axis < 3 else torch.rand(2, 5, 8, 3)) * wide.view(
+        [3 if i == axis else 1 for i in range(4)]
+    )
+    of_features = IntRunning(1).drawing_from(Generators(0)).used_in("h.0", "linear")
+    codec = {1: IntRunning(), 2: IntRunning().part("q", heads=True), 3: of_features}[axis]
+    tensors, meta = codec.pack(x)
+    error = (codec.unpack(tensors, meta) - x).abs()
+    assert float(error.index_select(axis, torch.tensor([0, 2])).max()) <= 1 / 255 * 1.01
+    assert tensors[1].shape == (2, 3) and sum(t.nbytes for t in tensors) == codec.nbytes(x.shape, x.dtype)
+
+
+def small_resnet() -> Any:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    sizes: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}
+    torch.manual_seed(0)
+    return ResNetForImageClassification(ResNetConfig(**sizes, num_labels=4)).train()
+
+
+def test_channels_of_a_resnet_have_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each channel has two numbers, for all images and pixels: maps of 8 by 8 pixels pay nothing for short lines."""
+    batch = {"pixel_values": torch.randn(8, 3, 32, 32), "labels": torch.arange(8) % 4}
+    stock = small_resnet()
+    exact = gradient(copy.deepcopy(stock), batch)
+    ranges: dict[torch.Size, int] = {}
+    pack = IntRunning.pack
+
+    def noting(self: IntRunning, x: Tensor) -> Any:
+        tensors, meta = pack(self, x)
+        ranges[x.shape] = tensors[1].numel()
+        return tensors, meta
+
+    monkeypatch.setattr(IntRunning, "pack", noting)
+    # the range of a channel is some 8 deviations, in 255 steps
+    assert error(patch_model(copy.deepcopy(stock), "mesa", seed=0), batch, exact) < 8 / 255
+    maps = {shape: count for shape, count in ranges.items() if len(shape) > 2}
+    assert maps and all(len(shape) == 4 and count == 2 * shape[1] for shape, count in maps.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_queries_keys_values_gate_and_up_have_running_ranges(padding: str) -> None:
+    """One range per head, known by the tensor's name; a step with larger weights moves it a tenth of the way."""
+    model, batch = FAMILY.build(torch.float32), FAMILY.make_batch(padding)
+    patch_model(model, "mesa", seed=0)
+    gradient(model, batch)
+    root = root_of(model)
+    assert root is not None
+    learnt: dict[str, Tensor] = root.generators.learnt
+    config, place = model.config, "model.layers.0."
+    heads = {"q": config.num_attention_heads, "output": config.num_attention_heads}
+    heads |= {"k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    assert {name: learnt[f"{place}self_attn {name}"].size(1) for name in heads} == heads
+    before = {name: learnt[f"{place}{name}"].clone() for name in ("self_attn v", "mlp gate", "mlp up")}
+    with torch.no_grad():
+        layer = model.model.layers[0]
+        for projection in (layer.self_attn.v_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
+            projection.weight.mul_(2)
+    gradient(model, batch)
+    torch.testing.assert_close(learnt[f"{place}self_attn v"], before["self_attn v"] * 1.1)
+    # what the MLP reads has changed, too, so by no more than the attention's new output
+    for name in ("mlp gate", "mlp up"):
+        assert not torch.equal(learnt[f"{place}{name}"], before[name])
 
 
 def test_the_width_decides() -> None:
