@@ -18,6 +18,7 @@ from .methods.attention_tempo import attention_tempo_bwd, attention_tempo_fwd
 from .methods.block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
 from .methods.derivative import activation_derivative
 from .methods.fewbit import FEWBIT_METHODS, TABLE_OPTIONS, TWO_VALUED, fewbit_bwd, fewbit_codes, fewbit_stored_bits
+from .methods.int_ranked import int_ranked_pack, int_ranked_unpack
 from .methods.int_running import int_running_pack, int_running_unpack
 from .methods.inverted import INVERTED, activation_output_bits, activation_output_bwd
 from .methods.norm_output import (
@@ -82,6 +83,8 @@ __all__ = [
     "int_group_grad_weight",
     "int_group_pack",
     "int_group_unpack",
+    "int_ranked_pack",
+    "int_ranked_unpack",
     "int_running_pack",
     "int_running_unpack",
     "layer_norm_bwd",
