@@ -26,7 +26,7 @@ from common.bench_report import environment
 from common.files import replace_text
 from common.paper_report import Row, markdown, plot, readable, verdict
 from common.paper_settings import SCALES, Scale
-from common.papers import PAPERS
+from common.papers import PAPERS, WITHOUT_ROW
 
 
 def measure(name: str, scale: Scale, command: str) -> list[Row]:
@@ -64,6 +64,9 @@ def list_papers() -> None:
         print(f"{name}: {paper.title}{f' (arXiv {paper.arxiv})' if paper.arxiv else ''}")
         for claim in paper.claims:
             print(f"    {claim.text} ({claim.source})")
+    print("without a row:")
+    for name, why in WITHOUT_ROW.items():
+        print(f"    {name}: {why}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale = SCALES["full" if args.full else "quick" if args.quick else "default"]
     command = shlex.join(["python", "recipes/reproduce.py", *(sys.argv[1:] if argv is None else argv)])
     about = environment(scale.device, command, vars(args))
-    rows = earlier_rows(args.output_dir / "reproduce.json", scale)
+    rows = [row for row in earlier_rows(args.output_dir / "reproduce.json", scale) if row.paper in PAPERS]
     for name in PAPERS if "all" in args.paper else args.paper:
         rows = [row for row in rows if row.paper != name] + measure(name, scale, command)
         rows.sort(key=lambda row: list(PAPERS).index(row.paper))

@@ -197,38 +197,12 @@ def mistral_in_4_bits(scale: Scale, layers: int) -> Any:
     return model
 
 
-def llama(scale: Scale, layers: int, lora: bool) -> Any:
-    """Llama 2's layers at an eighth of the width, in bf16; with adapters of rank 16 on all linear layers, in bf16."""
+def llama(scale: Scale, layers: int) -> Any:
+    """Llama 2's layers at an eighth of the width, in bf16."""
     torch.manual_seed(0)
     width = scale.width(512)
     config = hf.LlamaConfig(
         vocab_size=VOCAB, hidden_size=width, intermediate_size=43 * width // 16, num_hidden_layers=layers,
         num_attention_heads=4, use_cache=False,
     )  # fmt: skip
-    model = hf.LlamaModel(config).bfloat16()
-    if not lora:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    # no linear layer of this model is a head, so "all-linear" takes all
-    return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"), autocast_adapter_dtype=False)
-
-
-class Chain(nn.Module):
-    """Convolution, BatchNorm and ReLU, several times."""
-
-    def __init__(self, layers: int, channels: int) -> None:
-        super().__init__()
-        parts = [(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())] * layers
-        self.layers = nn.Sequential(*(copy.deepcopy(part) for layer in parts for part in layer))
-        self.last = nn.Conv2d(channels, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layers(x)).mean()
-
-
-def chain_less(scale: Scale) -> float:
-    """The share saved for one convolution, BatchNorm and ReLU whose input needs a gradient, as inside of a network."""
-    x = torch.randn(2 * scale.rows, 32, scale.image // 4, scale.image // 4, device=scale.device, requires_grad=True)
-    stock, ours = per_layer(lambda layers: Chain(layers, 32), lambda model: model(x), "exact", scale)
-    return 1 - ours / stock
+    return hf.LlamaModel(config).bfloat16()

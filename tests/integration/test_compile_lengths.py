@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from hf_actcompress import patch_model
+from hf_actcompress.codecs import IntRanked
 from tests.families import BY_NAME, relative_error, step
 from tests.integration.compiling import BACKEND, build, kept_by, one_graph
 
@@ -17,7 +21,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("preset", ["exact", "int8", "int4"])
+@pytest.mark.parametrize("preset", ["exact", "int8", "int4", "actnn"])
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_lengths_that_change(preset: str, dynamic: bool | None) -> None:
     """dynamic=True: one graph for all lengths; by default one for the first and one for the rest. Bytes as in eager."""
@@ -46,8 +50,13 @@ def test_presets_that_are_not_traced_for_any_length(preset: str) -> None:
         assert relative_error(found, {name: g.double() for name, g in expected.items()}) < 0.01
 
 
-def test_a_codec_that_is_not_traced_for_any_length() -> None:
+def test_a_codec_that_is_not_traced_for_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names it, and what to do."""
+
+    def pack(self: IntRanked, x: Tensor) -> Any:
+        raise TypeError("this codec looks at sizes, which a graph for any length does not know")
+
+    monkeypatch.setattr(IntRanked, "pack", pack)
     family = BY_NAME["llama"]
     compiled = torch.compile(patch_model(build(family), "actnn"), fullgraph=True, backend=BACKEND, dynamic=True)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"Ranked.* dynamic=False"):

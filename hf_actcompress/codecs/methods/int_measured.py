@@ -43,7 +43,7 @@ class IntMeasured(Codec):
     `bits`.
 
     Bytes: on average ``bits / 8 + 4 / group_size`` per element; 2, 3, 4 or 8 bits at one place.
-    Bias: as `IntGroup` with stochastic rounding: none. The bits depend on earlier batches alone.
+    Bias: as `IntGroup` with stochastic rounding: none, unless signs are kept. The bits depend on earlier batches alone.
     Source: GACT (arXiv 2206.11357).
 
     Args:

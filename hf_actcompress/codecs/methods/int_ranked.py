@@ -25,7 +25,7 @@ class IntRanked(Codec):
 
     Bytes: ``bits / 8 + 4 / group_size`` per element, and 1 per sample; the elements of a sample are rounded up to a
         multiple of 8.
-    Bias: as `IntGroup` with stochastic rounding: none, unless signs are kept.
+    Bias: as `IntGroup` with stochastic rounding: none, unless signs are kept: then a code may move by one.
     Source: ActNN (arXiv 2104.14129), which weighs a sample also by its gradient's norm in the last epoch. The authors'
         code has the layer's mean gradient instead unless told otherwise: within a layer that leaves the ranges, as
         here. ActNN also moves bits between layers; here all of them have the same mean.
