@@ -21,7 +21,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("preset", ["exact", "int8", "int4", "actnn"])
+@pytest.mark.parametrize("preset", ["exact", "int8", "int4"])
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_lengths_that_change(preset: str, dynamic: bool | None) -> None:
     """dynamic=True: one graph for all lengths; by default one for the first and one for the rest. Bytes as in eager."""

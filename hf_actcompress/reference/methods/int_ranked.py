@@ -40,14 +40,10 @@ def int_ranked_pack(x: Tensor, bits: int, group_size: int, keep_sign: bool = Fal
     widths = allocated(_sensitivity(extent, x.size(1), group_size), bits, min(2, bits) if keep_sign else 1)
     codes = x.new_zeros(x.size(0), -(-x.size(1) // 8) * 8, dtype=torch.uint8)
     for part in row_slices(x.size(0), x.size(1), x.device):
-        levels, step, base = _spread(widths[part], extent[part], zero[part], x, group_size)
-        values = widened(x[part], x.dtype)
-        made = (values - base).mul_(step.reciprocal())
-        made.add_(uniform(made.shape, made.dtype, made.device)).floor_().clamp_(min=0)
-        if keep_sign:
-            above = made * step + base > 0
-            made.add_((values > 0).to(made.dtype) - above.to(made.dtype)).clamp_(min=0)
-        codes[part, : x.size(1)] = torch.minimum(made, levels, out=made)
+        for start, stop, size in spans(x.size(1), group_size):
+            values = in_groups(x[part, start:stop], size)
+            made = _codes(values, *_steps(widths[part], extent[part], zero[part], start, stop, group_size), keep_sign)
+            codes[part, start:stop] = made.flatten(1)
     owners, shifts = _rows(widths, bits)
     planes = codes.new_empty(owners.size(0), codes.size(1) // 8)
     for part in row_slices(owners.size(0), codes.size(1), x.device):
@@ -64,10 +60,21 @@ def int_ranked_unpack(packed: Ranked, features: int, dtype: torch.dtype, bits: i
         codes.index_add_(0, owners[part], unpack_rows(planes[part], 1) << shifts[part, None])
     out = planes.new_empty(widths.size(0), features, dtype=dtype)
     for part in row_slices(out.size(0), features, planes.device):
-        _, step, base = _spread(widths[part], extent[part], zero[part], out, group_size)
-        values = codes[part, :features].to(step.dtype).mul_(step).add_(base)
-        out[part] = within_range(values, step, dtype)
+        for start, stop, size in spans(features, group_size):
+            _, step, base = _steps(widths[part], extent[part], zero[part], start, stop, group_size)
+            values = in_groups(codes[part, start:stop], size).to(step.dtype).mul_(step).add_(base)
+            out[part, start:stop] = within_range(values, step, dtype).flatten(1)
     return out
+
+
+def _codes(values: Tensor, levels: Tensor, step: Tensor, base: Tensor, keep_sign: bool) -> Tensor:
+    """Whole numbers [r, n, size] up to `levels` for values [r, n, size]."""
+    made = (values - base).mul_(step.reciprocal())
+    made.add_(uniform(made.shape, made.dtype, made.device)).floor_().clamp_(min=0)
+    if keep_sign:
+        above = made * step + base > 0
+        made.add_((values > 0).to(made.dtype) - above.to(made.dtype)).clamp_(min=0)
+    return torch.minimum(made, levels, out=made)
 
 
 def allocated(sensitivity: Tensor, bits: int, least: int = 1) -> Tensor:
@@ -105,15 +112,13 @@ def _sensitivity(extent: Tensor, features: int, group_size: int) -> Tensor:
     return squares[:, :-1].sum(1) * group_size + squares[:, -1] * last
 
 
-def _spread(
-    widths: Tensor, extent: Tensor, zero: Tensor, like: Tensor, group_size: int
+def _steps(
+    widths: Tensor, extent: Tensor, zero: Tensor, start: int, stop: int, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest code [r, 1] of each sample; step and zero point [r, M] of each of like's M features."""
-    levels = widened(widths, like.dtype).exp2().sub_(1).unsqueeze(1)
-    step, base = (
-        widened(x, like.dtype).repeat_interleave(group_size, 1)[:, : like.size(1)] for x in (extent / levels, zero)
-    )
-    return levels, step, base
+    """The largest code [r, 1, 1] of each sample; step and zero point [r, n, 1] of the groups between two features."""
+    levels = widths.float().exp2().sub_(1).view(-1, 1, 1)
+    at = slice(start // group_size, group_count(stop, group_size))
+    return levels, extent[:, at].float().unsqueeze(-1) / levels, zero[:, at].float().unsqueeze(-1)
 
 
 def _rows(widths: Tensor, bits: int) -> tuple[Tensor, Tensor]:
