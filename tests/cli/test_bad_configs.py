@@ -68,7 +68,7 @@ def test_all_commands_refuse_a_broken_config_before_torch(tmp_path: Any) -> None
     ("options", "said"),
     [
         ({"quant_method": "gptq", "bits": None}, "the quantization_config cannot be used"),
-        ({"quant_method": "gptq", "bits": 4, "modules_to_not_convert": 3}, "the quantization_config cannot be used"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": 3}, "the quantization_config cannot be used"),
         ({"quant_method": "torchao", "quant_type": "int8_weight_only", "quant_type_kwargs": 3}, "cannot be used"),
     ],
 )
