@@ -20,7 +20,12 @@ from .bench_models import build, shape_of
 from .bench_modes import MODES
 from .bench_suites import MIB, Forward, Result, gradients, make_batch, make_step
 
-SUITE, STOCK = "bytes", "compile"
+SUITE = "bytes"
+
+
+def stock_of(mode: str) -> str:
+    """The stock mode whose first step a compiled mode is compared with: checkpointed if that mode is."""
+    return "checkpointing+compile" if "checkpointing" in mode else "compile"
 
 
 def earlier(folder: Path) -> list[Result]:
@@ -37,7 +42,7 @@ def compiled_bytes(name: str, args: argparse.Namespace, done: list[Result]) -> I
     for mode in args.modes:
         known = {(result.model, result.mode): result for result in done}
         if (name, mode) not in known:
-            done.append(_measured(name, mode, args, known.get((name, STOCK))))
+            done.append(_measured(name, mode, args, known.get((name, stock_of(mode)))))
             yield done
 
 
