@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .common import Rows
-from .remedies import Remedy
+from .remedies import Remedy, as_lines
 from .strategies import DEFAULT, MOST, TIME_CLASSES, Row
 
 _COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
@@ -115,9 +115,7 @@ def explanation(table: EstimateTable) -> Iterator[str]:
     yield from _advice(found, room, table.steps)
     fitting = [row.strategy.name for row in found if row.fits(room)]
     yield f"fits into {table.gpu}: {', '.join(fitting) if fitting else 'none of these'}"
-    for remedy in table.instead:
-        fits = "would fit" if remedy.fits else "would not"
-        yield f"  {remedy.name}, {remedy.strategy}: {readable_size(remedy.nbytes)}, {fits}"
+    yield from as_lines(table.instead)
 
 
 def _advice(rows: list[Row], room: int, steps: Sequence[int]) -> Iterator[str]:

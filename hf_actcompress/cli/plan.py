@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..quick.headroom import HEADROOM, usable
 from .assumptions import assumed
 from .common import (
     BatchSize,
@@ -38,6 +40,7 @@ from .common import (
 )
 from .lengths import Lengths, lengths_in
 from .quick import check_file
+from .remedies import as_lines, remedies
 
 if TYPE_CHECKING:
     from ..memory.planning.plans import Plan
@@ -84,7 +87,8 @@ def plan(
     """How to keep each layer, so that a training fits on --gpu.
 
     Of all such plans it is the cheapest one. Without --gpu the card is this machine's. Exits with 1 if even the
-    smallest plan is too large, and says by how much and which smaller batch or sequence would fit.
+    smallest plan is too large, and says by how much, which smaller batch or sequence would fit, and what other changes
+    would need.
     """
     weights, autocast = precision(dtype, bf16, fp16)
     room, seq_len = card_option(gpu), max(lengths_in(lengths), default=seq_len)
@@ -92,11 +96,12 @@ def plan(
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
     options["trust_remote_code"] = trust_remote_code
-    options |= _said(allow=tuple(allow or ()) or None, headroom=headroom)
+    asked = _said(allow=tuple(allow or ()) or None, headroom=headroom)
+    asked |= {"budget": room, "objective": objective, "batch_size": batch_size, "seq_len": seq_len}
     progress(f"planning {model}")
     check_file(model)
     with busy(f"planning {model}"):
-        found = _planned(model, budget=room, objective=objective, batch_size=batch_size, seq_len=seq_len, **options)
+        found = _planned(model, asked, options, as_json)
     if out is not None:
         out.write_text(found.to_json())
     show(found, as_json, assumed(options, batch_size, seq_len, [weights] if weights else []))
@@ -104,11 +109,22 @@ def plan(
         _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
 
 
-def _planned(model: str, **options: Any) -> Plan:
+def _planned(model: str, asked: Mapping[str, Any], options: Mapping[str, Any], as_json: bool) -> Plan:
+    """The plan. If none fits, print which changes would fit, and raise DoesNotFitError."""
+    from ..errors import DoesNotFitError
+    from ..memory.estimation.estimates import Estimates
     from ..memory.planning.plans import plan as plan_of
 
     with frozen_imports(), one_thread():
-        return plan_of(model, **options)
+        try:
+            return plan_of(model, **asked, **options)
+        except DoesNotFitError:
+            if not as_json and asked["budget"] is not None:
+                room = usable(asked["budget"], asked.get("headroom", HEADROOM))
+                sizes = asked["batch_size"], asked["seq_len"]
+                for line in as_lines(remedies(Estimates(model, **options), room, *sizes, options)):
+                    typer.echo(line)
+            raise
 
 
 def _said(**options: Any) -> dict[str, Any]:

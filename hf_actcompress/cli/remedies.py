@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +71,13 @@ def remedies(
     if nbytes is not None:
         nbytes -= elsewhere
         yield Remedy(f"{_ON_HOST} ({readable_size(elsewhere)} less)", nbytes, nbytes <= room)
+
+
+def as_lines(found: Iterable[Remedy]) -> Iterator[str]:
+    """A line for each change, below the line that says that nothing fits."""
+    for remedy in found:
+        fits = "would fit" if remedy.fits else "would not"
+        yield f"  {remedy.name}, {remedy.strategy}: {readable_size(remedy.nbytes)}, {fits}"
 
 
 def _needed(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from hf_actcompress.cli.assumptions import assumed
 from hf_actcompress.cli.common import Exit
+from hf_actcompress.memory.planning import plans
 from tests.cli.conftest import CONFIG
 from tests.cli.invoke import SIZES, run
 
@@ -37,8 +37,7 @@ def test_every_command_says_what_it_assumes(name: str, tmp_path: Any, monkeypatc
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "num_attention_heads": 2, "num_key_value_heads": 2}))
     # text and JSON show the same plan, which is made once
-    module = sys.modules["hf_actcompress.cli.plan"]
-    monkeypatch.setattr(module, "_planned", functools.cache(module._planned))
+    monkeypatch.setattr(plans, "plan", functools.cache(plans.plan))
     (line,) = (text for text in answer(str(path), COMMANDS[name]).splitlines() if text.startswith("assumed: "))
     for said in (*SAID, "LoRA of rank 1", "a CPU's attention") if name == "report" else (*SAID, *TRAINED):
         assert said in line, line

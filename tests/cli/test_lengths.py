@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from hf_actcompress.cli.common import Exit
 from hf_actcompress.cli.lengths import lengths_in, steps_of
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.estimation.estimates import Estimates
+from hf_actcompress.memory.planning import plans
 from tests.cli.invoke import run
 
 OPTIONS = ("--batch-size", "2", "--preset", "exact", "--json")
@@ -64,7 +64,7 @@ def test_a_plan_is_for_the_longest_batch(model: str, tmp_path: Path, monkeypatch
         asked.append(options["seq_len"])
         raise ModelConfigError("asked")
 
-    monkeypatch.setattr(sys.modules["hf_actcompress.cli.plan"], "_planned", refused)
+    monkeypatch.setattr(plans, "plan", refused)
     for more in (("--lengths", str(path)), ("--seq-len", "96"), ()):
         assert run("plan", model, "--gpu", "24", *more).exit_code == Exit.NO_MODEL
     assert asked == [96, 96, 512]

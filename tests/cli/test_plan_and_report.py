@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.memory import Plan, estimate
+from hf_actcompress.memory.planning import plans
 from tests.cli.invoke import SIZES, run
 
 ROOT = Path(__file__).parents[2]
@@ -48,10 +48,15 @@ def test_plan_that_does_not_fit(model, monkeypatch):
         assert options["budget"] == 2**20 and options["objective"] == "fidelity" and "allow" not in options
         raise DoesNotFitError("a batch of 3 would fit", 5, 3, 0)
 
-    monkeypatch.setattr(sys.modules["hf_actcompress.cli.plan"], "_planned", refuse)
-    result = run("plan", model, "--gpu", "1MiB", "--objective", "fidelity")
+    monkeypatch.setattr(plans, "plan", refuse)
+    arguments = "plan", model, "--gpu", "1MiB", "--objective", "fidelity"
+    result = run(*arguments)
     assert result.exit_code == Exit.DOES_NOT_FIT
-    assert result.stderr == f"planning {model}\nerror: a batch of 3 would fit\n" and result.stdout == ""
+    assert result.stderr == f"planning {model}\nerror: a batch of 3 would fit\n"
+    changes = [line.split(":")[0] for line in result.stdout.splitlines()]
+    assert "  LoRA (--lora), exact + checkpointing" in changes and "  QLoRA (--qlora), exact + checkpointing" in changes
+    result = run(*arguments, "--json")
+    assert result.exit_code == Exit.DOES_NOT_FIT and result.stdout == ""
 
 
 def test_report_measures_per_module(model, tmp_path):
