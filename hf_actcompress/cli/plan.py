@@ -96,12 +96,11 @@ def plan(
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
     options["trust_remote_code"] = trust_remote_code
-    asked = _said(allow=tuple(allow or ()) or None, headroom=headroom)
-    asked |= {"budget": room, "objective": objective, "batch_size": batch_size, "seq_len": seq_len}
+    asked = _said(allow=tuple(allow or ()) or None, headroom=headroom, budget=room, objective=objective)
     progress(f"planning {model}")
     check_file(model)
     with busy(f"planning {model}"):
-        found = _planned(model, asked, options, as_json)
+        found = _planned(model, {**asked, "batch_size": batch_size, "seq_len": seq_len}, options, as_json)
     if out is not None:
         out.write_text(found.to_json())
     show(found, as_json, assumed(options, batch_size, seq_len, [weights] if weights else []))
@@ -119,7 +118,7 @@ def _planned(model: str, asked: Mapping[str, Any], options: Mapping[str, Any], a
         try:
             return plan_of(model, **asked, **options)
         except DoesNotFitError:
-            if not as_json and asked["budget"] is not None:
+            if not as_json and "budget" in asked:
                 room = usable(asked["budget"], asked.get("headroom", HEADROOM))
                 sizes = asked["batch_size"], asked["seq_len"]
                 for line in as_lines(remedies(Estimates(model, **options), room, *sizes, options)):
