@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,12 @@ from ..quick.headroom import HEADROOM, usable
 from ..quick.question import MOST_UNPACKED, Question, question
 from .assumptions import assumed
 from .common import Exit, Rows, echo_json
+from .remedies import STRATEGY, Remedy, as_lines, changes_of
 from .strategies import MOST
 
 _STEP = 64
+# the options that the formula is chosen by
+_TRAINING = ("dtype", "autocast", "lora", "quantization")
 _RIGHT = ("peak", "kept", "largest batch", "longest")
 
 
@@ -134,21 +137,38 @@ def by_formula(
             "--quick goes without --preset, --html, --fsdp, --zero, --processes, --target-len, --trl, --device cpu and "
             "--engine compile"
         )
-    training = {name: options[name] for name in ("dtype", "autocast", "lora", "quantization")}
     config = config_of(model)
-    asked = question(config, **training)
+    asked = question(config, **{key: options[key] for key in _TRAINING})
     rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
     dtype = options["dtype"] or config.get("dtype") or config.get("torch_dtype") or "float32"
     line = f"{assumed(options, batch_size, seq_len, [dtype])}; a formula, within 3% of the answer without --quick"
     if asked.packed_share is not None and asked.packed_share < 1 - MOST_UNPACKED:
         line += f"; only {asked.packed_share:.0%} of the frozen weights are packed"
+    fits = room is None or any(row["fits"] for row in rows)
+    instead = [] if fits or room is None else list(_remedies(config, batch_size, seq_len, room, options))
     if as_json:
-        echo_json({"model": model, "gpu_bytes": room, "assumed": line, "rows": rows})
+        found = [asdict(remedy) for remedy in instead]
+        echo_json({"model": model, "gpu_bytes": room, "assumed": line, "rows": rows, "remedies": found})
     else:
         _echo(rows)
-        typer.echo(f"\nassumed: {line}")
-    if room is not None and not any(row["fits"] for row in rows):
+        typer.echo("\n".join([f"\nassumed: {line}", *(() if fits else ("none of these fits", *as_lines(instead)))]))
+    if not fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
+
+
+def _remedies(
+    config: Mapping[str, Any], batch_size: int, seq_len: int, room: int, options: Mapping[str, Any]
+) -> Iterator[Remedy]:
+    """Changes that help, by the formula. Those that it does not know are left out."""
+    for name, size, changes in changes_of(batch_size, options):
+        changed = {**options, **changes}
+        try:
+            asked = question(config, **{key: changed[key] for key in _TRAINING})
+        except ModelConfigError:
+            continue
+        for row in quick_rows(asked, size, seq_len, changed["optimizer"], room, False):
+            if row["strategy"] == STRATEGY:
+                yield Remedy(name, row["peak_bytes"], row["fits"])
 
 
 def _echo(rows: list[dict[str, Any]]) -> None:

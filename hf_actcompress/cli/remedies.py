@@ -62,7 +62,7 @@ def remedies(
         nbytes = None if strategy in shown else _needed(several, batch_size, seq_len, config)
         if nbytes is not None and nbytes <= room:
             yield Remedy(name, nbytes, True, strategy)
-    for name, size, changes in _changes(batch_size, options):
+    for name, size, changes in changes_of(batch_size, options):
         nbytes = _needed(several, size, seq_len, "exact", changes)
         if nbytes is not None:
             yield Remedy(name, nbytes, nbytes <= room)
@@ -93,7 +93,8 @@ def _needed(
         return None
 
 
-def _changes(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def changes_of(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Each change that was not made yet: its name, the batch, and the options of `Estimates` that it changes."""
     if batch_size > 1:
         yield "a batch of 1 (--batch-size 1)", 1, {}
     lora = options.get("lora")

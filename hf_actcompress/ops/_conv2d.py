@@ -68,8 +68,8 @@ def _packed_dweight(dy: Tensor, x: Packed, shape: torch.Size, geometry: ConvGeom
     """dweight [O, C, 1, 1] computed from the packed x; None if x has to be unpacked.
 
     This works only for a linear layer on pixels. A larger kernel reads each pixel several times: one convolution of the
-    unpacked map is cheaper than as many products with shifted copies of dy. Nor does it pay to read dy by the indices of what
-    DropIT keeps: under 3 x 3 each kept element meets nine rows of dy, which together are larger than the map.
+    unpacked map is cheaper than as many products with shifted copies of dy. Nor does it pay to read dy by the indices
+    of what DropIT keeps: under 3 x 3 each kept element meets nine rows of dy, which together are larger than the map.
     """
     if tuple(shape[2:]) != (1, 1) or geometry != ((1, 1), (0, 0), (1, 1), 1):
         return None

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +164,26 @@ def test_remedies_that_the_model_cannot_have_are_left_out(tmp_path):
     result = run("estimate", str(path), *SIZES, "--preset", "exact", "--gpu", "1MiB")
     assert result.exit_code == Exit.DOES_NOT_FIT, result.output
     assert "LoRA" not in result.stdout and "adamw_8bit" in result.stdout
+
+
+def test_where_nothing_fits_the_formula_says_what_would():
+    """It offers the changes of the whole estimate. Their bytes are what the formula says with that option."""
+    path = str(Path(__file__).parents[2] / "recipes/configs/llama-1b.json")
+    command = ("estimate", path, "--quick", "--batch-size", "2", "--json")
+    result = run(*command, "--gpu", "6GiB")
+    assert result.exit_code == Exit.DOES_NOT_FIT
+    found = {remedy["name"]: remedy for remedy in json.loads(result.stdout)["remedies"]}
+    assert list(found)[:2] == [
+        "a batch of 1 (--batch-size 1)",
+        "an optimizer with states of 8 bits (--optim adamw_8bit)",
+    ]
+    assert found["QLoRA (--qlora)"]["fits"] and not found["a batch of 1 (--batch-size 1)"]["fits"]
+    for name, option in (("LoRA (--lora)", "--lora"), ("QLoRA (--qlora)", "--qlora")):
+        rows = {row["strategy"]: row for row in json.loads(run(*command, option).stdout)["rows"]}
+        assert found[name]["nbytes"] == rows["exact + checkpointing"]["peak_bytes"]
+    text = run(*command[:-1], "--gpu", "6GiB").stdout.splitlines()
+    assert text[-6] == "none of these fits" and "QLoRA (--qlora), exact + checkpointing" in text[-2]
+    assert "would fit" in text[-2]
 
 
 @pytest.mark.daily(3)

@@ -161,7 +161,9 @@ def plan(
 
 def _device_bytes() -> int:
     if not torch.cuda.is_available():
-        raise MeasurementError('there is no CUDA device whose capacity could be the budget; pass one, as in "22GiB"')
+        raise MeasurementError(
+            'there is no CUDA device whose capacity could be the budget; pass one: "22GiB", or --gpu 24'
+        )
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
