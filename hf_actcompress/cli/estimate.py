@@ -187,6 +187,7 @@ def _fill(
     names = [strategy.name for strategy in strategies]
     with busy(f"estimating {table.model}: {names[0]}"):
         from ..memory.estimation.estimates import Estimates
+        from ..memory.estimation.quantized import packed_as
 
         several = Estimates(table.model, **options)
         left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps, not printed)
@@ -210,4 +211,5 @@ def _fill(
             table.instead = list(remedies(several, room, batch_size, seq_len, options, shown))
     table.evaluation_bytes = several.evaluation_bytes(batch_size, seq_len)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
-    table.assumed = assumed(options, batch_size, seq_len, dtypes)
+    packed = options["quantization"] or packed_as(several.model)
+    table.assumed = assumed({**options, "quantization": packed}, batch_size, seq_len, dtypes)

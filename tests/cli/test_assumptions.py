@@ -84,6 +84,13 @@ def test_assumptions_about_adapters_and_optimizers(model: str) -> None:
         assert "paged_adamw_8bit with all of its states on the card" in output, (command, output)
 
 
+def test_a_quantised_config_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    path.write_text(json.dumps({**CONFIG, "quantization_config": gptq}))
+    assert "with packed weights of 4 bits" in answer(str(path), ("estimate", "--preset", "exact", "--lora"))
+
+
 def test_the_readme_shows_the_assumptions_of_its_command() -> None:
     root = Path(__file__).parents[2]
     (command,) = re.findall(r"^hf-actcompress (estimate recipes/.*)$", (root / "README.md").read_text(), re.MULTILINE)

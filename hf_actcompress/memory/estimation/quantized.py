@@ -105,6 +105,12 @@ def _pack_layers(model: nn.Module, config: Any, stored: Format) -> None:
         model.set_submodule(path, QuantizedLinear(layer, stored))
 
 
+def packed_as(model: nn.Module) -> str | None:
+    """How many bits the packed weights of a model have, in words; None if it has none."""
+    bits = sorted({layer.stored.bits for layer in model.modules() if isinstance(layer, QuantizedLinear)})
+    return f"packed weights of {'/'.join(map(str, bits))} bits" if bits else None
+
+
 def packed_weights(model: nn.Module) -> dict[str, tuple[Format, list[int]]]:
     """Path of each linear layer whose weight is a tensor made of tensors -> its format, and the bytes of each of these.
 
