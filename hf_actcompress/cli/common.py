@@ -43,11 +43,19 @@ MOST = 2**24
 # what --quantization takes; memory/estimation/quantized_formats.py says what they are
 QUANTIZATIONS = ("nf4", "fp4", "int8")
 
+
+def one_length(context: typer.Context, value: Any) -> Any:
+    """The callback of --seq-len and --lengths, which exclude each other: the second one given finds the first."""
+    if {getattr(context.get_parameter_source(name), "name", "") for name in ("seq_len", "lengths")} == {"COMMANDLINE"}:
+        raise typer.BadParameter("--lengths takes the place of --seq-len: pass one of the two")
+    return value
+
+
 Model = Annotated[
     str, typer.Argument(help="A model of the Hugging Face hub, a folder with a config.json, or a bare config JSON.")
 ]
 BatchSize = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences in a batch on one device.")]
-SeqLen = Annotated[int, typer.Option(min=1, max=MOST, help="Tokens in a sequence.")]
+SeqLen = Annotated[int, typer.Option(min=1, max=MOST, help="Tokens in a sequence.", callback=one_length)]
 Dtype = Annotated[str | None, typer.Option(help="Of the weights: bf16, fp16 or fp32; by default what the config says.")]
 Bf16 = Annotated[bool, typer.Option("--bf16", help="As TrainingArguments(bf16=True): autocast over fp32 weights.")]
 Fp16 = Annotated[bool, typer.Option("--fp16", help="The same with fp16.")]

@@ -9,12 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import MOST
+from .common import MOST, one_length
 
 _OPTION = "--lengths"
 Lengths = Annotated[
     Path | None,
-    typer.Option(help="Instead of --seq-len: a file of a data set's lengths in tokens; the batch is its longest."),
+    typer.Option(
+        help="Instead of --seq-len: a file of a data set's lengths in tokens; the batch is its longest.",
+        callback=one_length,
+    ),
 ]
 # batches before the longest one; each length among them is a step to run
 _BATCHES = 3

@@ -73,6 +73,16 @@ def test_a_plan_is_for_the_longest_batch(model: str, tmp_path: Path, monkeypatch
     assert result.exit_code == Exit.USAGE and "number 1 is 'many'" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_lengths_take_the_place_of_one_length(command: str, model: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("12\n")
+    given = ("--lengths", str(path)), ("--seq-len", "16")
+    for first, second in (given, given[::-1]):
+        result = run(command, model, "--gpu", "24", *first, *second)
+        assert result.exit_code == Exit.USAGE and "pass one of the two" in result.stderr, result.output
+
+
 def test_the_batches_of_lengths() -> None:
     assert steps_of([8, 40, 7, 96, 3, 3, 64, 128], 2) == (40, 96, 3, 128)
     assert steps_of([5, 9], 4) == (9, 9)
