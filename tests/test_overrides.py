@@ -34,7 +34,8 @@ def test_no_layer_takes_anothers_override(role: str, asked: int, seen: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("role", "codec", "named"), [("mpl", "int8", "field of an override"), ("mlp", "int9", "codec"), ("norm", "topk10", "codec")]
+    ("role", "codec", "named"),
+    [("mpl", "int8", "field of an override"), ("mlp", "int9", "codec"), ("norm", "topk10", "codec")],
 )
 def test_an_unknown_role_or_codec_is_named(role: str, codec: str, named: str) -> None:
     with pytest.raises(UnknownOptionError, match=named):
