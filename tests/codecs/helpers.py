@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -100,3 +101,16 @@ def assert_weight_gradient(codec: Codec, x: Tensor, outputs: int = 5) -> None:
 
 
 token_shapes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 70))
+
+
+def gradient(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The gradient of a batch's loss by all parameters, as one vector."""
+    model.zero_grad()
+    model(**batch).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def gradient_error(model: Any, batch: dict[str, Tensor], exact: Tensor) -> float:
+    """The relative error of this gradient, as the root of the mean square of six draws."""
+    errors = [relative(gradient(model, batch) - exact, exact) ** 2 for _ in range(6)]
+    return math.sqrt(sum(errors) / len(errors))
