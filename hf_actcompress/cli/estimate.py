@@ -207,8 +207,7 @@ def _fill(
     table.fits = room is None or any(row.fits(room) for row in asked)
     if room is not None and not table.fits:
         with busy(f"looking for what would fit into {table.gpu}"):
-            shown = [strategy.name for strategy in strategies]
-            table.instead = list(remedies(several, room, batch_size, seq_len, options, shown))
+            table.instead = list(remedies(several, room, batch_size, seq_len, options, names))
     table.evaluation_bytes = several.evaluation_bytes(batch_size, seq_len)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
     packed = options["quantization"] or packed_as(several.model)

@@ -87,8 +87,8 @@ def plan(
     """How to keep each layer, so that a training fits on --gpu.
 
     Of all such plans it is the cheapest one. Without --gpu the card is this machine's. Exits with 1 if even the
-    smallest plan is too large, and says by how much, which smaller batch or sequence would fit, and what other changes
-    would need.
+    smallest plan is too large, and says by how much, which smaller batch or sequence would fit, and with --gpu what
+    other changes would need.
     """
     weights, autocast = precision(dtype, bf16, fp16)
     room, seq_len = card_option(gpu), max(lengths_in(lengths), default=seq_len)

@@ -166,9 +166,9 @@ def _remedies(
             asked = question(config, **{key: changed[key] for key in _TRAINING})
         except ModelConfigError:
             continue
-        for row in quick_rows(asked, size, seq_len, changed["optimizer"], room, False):
-            if row["strategy"] == STRATEGY:
-                yield Remedy(name, row["peak_bytes"], row["fits"])
+        if STRATEGY in asked.strategies:
+            nbytes = asked.answer(STRATEGY, size, seq_len, changed["optimizer"]).device_bytes
+            yield Remedy(name, nbytes, nbytes <= room)
 
 
 def _echo(rows: list[dict[str, Any]]) -> None:

@@ -121,7 +121,7 @@ class Estimates:
         whole, states = self._model(gradient_checkpointing), self._state_bytes(gradient_checkpointing)
         notes = [] if self._zero is None else [self._zero.note(states)]
         notes += [DDP_NOTE] if self._ddp else []
-        asked = None if config is None or config == "stock" else resolve(config)
+        asked = _resolved(config)
         notes += [TILES_NOTE] if self._sharded and asked is not None and asked.tiled_mlp else []
         return assembled(found, whole, setting, states, _named(config), notes)
 
@@ -225,7 +225,7 @@ class Estimates:
         return frozen_elsewhere(self._model(False))
 
     def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
-        resolved = None if config is None or config == "stock" else resolve(config)
+        resolved = _resolved(config)
         if self._setting.compiled and resolved is not None and resolved.offloads:
             raise ModelConfigError('what offloading keeps under torch.compile is not estimated; use engine="eager"')
         if resolved is not None and self._sharded:
@@ -273,6 +273,10 @@ class Estimates:
         found = self._latest[key] = extrapolated(whole, setting, self._runs[single], roles, alike, units, step)
         self._steps[setting, checkpointing, roles] = found
         return found
+
+
+def _resolved(config: CompressionConfig | Configured | str | None) -> CompressionConfig | None:
+    return None if config is None or config == "stock" else resolve(config)
 
 
 def _named(config: Any) -> str:

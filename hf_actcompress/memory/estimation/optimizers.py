@@ -36,7 +36,8 @@ class OptimizerRule:
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for p in model.parameters():
             if p.requires_grad:
-                yield from (self.of_table or self.states if id(p) in tables else self.states)(part(p))
+                states = self.of_table if self.of_table is not None and id(p) in tables else self.states
+                yield from states(part(p))
 
 
 def _copies(count: int) -> Callable[[Tensor], Iterable[int]]:

@@ -107,7 +107,8 @@ def _pack_layers(model: nn.Module, config: Any, stored: Format) -> None:
 
 def packed_as(model: nn.Module) -> str | None:
     """How many bits the packed weights of a model have, in words; None if it has none."""
-    bits = sorted({layer.stored.bits for layer in model.modules() if isinstance(layer, QuantizedLinear)})
+    packed = [module for module in model.modules() if isinstance(module, QuantizedLinear | PackedExperts)]
+    bits = sorted({module.stored.bits for module in packed})
     return f"packed weights of {'/'.join(map(str, bits))} bits" if bits else None
 
 

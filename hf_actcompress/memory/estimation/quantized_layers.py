@@ -80,10 +80,10 @@ def unpacked_note(model: nn.Module, packed: int) -> Iterator[str]:
 def _is_of_kind(module: nn.Module, method: str) -> bool:
     if isinstance(module, Conv1D):
         return method in ("bitsandbytes", "gptq")
-    if method == "bitsandbytes" or not isinstance(module, nn.Linear):
+    if method == "bitsandbytes":
         return type(module) is nn.Linear
     # a router returns several tensors, so no other layer can take its place; its weight is small
-    return module.weight.is_floating_point() and "Router" not in type(module).__name__
+    return isinstance(module, nn.Linear) and module.weight.is_floating_point() and "Router" not in type(module).__name__
 
 
 def _in_blocks(model: nn.Module, options: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -5,7 +5,7 @@ const LEAST_CHUNK = 2 ** 18, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8
 // embeddings of these classes have no padding token
 const WITHOUT_PADDING = ["GPT2LMHeadModel"];
 const QUANTIZED = { nf4: "qlora", int8: "int8" };
-// products of experts: multiples of their widths
+// products of experts need widths that are multiples of this
 const EXPERTS = 8;
 const HALF = ["bf16", "bfloat16", "fp16", "float16", "half"];
 
@@ -114,7 +114,7 @@ function checkConfig(rules, values, about = "config", where = "") {
         throw new Error(`${said}, and should be ${should}: correct it there`);
       }
     }
-    if (isObject(found)) checkConfig(rules, found, field in rules ? field : about, `${where}${field}.`);
+    if (isObject(found)) checkConfig(rules, found, Object.hasOwn(rules, field) ? field : about, `${where}${field}.`);
   }
 }
 
