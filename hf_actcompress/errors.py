@@ -18,7 +18,7 @@ class UnknownOptionError(ActCompressError, ValueError):
 
 
 class RegistrationError(ActCompressError, ValueError):
-    """A name is registered that is taken, or that was registered before, or for something else than it is for."""
+    """A name is registered that is taken or was registered before, or an object of the wrong kind is registered."""
 
     def __init__(self, what: str, name: str, reason: str, do: str = "choose another, or remove() the first") -> None:
         super().__init__(f"the {what} {name!r} was not registered: {reason}; {do}")
@@ -53,7 +53,7 @@ class CaptureError(ActCompressError, RuntimeError):
 
 
 class CodecError(ActCompressError, ValueError):
-    """A codec got a tensor that it cannot store, or an object was given as a codec that is none."""
+    """A codec got a tensor that it cannot store, or an object that is no codec was given as one."""
 
 
 class KernelUnavailableError(ActCompressError, RuntimeError):

@@ -41,7 +41,8 @@ class IntGroup(Codec):
         group_size: Features that share a scale and a zero point; the last group of a row may be shorter.
         rounding: "nearest" or "stochastic".
         outliers: How many channels, those with the largest magnitude, are kept apart as they are.
-        keep_sign: Move a code by one where rounding has crossed zero, so that what is decoded is above zero where x is.
+        keep_sign: Move a code by one where rounding has crossed zero, so that what is decoded is above zero where x is,
+            but for values too small beside their group's range (`reference/groups.py`).
             The format is the same. Under stochastic rounding this adds a bias: a value whose two neighbouring codes lie
             on both sides of zero always becomes the one on its own side.
         generators: The generators that stochastic rounding draws from; not part of the format. None: the process's.

@@ -40,7 +40,8 @@ class GatedProductFunction(torch.autograd.Function):
         ctx: Any, gate: Tensor, up: Tensor, stock: _Stock, kind: str, options: tuple[float, ...], codec: Codec
     ) -> Tensor:  # gate, up [..., F]
         h: Tensor = implementation("gated_product_fwd", gate, kind)(gate, up, stock, kind, options)
-        of_gate = codec.part("gate").keeping_sign() if kind in SIGN_DECIDES else codec.part("gate")
+        of_gate = codec.part("gate")
+        of_gate = of_gate.keeping_sign() if kind in SIGN_DECIDES else of_gate
         gate_record, up_record = record_of(gate, of_gate), record_of(up, codec.part("up"))
         save(ctx, gate_record, up_record)
         ctx.stock, ctx.kind, ctx.options = SameAutocast(stock, gate), kind, options

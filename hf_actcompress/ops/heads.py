@@ -42,13 +42,13 @@ def keep_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, codec: Codec
 ) -> tuple[list[Record], bool]:
     """The records of q, k and v, shaped like them, and whether rows are left out (padding, or copies of others)."""
-    codecs = [codec.part(name, heads=True) for name in ("q", "k", "v")]
+    parts = [(x, codec.part(name, heads=True)) for name, x in (("q", q), ("k", k), ("v", v))]
     padding = heads_padding(q, k, mask, is_causal)
     shared = padding is None and all(shares_rows(x.transpose(1, 2)) for x in (q, k))
     if padding is None and not shared:
         # not the record that other consumers made without padding, because attention reads across rows
-        return [_whole(x, of_x) for x, of_x in zip((q, k, v), codecs, strict=True)], False
-    q_record, k_record, v_record = (_rows_of(x, of_x) for x, of_x in zip((q, k, v), codecs, strict=True))
+        return [_whole(x, of_x) for x, of_x in parts], False
+    q_record, k_record, v_record = (_rows_of(x, of_x) for x, of_x in parts)
     keys = Derived(Recipe(_swap), (k_record,))
     if padding is not None:
         keys = Derived(Recipe(_Keys(padding)), (k_record, stored_exact(seen_by_real(padding, mask))))

@@ -70,8 +70,8 @@ class Finder(NamedTuple):
 def is_asked(x: Tensor) -> bool:
     """Whether our own ops ask the net about x before they keep it.
 
-    They ask if a node that copies made x, or a pointwise one, or another one of the table made x [B, C, H, W]. For a
-    cast, the node before it (and before views) decides, or a record of what that node made.
+    They ask if the node that made x copies or is pointwise; if x is [B, C, H, W], any node of the table will do. For a
+    cast, the node before it (and before views) decides; they also ask if what that node made has a record.
     """
     node: Any = x.grad_fn
     kind = type(node).__name__

@@ -28,7 +28,11 @@ def widened(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def keep_signs_(codes: Tensor, values: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
-    """Move whole codes by one, in place, where what is decoded is above zero and the value is not, or the reverse."""
+    """Move whole codes by one, in place, where what is decoded is above zero and the value is not, or the reverse.
+
+    A group's largest code may decode to zero. A value above zero then has no such code: one that is so small that the
+    group's range is the same without it in the range's precision.
+    """
     decoded = codes * scale + zero
     return codes.add_((values > 0).to(codes.dtype) - (decoded > 0).to(codes.dtype)).clamp_(0, levels)
 

@@ -57,8 +57,8 @@ class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[mis
         saved = (state.stateful_callbacks or {}).get(type(self).__name__) if state.global_step else None
         before = saved and saved["args"]["config"]
         # values of JSON are compared: the checkpoint's codecs may not be registered in this process
-        stored = {**CompressionConfig().to_dict(), **(before or self.config.to_dict())}
         ours = self.config.to_dict()
+        stored = {**CompressionConfig().to_dict(), **(before or ours)}
         other = {name: value for name, value in ours.items() if _listed(value) != _listed(stored[name])}
         if other:
             logger.warning(

@@ -33,7 +33,8 @@ class IntRanked(Codec):
     Args:
         bits: The mean over all samples.
         group_size: Elements of a sample that share a scale and a zero point.
-        keep_sign: As for `IntGroup`. No sample then gets less than 2 bits, because 1 bit would be the sign alone.
+        keep_sign: As for `IntGroup`. No sample then gets less than 2 bits, because 1 bit would be the sign alone;
+            with a mean of 1 all samples get 1.
         generators: The generators that rounding draws from; they are not part of the format.
 
     Raises:

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from ..bits import pack_rows, unpack_rows
-from ..groups import bf16_below, group_count, group_scale, in_groups, operands, row_slices, spans, widened, within_range
+from ..groups import (
+    bf16_below,
+    group_count,
+    group_scale,
+    in_groups,
+    keep_signs_,
+    operands,
+    row_slices,
+    spans,
+    widened,
+    within_range,
+)
 from ..rng import uniform
 
 MOST = 8
@@ -33,8 +44,8 @@ class Ranked(NamedTuple):
 def int_ranked_pack(x: Tensor, bits: int, group_size: int, keep_sign: bool = False) -> Ranked:
     """Quantise x [N, M], not empty, with stochastic rounding, in groups of neighbours (the last may be shorter).
 
-    With `keep_sign` a decoded value is above zero exactly if x is; a code may then be one step further away, and no
-    sample gets less than 2 bits.
+    With `keep_sign` a decoded value is above zero exactly if x is (`keep_signs_` has the exception); a code may then be
+    one step further away, and no sample gets less than 2 bits, unless `bits` is 1.
     """
     extent, zero = _ranges(x, group_size)
     widths = allocated(_sensitivity(extent, x.size(1), group_size), bits, min(2, bits) if keep_sign else 1)
@@ -72,8 +83,7 @@ def _codes(values: Tensor, levels: Tensor, step: Tensor, base: Tensor, keep_sign
     made = (values - base).mul_(step.reciprocal())
     made.add_(uniform(made.shape, made.dtype, made.device)).floor_().clamp_(min=0)
     if keep_sign:
-        above = made * step + base > 0
-        made.add_((values > 0).to(made.dtype) - above.to(made.dtype)).clamp_(min=0)
+        keep_signs_(made, values, step, base, 2**MOST - 1)
     return torch.minimum(made, levels, out=made)
 
 
