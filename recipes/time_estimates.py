@@ -1,7 +1,7 @@
 """How long `hf-actcompress estimate` takes, in seconds of process time.
 
-The whole estimate is timed beyond the imports of torch and transformers. `--quick`, the formula, imports neither; it is
-timed from the start of Python to the end of the command.
+The whole estimate is timed beyond the imports of torch and transformers; that of peft, which LoRA needs, counts.
+`--quick`, the formula, imports none of them; it is timed from the start of Python to the end of the command.
 
     python recipes/time_estimates.py --out recipes/results/estimates [--runs 5]
 
@@ -37,7 +37,16 @@ MODELS = {
     "bert-base": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
 }  # fmt: skip
 COLUMNS = ("torch, transformers", "first row", "all rows", "all", "--quick, with Python's start")
-SIZES = ("--batch-size", "2", "--seq-len", "512", "--gpu", "80GB")
+SIZES = ("--batch-size", "2", "--seq-len", "512")
+# name of the row -> model and options: on the first card some strategies fit, on the second all of them, and the model
+# with all its weights trained fits on no card of 24 GB, so that the command looks for changes of the training as well
+CASES = {
+    "llama-8b": ("llama-8b", ("--gpu", "80GB")),
+    "llama-8b, QLoRA, 24 GB": ("llama-8b", ("--qlora", "--gpu", "24GB")),
+    "llama-8b, 24 GB": ("llama-8b", ("--gpu", "24GB")),
+    "gpt2": ("gpt2", ("--gpu", "80GB")),
+    "bert-base": ("bert-base", ("--gpu", "80GB")),
+}
 # seconds up to here, and the time of each line of the command's output
 RUN = """
 import importlib, json, sys, time
@@ -67,14 +76,14 @@ print(json.dumps([time.process_time()]))
 """
 
 
-def timed(config: Path) -> list[float]:
+def timed(config: Path, options: Sequence[str]) -> list[float]:
     """Seconds of the imports, of the first row, of all rows, and of all that is printed; and of the formula."""
-    return [*_run(RUN, config), *_run(QUICK, config)]
+    return [*_run(RUN, config, options), *_run(QUICK, config, options)]
 
 
-def _run(code: str, config: Path) -> list[float]:
+def _run(code: str, config: Path, options: Sequence[str]) -> list[float]:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", code, str(config), *SIZES]
+    command = [sys.executable, "-c", code, str(config), *SIZES, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=kept)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -100,14 +109,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("runs/estimates"))
     args = parser.parse_args()
-    runs: dict[str, list[list[float]]] = {name: [] for name in MODELS}
+    runs: dict[str, list[list[float]]] = {name: [] for name in CASES}
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{name}.json" for name in MODELS}
         for name, path in paths.items():
             path.write_text(json.dumps(MODELS[name]))
         for _ in range(args.runs):
-            for name, path in paths.items():
-                runs[name].append(timed(path))
+            for name, (model, options) in CASES.items():
+                runs[name].append(timed(paths[model], options))
     found = {name: list(map(min, zip(*times, strict=True))) for name, times in runs.items()}
     about = {"command": shlex.join(["python", "recipes/time_estimates.py", *sys.argv[1:]]), **about_here()}
     replace_text(args.out / "time_estimates.json", json.dumps({**about, "runs": runs}, indent=2) + "\n")

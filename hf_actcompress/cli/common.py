@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -209,38 +208,6 @@ def _unwritable(target: Path) -> str | None:
     if target.is_dir():
         return "it is a folder; name a file in it"
     return None if os.access(place, os.W_OK) else f"no permission to write to {place}; name another file"
-
-
-@contextmanager
-def frozen_imports() -> Iterator[None]:
-    """Keep imported objects out of garbage collections, of which each measurement and estimate runs several.
-
-    Garbage that is there already stays until the end: to collect it takes longer than many estimates.
-    """
-    if gc.get_freeze_count():
-        # the caller has frozen objects, and unfreezes them itself
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread, because further threads do nothing for small tensors: they wait in busy loops,
-    which costs process time and slows the programs beside them.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -39,9 +39,7 @@ from .common import (
     Zero,
     busy,
     card_option,
-    frozen_imports,
     lora_of,
-    one_thread,
     precision,
     progress,
     quantization_of,
@@ -49,6 +47,7 @@ from .common import (
 )
 from .estimate_table import EstimateTable, as_data, cells_of, columns_of, explanation, layout, page_of, text_of
 from .lengths import Lengths, lengths_in, steps_of
+from .process import for_estimates
 from .quick import by_formula, check_file
 from .remedies import remedies
 from .strategies import chosen, rows
@@ -164,10 +163,10 @@ def _computed(
 ) -> Answer:
     """Compute the answer, and print it row by row."""
     with busy(f"estimating {table.model}"):
-        # before `frozen_imports`, or each collection goes through all of torch
+        # before `for_estimates`, or each collection goes through all of torch
         from ..memory.estimation import estimates  # noqa: F401
-    with frozen_imports(), one_thread():
-        _fill(table, not as_json, batch_size, seq_len, max_context, presets, options)
+    with for_estimates():
+        _fill(table, not as_json, as_json or html, batch_size, seq_len, max_context, presets, options)
         text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)
         typer.echo(text if as_json else "\n".join(explanation(table)))
         return Answer(text, table.fits, page_of(table) if html else None)
@@ -176,6 +175,7 @@ def _computed(
 def _fill(
     table: EstimateTable,
     printed: bool,
+    by_role: bool,
     batch_size: int,
     seq_len: int,
     max_context: bool,
@@ -190,7 +190,7 @@ def _fill(
         from ..memory.estimation.quantized import packed_as
 
         several = Estimates(table.model, **options)
-        left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps, not printed)
+        left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps, not printed, by_role)
         row = next(left, None)
     lines = layout(table.columns)
     if printed:
@@ -203,7 +203,7 @@ def _fill(
         progress(f"{row.strategy.name}: {done} of {len(names)}")
         with busy(f"estimating {table.model}: {', '.join(names[done : done + 1])}"):
             row = next(left, None)
-    asked = [row for row in table.rows if not presets or row.strategy.config in presets]
+    asked = [row for row in table.rows if not presets or row.strategy.name in presets]
     table.fits = room is None or any(row.fits(room) for row in asked)
     if room is not None and not table.fits:
         with busy(f"looking for what would fit into {table.gpu}"):

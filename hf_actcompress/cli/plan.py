@@ -29,9 +29,7 @@ from .common import (
     TrustRemoteCode,
     busy,
     card_option,
-    frozen_imports,
     lora_of,
-    one_thread,
     precision,
     progress,
     quantization_of,
@@ -39,6 +37,7 @@ from .common import (
     writable,
 )
 from .lengths import Lengths, lengths_in
+from .process import for_estimates
 from .quick import check_file
 from .remedies import as_lines, remedies
 
@@ -114,7 +113,7 @@ def _planned(model: str, asked: Mapping[str, Any], options: Mapping[str, Any], a
     from ..memory.estimation.estimates import Estimates
     from ..memory.planning.plans import plan as plan_of
 
-    with frozen_imports(), one_thread():
+    with for_estimates():
         try:
             return plan_of(model, **asked, **options)
         except DoesNotFitError:

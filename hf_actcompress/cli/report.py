@@ -19,12 +19,12 @@ from .common import (
     Model,
     SeqLen,
     busy,
-    frozen_imports,
     lora_of,
     progress,
     show,
     writable,
 )
+from .process import frozen_imports
 from .quick import check_file
 
 if TYPE_CHECKING:

@@ -104,9 +104,10 @@ def chosen(presets: list[str]) -> tuple[Strategy, ...]:
         return DEFAULT
     from ..config import resolve
 
-    for preset in presets:
+    others = [preset for preset in presets if preset != DEFAULT[0].name]
+    for preset in others:
         resolve(preset)
-    return (DEFAULT[0], *(Strategy(preset, preset) for preset in presets))
+    return (DEFAULT[0], *(Strategy(preset, preset) for preset in others))
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def rows(
     max_context: bool = False,
     steps: Sequence[int] = (),
     every_share: bool = False,
+    by_role: bool = False,
 ) -> Iterator[Row]:
     """The estimates, one after the other, because each takes seconds.
 
@@ -163,12 +165,13 @@ def rows(
         max_context: Whether to search for the longest sequences as well.
         steps: Tokens per sequence of the steps that the allocator is replayed for; by default equal ones.
         every_share: Whether to replay `expandable_segments` also where the default setting's share fits.
+        by_role: Whether to attribute kept bytes to roles.
     """
     from ..errors import ActCompressError
 
     for index, strategy in enumerate(strategies):
         try:
-            row = _row(several, strategy, room, batch_size, seq_len, steps, every_share)
+            row = _row(several, strategy, room, batch_size, seq_len, steps, every_share, by_role)
             yield replace(row, longest=_longest(several, row, room)) if room is not None and max_context else row
         except ActCompressError as error:
             if index == 0:
@@ -184,17 +187,19 @@ def _row(
     seq_len: int,
     steps: Sequence[int],
     every_share: bool,
+    by_role: bool,
 ) -> Row:
     from ..quick.headroom import MOST_SHARE
 
     config = strategy.patched_with
-    found = several.estimate(batch_size, seq_len, config, strategy.checkpointing)
+    found = several.estimate(batch_size, seq_len, config, strategy.checkpointing, by_role=by_role)
     peaks = {batch_size: found.device_bytes}
     if room is None:
         return Row(strategy, found, peaks)
     if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
         enough = 0 if every_share else room
-        found = several.replayed(batch_size, seq_len, config, strategy.checkpointing, lengths=steps, room=enough)
+        case = batch_size, seq_len, config, strategy.checkpointing
+        found = several.replayed(*case, lengths=steps, room=enough, by_role=by_role)
 
     def peak(batch_size: int) -> int:
         return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,8 +81,7 @@ def find_site(module: nn.Module, config: CompressionConfig, places: Places = _NO
     """
     if id(module) in places.of_rank:
         config = replace(config, linear="identity", derive_linear=True, gradient_norms=0)
-    # the probes make small tensors, wherever `torch.set_default_device` would put them
-    with torch.device("cpu"):
+    with _on_cpu():
         found = _by_others(module, config)
         if found is None:
             found = _own(module, config, id(module) in places.heads)
@@ -92,6 +93,14 @@ def find_site(module: nn.Module, config: CompressionConfig, places: Places = _NO
         "forward is already bound on the instance (device_map or offload hooks, Liger, hub kernels), so a class "
         "swap would be inert; patch before that is applied",
     )
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """A context for the probes, which make small tensors: on the CPU, whatever `torch.set_default_device` was told.
+
+    Where that is the default anyway, torch's own context would only slow down each call of a function of torch.
+    """
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _by_others(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:

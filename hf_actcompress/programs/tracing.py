@@ -115,6 +115,8 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
     if is_sharded(layer) and not all(type(p) is nn.Parameter and not hasattr(p, "ds_id") for p in layer.parameters()):
         # FSDP2 has plain weights while the layer runs
         raise NotStraight("it is sharded")
+    if any(True for _ in layer.buffers()):
+        raise NotStraight("it has buffers")
     memo: dict[int, Any] = {}
     for module in layer.modules():
         memo.update((id(v), v) for v in vars(module).values() if isinstance(v, PretrainedConfig))
@@ -127,8 +129,6 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
         memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
     # `from_pretrained` returns models in eval mode, and patch_model comes before the trainer's call of train()
     twin = _copied(layer, memo).train()
-    if any(True for _ in twin.buffers()):
-        raise NotStraight("it has buffers")
     return twin, dict(twin.named_parameters())
 
 

@@ -10,6 +10,7 @@ import pytest
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, _largest, chosen
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.memory import estimate
 from tests.cli.invoke import SIZES, run
 
 
@@ -68,3 +69,12 @@ def test_the_largest_batch_is_the_largest(start, room, guess):
     largest = _largest(peaks, room, 100, peak, guess)
     assert largest == max((size for size in range(1, 2000) if peak(size) <= room), default=0)
     assert all(peaks[size] == peak(size) for size in peaks) and len(peaks) <= 8
+
+
+def test_stock_may_be_asked_for_by_name(model):
+    """It is the only row then, and decides whether the training fits."""
+    needed = estimate(model, batch_size=2, seq_len=16, config=None).device_bytes
+    fits, too_small = (run("estimate", model, *SIZES, "--preset", "stock", "--gpu", f"{n}B") for n in (2 * needed, 1))
+    assert (fits.exit_code, too_small.exit_code) == (Exit.OK, Exit.DOES_NOT_FIT)
+    assert [line.split()[0] for line in fits.stdout.splitlines()[1:2]] == ["stock"]
+    assert "exact  " not in fits.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hf_actcompress.memory.estimation.estimates import Estimates
 from hf_actcompress.memory.estimation.extrapolation import Extrapolated
 from hf_actcompress.memory.estimation.fake_step.step import FakeStep, History
 from hf_actcompress.memory.estimation.growth import Growth, growth_of, peak_with, unit_of
-from hf_actcompress.memory.estimation.guess import largest_batch
+from hf_actcompress.memory.estimation.guess import largest_batch, widths
 
 _SIZES = {"vocab_size": 67, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 _HEADS = {**_SIZES, "num_key_value_heads": 2, "num_hidden_layers": 12}
@@ -42,7 +43,11 @@ def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest
     monkeypatch.setattr(
         model_copies, "run_again", lambda copy, *given, **more: ran.append(copy) or run(copy, *given, **more)
     )
-    several.estimate(3, 32, preset, checkpointing)
+    first = several.estimate(3, 32, preset, checkpointing)
+    # without roles the same steps are run, and no module is asked what it keeps
+    bare = Estimates(config, **options).estimate(3, 32, preset, checkpointing, by_role=False)
+    assert replace(bare, kept_by_role=first.kept_by_role) == first
+    assert sum(bare.kept_by_role.values()) == first.kept_bytes
     for batch, length in ((20, 32), (3, 48)):
         ran.clear()
         found = several.device_bytes(batch, length, preset, checkpointing)
@@ -119,7 +124,7 @@ def test_the_guess_at_the_largest_batch() -> None:
     found = Extrapolated(base, 10, True, base=base, more=more)
     for batch in (3, 7, 1000):
         peak = 100 + (170 - 100 + 20) * batch // 2
-        assert largest_batch(found, 2, peak, [weight]) == batch
-        assert largest_batch(found, 2, peak - 1, [weight]) == batch - 1
-    assert largest_batch(found, 2, 0, [weight]) == 1
-    assert largest_batch(Extrapolated(base, 10, True), 2, 1000, [weight]) is None
+        assert largest_batch(found, 2, peak, widths([weight])) == batch
+        assert largest_batch(found, 2, peak - 1, widths([weight])) == batch - 1
+    assert largest_batch(found, 2, 0, widths([weight])) == 1
+    assert largest_batch(Extrapolated(base, 10, True), 2, 1000, widths([weight])) is None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
+from ...config import resolve
 from ...models.root import root_module
 from ..measurement.saved_tensors import layer_names
 from .extrapolation import Extrapolated, whole_step
@@ -13,6 +16,7 @@ from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
 from .fake_step.step import FakeStep, run_step
 from .growth import UnitPlaces
+from .guess import widths
 from .layers import LayerRun, find_runs, with_names
 from .model_copies import RunStep
 from .optimizers import OptimizerRule
@@ -21,6 +25,29 @@ from .result import Estimate
 from .states import States, context_bytes, state_bytes
 
 ENGINES = ("eager", "compile")
+
+
+@dataclass(frozen=True)
+class About:
+    """What is read off all modules of a model once, because a large model with adapters has thousands.
+
+    Args:
+        name: Class of the model.
+        layers: How many layers it has.
+        notes: What limits any estimate of it.
+        widths: Bytes of its weights and of their copies in other dtypes; see `largest_batch`.
+    """
+
+    name: str
+    layers: int
+    notes: tuple[str, ...]
+    widths: frozenset[int]
+
+    @classmethod
+    def of(cls, whole: nn.Module) -> About:
+        notes = [described(whole)] if takes_pictures(whole) else []
+        layers = len(list(layer_names(whole)))
+        return cls(type(root_module(whole)).__name__, layers, (*notes, *notes_of(whole)), widths(whole.parameters()))
 
 
 def extrapolated(
@@ -44,15 +71,15 @@ def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: s
     """The estimate of a model on the meta device; `name` is the name that the estimate shows for its config."""
     setting, config = with_names(setting, whole)
     found = extrapolated(whole, setting, find_runs(whole, config), True)
-    return assembled(found, whole, setting, state_bytes(whole, setting, rule), name)
+    return assembled(found, About.of(whole), setting, state_bytes(whole, setting, rule), name)
 
 
 def assembled(
-    found: Extrapolated, whole: nn.Module, setting: Setting, states: States, name: str, notes: Sequence[str] = ()
+    found: Extrapolated, about: About, setting: Setting, states: States, name: str, notes: Sequence[str] = ()
 ) -> Estimate:
     """The estimate of a model, put together from its step and from what is held beside the step."""
     return Estimate(
-        model=type(root_module(whole)).__name__,
+        model=about.name,
         device="cuda" if setting.cuda else "cpu",
         batch_size=setting.batch_size,
         seq_len=setting.seq_len,
@@ -65,17 +92,21 @@ def assembled(
         kept_bytes=found.step.kept,
         kept_by_role=found.step.all_roles,
         kept_per_layer=found.per_layer,
-        layers=len(list(layer_names(whole))),
+        layers=about.layers,
         step_peak_bytes=found.step.peak + states.workspace,
         context_bytes=context_bytes(setting),
-        notes=(*_notes(whole, setting), *notes),
+        notes=(*about.notes, *_notes(setting), *notes),
     )
 
 
-def _notes(whole: nn.Module, setting: Setting) -> Iterator[str]:
-    if takes_pictures(whole):
-        yield described(whole)
-    yield from notes_of(whole)
+def name_of(config: Any) -> str:
+    """The name that the estimate shows for a config."""
+    if config is None:
+        return "stock"
+    return config if isinstance(config, str) else str(resolve(config))
+
+
+def _notes(setting: Setting) -> Iterator[str]:
     if setting.config is not None and setting.config.share_prompts:
         yield (
             "share_prompts=True is estimated for sequences that begin with different tokens: where they begin with the "

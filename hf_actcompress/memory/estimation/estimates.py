@@ -12,7 +12,7 @@ from torch import nn
 
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError
-from .assembly import assembled, extrapolated
+from .assembly import About, assembled, extrapolated, name_of
 from .checks import check_processes, is_compiled
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.cuda_rules import BLOCK
@@ -72,6 +72,7 @@ class Estimates:
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
         # whether checkpointing is switched on -> the model
         self._models: dict[bool, nn.Module] = {}
+        self._about: dict[bool, About] = {}
         self._states: dict[bool, States] = {}
         # (config, checkpointing) -> the latest step, whatever its batch was
         self._latest: dict[Any, Extrapolated] = {}
@@ -94,7 +95,8 @@ class Estimates:
             source = list(self._source)
             source[2], source[4] = lora or source[2], quantization or source[4]
             other._source = tuple(source)
-            other._models, other._states, other._latest, other._runs, other._steps = {}, {}, {}, {}, {}
+            other._models, other._about, other._states = {}, {}, {}
+            other._latest, other._runs, other._steps = {}, {}, {}
             other._copies = ModelCopies()
         return other
 
@@ -114,16 +116,21 @@ class Estimates:
         seq_len: int,
         config: CompressionConfig | Configured | str | None,
         gradient_checkpointing: bool = False,
+        *,
+        by_role: bool = True,
     ) -> Estimate:
-        """The estimate for this batch and config; see the function `estimate`."""
+        """The estimate for this batch and config; see the function `estimate`.
+
+        With `by_role=False` it takes less time, and all of `kept_by_role` may be under "other".
+        """
         setting = self._case(batch_size, seq_len, config)
-        found = self._step(setting, gradient_checkpointing, roles=True)
-        whole, states = self._model(gradient_checkpointing), self._state_bytes(gradient_checkpointing)
+        found = self._step(setting, gradient_checkpointing, roles=by_role)
+        states = self._state_bytes(gradient_checkpointing)
         notes = [] if self._zero is None else [self._zero.note(states)]
         notes += [DDP_NOTE] if self._ddp else []
         asked = _resolved(config)
         notes += [TILES_NOTE] if self._sharded and asked is not None and asked.tiled_mlp else []
-        return assembled(found, whole, setting, states, _named(config), notes)
+        return assembled(found, self._described(gradient_checkpointing), setting, states, name_of(config), notes)
 
     def device_bytes(
         self,
@@ -134,7 +141,7 @@ class Estimates:
     ) -> int:
         """`Estimate.device_bytes` alone, which takes less time than the whole estimate."""
         setting = self._case(batch_size, seq_len, config)
-        found = self._step(setting, gradient_checkpointing, roles=False)
+        found = self._step(setting, gradient_checkpointing)
         return self._state_bytes(gradient_checkpointing).at_peak(found.step.peak) + context_bytes(setting)
 
     def replayed(
@@ -146,10 +153,11 @@ class Estimates:
         *,
         lengths: Sequence[int] = (),
         room: int = 0,
+        by_role: bool = True,
     ) -> Estimate:
         """The estimate, with the shares of `reserved_share`; only with the first one if that fits in `room` bytes."""
         case = batch_size, seq_len, config, gradient_checkpointing
-        found, training = self.estimate(*case), self._training(*case, lengths)
+        found, training = self.estimate(*case, by_role=by_role), self._training(*case, lengths)
         if training is None:
             return found
         found = replace(found, reserved_share=(share := reserved_share(*training, False)))
@@ -190,7 +198,7 @@ class Estimates:
             return None
         traces: dict[int, Trace | None] = {}
         for length in dict.fromkeys(lengths or [seq_len]):
-            found = self._step(replace(setting, seq_len=length), gradient_checkpointing, roles=True)
+            found = self._step(replace(setting, seq_len=length), gradient_checkpointing, traced=True)
             traces[length] = trace_of(found, BLOCK)
         steps = [trace for length in lengths or [seq_len] * STEPS if (trace := traces[length]) is not None]
         return None if None in traces.values() else (held_by(self._model(gradient_checkpointing), self._rule), steps)
@@ -205,9 +213,9 @@ class Estimates:
     ) -> int | None:
         """The largest batch within `room` bytes, roughly, from the step of this batch; None if it does not tell."""
         setting, states = self._case(batch_size, seq_len, config), self._state_bytes(gradient_checkpointing)
-        found = self._step(setting, gradient_checkpointing, roles=False)
+        found = self._step(setting, gradient_checkpointing)
         at_rest = sum(states[:3]) + states.workspace + context_bytes(setting)
-        return largest_batch(found, batch_size, room - at_rest, self._model(gradient_checkpointing).parameters())
+        return largest_batch(found, batch_size, room - at_rest, self._described(gradient_checkpointing).widths)
 
     def evaluation_bytes(self, batch_size: int, seq_len: int) -> int:
         """Bytes that a device needs to evaluate such a batch with labels while it also holds the training's states.
@@ -248,6 +256,11 @@ class Estimates:
                 check_trl(self._models[checkpointing])
         return self._models[checkpointing]
 
+    def _described(self, checkpointing: bool) -> About:
+        if checkpointing not in self._about:
+            self._about[checkpointing] = About.of(self._model(checkpointing))
+        return self._about[checkpointing]
+
     def _state_bytes(self, checkpointing: bool) -> States:
         if checkpointing not in self._states:
             of = state_bytes if self._zero is None else self._zero.states
@@ -255,10 +268,14 @@ class Estimates:
             self._states[checkpointing] = in_buckets(found) if self._ddp else found
         return self._states[checkpointing]
 
-    def _step(self, setting: Setting, checkpointing: bool, *, roles: bool) -> Extrapolated:
-        for known in {roles, True}:
-            if (setting, checkpointing, known) in self._steps:
-                return self._steps[setting, checkpointing, known]
+    def _step(
+        self, setting: Setting, checkpointing: bool, *, roles: bool = False, traced: bool = False
+    ) -> Extrapolated:
+        """The step of the whole model, with bytes by role and with what `trace_of` needs, if these are asked for."""
+        for with_roles in {roles, True}:
+            known = self._steps.get((setting, checkpointing, with_roles))
+            if known is not None and (known.has_longer or not traced):
+                return known
         whole = self._model(checkpointing)
         setting, config = with_names(setting, whole)
         single = config.overrides, config.checkpoint
@@ -268,7 +285,7 @@ class Estimates:
         key = setting.config, checkpointing
         latest = self._latest.get(key)
         alike = latest.alike if latest else self._alike
-        units = latest.units if latest and not roles else None
+        units = latest.units if latest and not (roles or traced) else None
         step = self._copies.run_step(whole, setting, checkpointing, self._runs[single])
         found = self._latest[key] = extrapolated(whole, setting, self._runs[single], roles, alike, units, step)
         self._steps[setting, checkpointing, roles] = found
@@ -277,9 +294,3 @@ class Estimates:
 
 def _resolved(config: CompressionConfig | Configured | str | None) -> CompressionConfig | None:
     return None if config is None or config == "stock" else resolve(config)
-
-
-def _named(config: Any) -> str:
-    if config is None:
-        return "stock"
-    return config if isinstance(config, str) else str(resolve(config))

@@ -41,6 +41,11 @@ class Extrapolated:
     base: FakeStep | None = field(default=None, compare=False, repr=False)
     more: Sequence[tuple[Growth, int]] = field(default=(), compare=False, repr=False)
 
+    @property
+    def has_longer(self) -> bool:
+        """Whether each longer model was run, so that no growth is read off the shortest one."""
+        return all(growth.longer is not None for growth, _ in self.more)
+
 
 def whole_step(
     model: nn.Module,

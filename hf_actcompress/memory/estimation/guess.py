@@ -12,7 +12,12 @@ from .extrapolation import Extrapolated
 _WIDTHS = (2, 4)
 
 
-def largest_batch(found: Extrapolated, batch_size: int, room: int, weights: Iterable[Tensor]) -> int | None:
+def widths(weights: Iterable[Tensor]) -> frozenset[int]:
+    """The bytes of each weight, of its gradient, and of its copies in other dtypes."""
+    return frozenset(size * weight.numel() for weight in weights for size in (weight.element_size(), *_WIDTHS))
+
+
+def largest_batch(found: Extrapolated, batch_size: int, room: int, sizes: frozenset[int]) -> int | None:
     """The batch for which the peak of a step is about `room` bytes; None if the step does not tell.
 
     An allocation as large as a weight is taken to be its gradient or a copy of it, and does not depend on the batch;
@@ -22,14 +27,13 @@ def largest_batch(found: Extrapolated, batch_size: int, room: int, weights: Iter
         found: The step of a batch of `batch_size`.
         batch_size: Number of sequences.
         room: Bytes for the step, beside all states.
-        weights: The model's weights.
+        sizes: The model's `widths`.
     """
-    sizes = {width * weight.numel() for weight in weights for width in (weight.element_size(), *_WIDTHS)}
     fits = [(room - fixed) * batch_size // growing for fixed, growing in _moments(found, sizes) if growing > 0]
     return max(1, min(fits)) if fits else None
 
 
-def _moments(found: Extrapolated, sizes: set[int]) -> Iterator[tuple[int, int]]:
+def _moments(found: Extrapolated, sizes: frozenset[int]) -> Iterator[tuple[int, int]]:
     """The live bytes at each allocation of the whole model: the fixed ones, and those that grow with the batch."""
     base = found.base
     if base is None or base.history is None:

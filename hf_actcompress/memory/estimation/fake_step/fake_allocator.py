@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,35 +20,46 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ....errors import ModelConfigError
 from ....private_apis import ENGINE_CALLS, FakeTensor, unset_fake_temporarily, without_torch_function_modes
 from ....records import storages_of
-from .on_meta import grouped_product
+from .answers import ASKS, TELLS, Answers
 from .op_results import OpCalls, OpResults
 from .workspaces import CPU_WORKSPACES, Workspace
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 
-IGNORE_INDEX = -100
 # ops that make tensors with known values from nothing, and the most elements for which values are computed
 _LITERALS = (aten.lift_fresh.default, aten.arange.default, aten.arange.start, aten.arange.start_step)
 _MOST_KNOWN = 2**16
-# results of torch's op that chooses a CPU's attention kernel
-_MATH, _FUSED = 0, 1
 
 
-@cache
-def _draws(func: Any) -> bool:
-    """Whether an op draws random numbers. A higher-order op has no `tags`; to read them takes as long as many ops."""
-    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """What is known about an op, looked up by its `id`: torch computes an op's hash in Python, in each call.
+
+    Args:
+        func: The op, which keeps its `id` its own.
+        draws: Whether it draws random numbers. A higher-order op has no `tags`; to read them takes as long as many ops.
+        asks, tells: Whether it is one of `ASKS` or `TELLS`.
+    """
+
+    func: Any
+    draws: bool
+    asks: bool
+    tells: bool
+
+
+_OPS: dict[int, _Op] = {}
+
+
+def _op(func: Any) -> _Op:
+    draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+    return _OPS.setdefault(id(func), _Op(func, draws, func in ASKS, func in TELLS))
 
 
 class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the fake storages that are made while it is on. Enter it inside the FakeTensorMode.
-
-    Some code asks for values, which fake tensors do not have. The answers are those for a batch without padding, all of
-    whose labels count except those that the model itself appends (the last position of a causal model).
 
     Args:
         block: Sizes are rounded up to a multiple of this many bytes (512 in CUDA's caching allocator).
@@ -80,6 +91,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.block, self.workspaces, self.in_fp32 = block, workspaces, in_fp32
+        self._has_rules = {id(func) for func in (*workspaces, *in_fp32)}
         self._calls = OpCalls(OpResults() if results is None else results)
         self.live_bytes = self.peak_bytes = self.draws = 0
         self.timeline: list[int] = []
@@ -91,13 +103,9 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: dict[int, int] = {}
         self._of_weights: frozenset[int] = frozenset()
         self._references: dict[int, weakref.ref[Any]] = {}
-        # results of `all`, which are true, because nothing is padded
-        self._true: list[weakref.ref[Tensor]] = []
+        self._answers = Answers()
         # small tensors whose values are known
         self._known = WeakIdKeyDictionary()
-        # how many rows of picture features were scattered among those of the text
-        self._scattered: int | None = None
-        self._appended_labels = 0
         self.is_muted = self._elsewhere = False
 
     @classmethod
@@ -117,24 +125,30 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if all(x.numel() <= _MOST_KNOWN and not x.is_floating_point() for x in tensors):
                 self.know(tensors)
                 return result
-        self.draws += _draws(func)
-        answer = self._answer(func, args)
+        op = _OPS.get(id(func)) or _op(func)
+        self.draws += op.draws
+        answer = self._answers.to(func, args) if op.asks else None
         if answer is not None:
-            return answer()
+            result = answer()
+            if isinstance(result, FakeTensor):
+                self.count(result)
+            return result
         if func is aten.add.Tensor and sys._getframe(1).f_code in ENGINE_CALLS:
             return self._accumulated(func, args, kwargs)
         if func is aten.add_.Tensor and any(x._cdata in self._of_weights for x in storages_of(args[0])):
             self.gradients.update(self._numbers[storage._cdata] for storage in storages_of(args[1]))
         result = self._calls(func, args, kwargs)
-        self._learn(func, args, result)
-        for position in self.in_fp32.get(func, ()):
+        if op.tells:
+            self._answers.learn(func, args, result)
+        has_rules = id(func) in self._has_rules
+        for position in self.in_fp32.get(func, ()) if has_rules else ():
             self.count(result[position], 4 * result[position].numel())
         with without_torch_function_modes():
             for x in (result,) if type(result) is FakeTensor else tree_leaves(result):
                 # the meta device has no memory: logits that are not computed are on it
                 if isinstance(x, FakeTensor) and x.fake_device.type != "meta":
                     self.count(x)
-        workspace = self.workspaces.get(func)
+        workspace = self.workspaces.get(func) if has_rules else None
         if workspace is not None and not self._elsewhere:
             self.works_in(*workspace(args, kwargs))
         return result
@@ -258,42 +272,3 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= self.rounded(size)
         self._changed(key, -size)
         del self._numbers[key]
-
-    def _learn(self, func: Any, args: Any, result: Any) -> None:
-        if func in (aten.all.default, aten.all.dim, aten._is_all_true.default):
-            self._true.append(weakref.ref(result))
-        if func is aten.constant_pad_nd.default and args[2:3] == (IGNORE_INDEX,):
-            self._appended_labels = result.numel() - args[0].numel()
-        if func is aten.masked_scatter.default:
-            self._scattered, room = (x.numel() // args[0].size(-1) for x in (args[2], args[0]))
-            if self._scattered > room:
-                raise ModelConfigError(
-                    f"the pictures become {self._scattered} tokens, and the batch has {room}: ask for longer sequences"
-                )
-
-    def _answer(self, func: Any, args: Any) -> Callable[[], Any] | None:
-        if func is aten._fused_sdp_choice.default:
-            dropout = args[4] if len(args) > 4 else 0.0
-            return lambda: _FUSED if dropout == 0 else _MATH
-        x = args[0] if args else None
-        if not isinstance(x, FakeTensor):
-            return None
-        if func is aten._local_scalar_dense.default:
-            # "are all of them ...?" is answered with yes, "is any ...?" with no, "how many ...?" with zero
-            return lambda: any(known() is x for known in self._true) if x.dtype == torch.bool else 0
-        if func is aten.equal.default:
-            return lambda: True
-        if func is aten._grouped_mm.default and x.dtype != torch.bfloat16:
-            # torch computes the shape of the result for bf16 only
-            return lambda: self._counted(grouped_product(*args[:3]))
-        if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
-            mask = args[1][0]
-            selected = mask.numel() if self._scattered is None else self._scattered
-            return lambda: self._counted(x.new_empty(selected, *x.shape[mask.dim() :]))
-        if func is aten.nonzero.default:
-            return lambda: self._counted(x.new_empty(x.numel() - self._appended_labels, x.dim(), dtype=torch.int64))
-        return None
-
-    def _counted(self, x: Tensor) -> Tensor:
-        self.count(x)
-        return x

@@ -33,10 +33,10 @@ def trace_of(found: Extrapolated, block: int) -> Trace | None:
     """
     if found.base is None or found.base.history is None:
         return None
+    if not found.has_longer:
+        return None
     base = step = _recorded(found.base, block)
     longer = [_recorded(growth.longer, block) for growth, _ in found.more if growth.longer is not None]
-    if len(longer) < len(found.more):
-        return None
     done = 0
     if len(longer) == 1:
         # The step with one more unit has three of them. The middle one is between two equal ones, so it is the one

@@ -1,0 +1,74 @@
+"""What a command changes in its own process while it estimates or measures, so that this takes less time."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+_BITSANDBYTES = "bitsandbytes"
+
+
+@contextmanager
+def for_estimates() -> Iterator[None]:
+    """All contexts of this file: estimates are made of thousands of small tensors, and run no kernel."""
+    with ExitStack() as stack:
+        for context in (frozen_imports(), one_thread(), without_bitsandbytes()):
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def frozen_imports() -> Iterator[None]:
+    """Keep imported objects out of garbage collections, of which each measurement and estimate runs several.
+
+    Garbage that is there already stays until the end: to collect it takes longer than many estimates.
+    """
+    if gc.get_freeze_count():
+        # the caller has frozen objects, and unfreezes them itself
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread, because further threads do nothing for small tensors: they wait in busy loops,
+    which costs process time and slows the programs beside them.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def without_bitsandbytes() -> Iterator[None]:
+    """Let peft find no bitsandbytes, whose import brings torch's compiler and takes longer than that of peft.
+
+    Its layers are wrapped by peft in a training. An estimate has stand-ins for them, which are of no library.
+    """
+    if _BITSANDBYTES in sys.modules:
+        yield
+        return
+    # Python takes a module that is None here for one that is not installed
+    sys.modules[_BITSANDBYTES] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[_BITSANDBYTES]
+        peft: Any = sys.modules.get("peft.import_utils")
+        if peft is not None:
+            # they remember their answers
+            peft.is_bnb_available.cache_clear()
+            peft.is_bnb_4bit_available.cache_clear()
