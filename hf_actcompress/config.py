@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from .codecs import CODECS, Offload
+from .codecs import Offload
+from .codecs.table import CODECS
 from .config_checks import CODEC_FIELDS, check, name_of, sampling
 from .config_file import ConfigFile
 from .errors import UnknownOptionError

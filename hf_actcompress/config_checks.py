@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .codecs import CODECS, Codec, IntMeasured, RowSample
+from .codecs import Codec
+from .codecs.methods.int_measured import IntMeasured
+from .codecs.methods.row_sample import RowSample
+from .codecs.table import CODECS
 from .errors import CodecError, UnknownOptionError
 
 CODEC_FIELDS = ("linear", "norm", "mlp", "attention", "checkpoint_input")

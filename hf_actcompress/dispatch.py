@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
 from .errors import KernelUnavailableError, UnknownOptionError
 from .kernels import BITWISE, KERNELS, POINTWISE, TIMED, TORCH_HAS, lacks_bf16
 from .kernels.fallback import with_fallback
 from .kernels.timing import Decisions, shape_class
 from .reference.device_rules import device_rules
+from .reference.table import FUNCTIONS
 
 CHOICES = ("auto", "reference", "triton")
 # the oldest NVIDIA compute capability for pointwise kernels, and for all kernels
@@ -82,7 +82,7 @@ def implementation(name: str, x: Tensor, row: str | None = None) -> Callable[...
         return partial(_faster, name) if name in TIMED else _launcher(name, row, x.device)
     # fake tensors have a type of their own
     rules = None if type(x) is Tensor else device_rules()
-    function: Callable[..., Any] = getattr(reference, name) if rules is None else rules.function(name)
+    function: Callable[..., Any] = FUNCTIONS[name] if rules is None else rules.function(name)
     return function
 
 
@@ -139,7 +139,7 @@ def kernel_wins(name: str, other: Callable[..., Any], *args: Any) -> bool:
 
 def _faster(name: str, *args: Any) -> Any:
     """The result of the kernel, or of the reference's function where that one is faster."""
-    stock = getattr(reference, name)
+    stock = FUNCTIONS[name]
     return (_launcher(name, None, args[0].device) if kernel_wins(name, stock, *args) else stock)(*args)
 
 
@@ -252,7 +252,7 @@ def _probed(name: str, row: str | None, device: torch.device) -> str | None:
 def _probe(name: str, row: str | None, device: torch.device) -> str | None:
     from .kernels.probe import disagreement
 
-    reason = disagreement(name, row, _module(name), getattr(reference, name), device, name in BITWISE)
+    reason = disagreement(name, row, _module(name), FUNCTIONS[name], device, name in BITWISE)
     if reason:
         of = f"{name} ({row})" if row else name
         _log.warning("the Triton kernel of %s is not used on %s: %s; the torch reference runs", of, device, reason)
@@ -269,7 +269,7 @@ def _launcher(name: str, row: str | None, device: torch.device) -> Callable[...,
         _failed[name, device] = f"{of} failed: {reason}; the torch reference runs instead"
         _log.warning("the Triton kernel of %s failed on %s: %s; the torch reference runs instead", of, device, reason)
 
-    return with_fallback(_kernel(name), getattr(reference, name), device, failed)
+    return with_fallback(_kernel(name), FUNCTIONS[name], device, failed)
 
 
 def _kernel(name: str) -> Callable[..., Any]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from .codecs import CODECS, Codec, TensorMeta
+from .codecs import Codec, TensorMeta
+from .codecs.table import CODECS
 from .config import PRESETS, CompressionConfig
 from .config_checks import check_instance, registered_name
 from .errors import RegistrationError, UnknownOptionError

@@ -14,12 +14,13 @@ from torch import nn
 from .compilation import register
 from .config import PRESETS, CompressionConfig, Configured, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .models import Places, Site, find_site
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.methods.chosen_layers import refuse_choice
 from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
+from .models.rules import Places, find_site
 from .models.selective import find_selective
+from .models.sites import Site
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
 from .modules.checkpoint import CheckpointInputMixin, CheckpointSettings
 from .programs import LayerSettings, find_program, is_outdated

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .codecs import CODECS
+from .codecs.table import CODECS
 from .config import CompressionConfig
 from .display.report import Report
 from .display.tables import Table
 from .errors import NotPatchedError
-from .models import Declined, Places, Site, find_site
 from .models.checkpointing import is_switched_on
 from .models.foreign import find_foreign
 from .models.heads import find_head
 from .models.padding import why_not
 from .models.root import pretrained_models, root_module, root_of
+from .models.rules import Places, find_site
+from .models.sites import Declined, Site
 from .modules.base import PLAIN_TENSORS, Settings, settings_of, stock_type
 from .programs import LayerPrograms, LayerSettings, find_program
 from .roles import Role

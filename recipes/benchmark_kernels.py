@@ -34,8 +34,8 @@ from common.bench_kernel_peers import liger
 from common.versions import versions
 from tqdm import tqdm
 
-from hf_actcompress import reference
 from hf_actcompress.kernels import KERNELS, TIMED
+from hf_actcompress.reference.table import FUNCTIONS
 
 TOKENS, HIDDEN, MLP = 16384, 2048, 8192
 PACKAGES = ("torch", "triton", "liger-kernel", "hf-actcompress")
@@ -81,7 +81,7 @@ def kernels(name: str) -> Callable[..., Any]:
 
 
 def specification(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(reference, name)
+    function: Callable[..., Any] = FUNCTIONS[name]
     return function
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_actcompress import reference
+from hf_actcompress.reference.table import FUNCTIONS
 
 
 class OnDevice:
@@ -19,7 +19,7 @@ class OnDevice:
     on_cpu, draws = False, 0
 
     def function(self, name: str) -> Callable[..., Any]:
-        return getattr(reference, name)
+        return FUNCTIONS[name]
 
     def turns(self, starts: range) -> Sequence[int]:
         return starts

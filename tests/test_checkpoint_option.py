@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report, unpatch_model
-from hf_actcompress.codecs import CODECS
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.modules.checkpoint import CheckpointInputMixin
 from tests.families import BY_NAME, build, differing, step

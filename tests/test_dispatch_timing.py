@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_actcompress import dispatch, reference
+from hf_actcompress import dispatch
 from hf_actcompress.codecs import Float8, IntGroup
 from hf_actcompress.dispatch import implementation, kernel_status, runs_kernel, use
 from hf_actcompress.kernels import TIMED
 from hf_actcompress.kernels.timing import Decisions
+from hf_actcompress.reference.methods.row_sample import row_sample_grad_weight
+from hf_actcompress.reference.table import FUNCTIONS
 
 
 class _Clock:
@@ -56,12 +58,10 @@ def _rows(count: int = 12, outputs: int = 5) -> tuple[Tensor, ...]:
 def test_the_faster_one_runs_and_is_timed_once(kernel, other, wins, timed, monkeypatch):
     clock, args, ran = timed(kernel, other), _rows(), []
     name = "row_sample_grad_weight"
-    monkeypatch.setitem(
-        dispatch._kernels, name, lambda *args: ran.append(args) or reference.row_sample_grad_weight(*args)
-    )
+    monkeypatch.setitem(dispatch._kernels, name, lambda *args: ran.append(args) or row_sample_grad_weight(*args))
     state = torch.get_rng_state()
     for _ in range(3):
-        assert torch.equal(implementation(name, args[0])(*args), reference.row_sample_grad_weight(*args))
+        assert torch.equal(implementation(name, args[0])(*args), row_sample_grad_weight(*args))
     # the clock ran the kernel once
     assert clock.asked == 1 and len(ran) == 1 + 3 * wins
     assert torch.equal(torch.get_rng_state(), state)
@@ -103,7 +103,7 @@ def test_memory_that_is_used_up_in_a_trial_leaves_the_kernel(timed, monkeypatch)
         asked.append(args)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(reference, "row_sample_grad_weight", too_much)
+    monkeypatch.setitem(FUNCTIONS, "row_sample_grad_weight", too_much)
     for _ in range(2):
         implementation("row_sample_grad_weight", args[0])(*args)
     # the clock tried the reference once; the kernel was run once by the clock, and once for each call
@@ -124,7 +124,7 @@ def test_timing_can_be_switched_off(timed, monkeypatch):
     clock, args = timed(1.0, 2.0), _rows()
 
     def is_reference() -> bool:
-        return implementation("row_sample_grad_weight", args[0]) is reference.row_sample_grad_weight
+        return implementation("row_sample_grad_weight", args[0]) is row_sample_grad_weight
 
     assert not is_reference()
     torch.use_deterministic_algorithms(True)
@@ -160,5 +160,5 @@ def test_on_a_gpu_the_faster_one_is_found(name, monkeypatch):
     args = next(iter(dispatch._module(name).SAMPLES[name](torch.device("cuda"), torch.bfloat16, 64, 256)))
     state = torch.cuda.get_rng_state()
     found = implementation(name, args[0])(*args)
-    torch.testing.assert_close(found, getattr(reference, name)(*args), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found, FUNCTIONS[name](*args), rtol=0.02, atol=0.02)
     assert len(dispatch._decisions.of(name)) == 1 and torch.equal(torch.cuda.get_rng_state(), state)

@@ -16,7 +16,7 @@ import transformers
 import yaml
 
 from hf_actcompress import PRESETS
-from hf_actcompress.ops import OPS
+from hf_actcompress.ops.table import OPS
 from tests.cli.invoke import run
 from tests.documents import DOCUMENTS, PACKAGE, ROOT, blocks, check, commands, exists, places, prose
 from tests.import_graph import filled

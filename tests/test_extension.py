@@ -24,8 +24,9 @@ from hf_actcompress import (
     patch_model,
     patch_report,
 )  # fmt: skip
-from hf_actcompress.codecs import CODECS, Codec, IntGroup
+from hf_actcompress.codecs import Codec, IntGroup
 from hf_actcompress.codecs.codec import TensorMeta, meta_of
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.errors import CodecError, RegistrationError, RuleError, UnknownOptionError
 from hf_actcompress.extension import register_activation, register_codec, register_preset, register_rule
 from hf_actcompress.models.sites import Declined, Site

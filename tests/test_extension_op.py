@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report
-from hf_actcompress.codecs import CODECS, Codec
+from hf_actcompress.codecs import Codec
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.extension import (
     PatchedModule,
     Role,

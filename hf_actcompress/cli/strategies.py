@@ -78,7 +78,7 @@ class Strategy:
         config = self.resolved
         if config is None or config.lossless:
             return "exact"
-        from ..codecs import CODECS
+        from ..codecs.table import CODECS
 
         bits = [bits for name in config.codecs if (bits := CODECS[name].bits) is not None]
         return f"lossy: {min(bits)} bits" if bits else "lossy"

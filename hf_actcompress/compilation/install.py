@@ -18,7 +18,7 @@ import torch._inductor.config as inductor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.fx import GraphModule
 
-from ..codecs import CODECS
+from ..codecs.table import CODECS
 
 
 def install() -> None:

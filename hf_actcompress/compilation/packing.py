@@ -13,7 +13,8 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..codecs import CODECS, Codec
+from ..codecs import Codec
+from ..codecs.table import CODECS
 from ..errors import CodecError
 from ..private_apis import inductor_decompositions, tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask

@@ -16,7 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .. import compilation, ops
-from ..codecs import CODECS, FOR_UNSCALED_SCORES, IDENTITY, Codec
+from ..codecs import IDENTITY, Codec
+from ..codecs.table import CODECS, FOR_UNSCALED_SCORES
 from ..config import CompressionConfig
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..codecs import CODECS, IDENTITY
+from ..codecs import IDENTITY
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..errors import UnknownOptionError
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, WITH_ATTENTION, CheckpointInputMixin, CheckpointSettings

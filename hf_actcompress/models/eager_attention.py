@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .. import ops
 from ..codecs import IDENTITY, Codec
 from ..modules.attention import EAGER_NAME, AttentionMixin, AttentionSettings
 from ..modules.base import keeps_for_backward
+from ..ops.methods.attention_tempo import attention_tempo
 from ..roles import Role
 from .probe import DTYPES, REFUSALS, same_bits, undisturbed
 from .rope import RotaryMixin
@@ -103,7 +103,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     softmax_dtype = torch.float32 if how[0] == "fp32" else None
     probs_dtype = {"": None, "value": v.dtype, "query": q.dtype}[how[1]]
-    out, probs = ops.attention_tempo(
+    out, probs = attention_tempo(
         q, k, v, mask, scale, dropout=dropout, softmax_dtype=softmax_dtype, probs_dtype=probs_dtype, codec=codec
     )
     return out.transpose(1, 2).contiguous(), probs

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..codecs import CODECS, IDENTITY, Codec
+from ..codecs import IDENTITY, Codec
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..modules.base import patch_instance
 from ..modules.experts import GROUPED, ExpertsMixin, ExpertsSettings

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..codecs import CODECS
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..modules.base import HOOKS, patch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, GatedMLPSettings, SplitGatedMLPMixin, T5GatedMLPMixin

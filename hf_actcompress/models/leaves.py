@@ -13,8 +13,10 @@ from torch import nn
 from transformers import activations as hf
 from transformers.pytorch_utils import Conv1D
 
-from ..codecs import CODECS, IDENTITY, Codec, RowSample
+from ..codecs import IDENTITY, Codec
 from ..codecs.methods.gradient_norms import RememberedNorms
+from ..codecs.methods.row_sample import RowSample
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..modules.base import Settings
 from ..modules.leaves import (
@@ -26,7 +28,10 @@ from ..modules.leaves import (
     LayerNormMixin,
     LinearMixin,
 )
-from ..reference import INVERTED, TABLE_OPTIONS, TWO_VALUED, activation_bwd, layer_norm_output_reasons
+from ..reference import activation_bwd
+from ..reference.methods.fewbit import TABLE_OPTIONS, TWO_VALUED
+from ..reference.methods.inverted import INVERTED
+from ..reference.methods.norm_output import layer_norm_output_reasons
 from ..roles import Role
 from .own_linear import find_own_linear
 from .sites import Declined, Site, norm_keeps

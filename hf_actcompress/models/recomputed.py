@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from ..codecs import CODECS
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..modules.base import HOOKS, Settings
 from ..modules.recomputed import BatchNormMixin, RecomputedMixin

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from .. import compilation
-from ..codecs import CODECS
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted
 from ..reference.rng import Generators

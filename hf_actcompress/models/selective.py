@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from ..codecs import CODECS
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..modules.base import Settings, settings_of
 from ..modules.selective import SelectiveMixin

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..codecs import CODECS
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..modules.base import HOOKS, settings_of, stock_type
 from ..modules.tiled import TiledMixin, TiledSettings

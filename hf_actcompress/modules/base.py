@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import compilation
-from ..codecs import CODECS, IDENTITY, Codec
+from ..codecs import IDENTITY, Codec
+from ..codecs.table import CODECS
 from ..errors import UnsupportedModelError
 from ..private_apis import FakeTensor, is_idle_capture, transforms_active
 from ..records import current

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 
 from .. import compilation, ops
 from ..codecs import IDENTITY
+from ..ops.methods.derivative import activation_derivative
+from ..ops.methods.fewbit import activation_fewbit
+from ..ops.methods.inverted import activation_output
+from ..ops.methods.layer_norm_output import layer_norm_output
+from ..ops.methods.rms_norm_output import rms_norm_output
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
 from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording
@@ -100,7 +105,7 @@ class LayerNormMixin(_Module):
         if not keeps_for_backward(x, weight, bias):
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         if settings.keeps == "output":
-            return ops.layer_norm_output(x, self.normalized_shape, weight, bias, self.eps)
+            return layer_norm_output(x, self.normalized_shape, weight, bias, self.eps)
         if torch.compiler.is_compiling():
             x = compilation.keep(x, settings.codec_name)
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
@@ -135,7 +140,7 @@ class RMSNormMixin(_Module):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         eps = getattr(self, settings.eps_name)
         if settings.keeps == "output":
-            return ops.rms_norm_output(x, weight, eps, settings.kind)
+            return rms_norm_output(x, weight, eps, settings.kind)
         if torch.compiler.is_compiling():
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
         return ops.rms_norm(x, weight, eps, settings.kind, codec=settings.codec, copy_affine=is_sharded(self))
@@ -149,15 +154,15 @@ class ActivationSettings(Settings):
 
 
 def _fewbit(method: str, bits: int) -> _ActivationOp:
-    return lambda x, stock, s: ops.activation_fewbit(x, stock, s.kind, s.constants, bits=bits, method=method)
+    return lambda x, stock, s: activation_fewbit(x, stock, s.kind, s.constants, bits=bits, method=method)
 
 
 # the ops of a pointwise activation, by the tensor that each variant keeps
 _ActivationOp = Callable[[Tensor, Callable[[Tensor], Tensor], ActivationSettings], Tensor]
 ACTIVATION_OPS: dict[str, _ActivationOp] = {
     "input": lambda x, stock, s: ops.activation(x, stock, s.kind, s.constants, codec=s.codec),
-    "output": lambda x, stock, s: ops.activation_output(x, stock, s.kind),
-    "derivative": lambda x, stock, s: ops.activation_derivative(x, stock, s.kind, s.constants, codec=s.codec),
+    "output": lambda x, stock, s: activation_output(x, stock, s.kind),
+    "derivative": lambda x, stock, s: activation_derivative(x, stock, s.kind, s.constants, codec=s.codec),
     **{f"steps{bits}": _fewbit("steps", bits) for bits in (1, 2, 3, 4)},
     **{f"values{bits}": _fewbit("values", bits) for bits in (2, 3, 4, 8)},
     "relus2": _fewbit("relus", 2),

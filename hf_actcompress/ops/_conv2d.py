@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import IDENTITY, Codec, on_feature_maps
+from ..codecs import IDENTITY, Codec
+from ..codecs.feature_maps import on_feature_maps
 from ..dispatch import implementation
 from ..records import Packed, Record, Stored, applied, dropping, is_dropped, load_packed, parameter, save
 from ..reference import ConvGeometry

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from .. import reference
 from ..dispatch import implementation
+from ..reference.table import FUNCTIONS
 from .stages import Stops, stopping
 
 # a setting has one of these as its choice in an estimate, where each call asks the rules of the estimated device; a CPU
@@ -105,7 +105,7 @@ class Emitter:
             tail: Further arguments that are no values of the graph and cannot be written as source text: functions.
             like: The same as in `call`; None for the reference.
         """
-        stock = like or getattr(reference, name)
+        stock = like or FUNCTIONS[name]
         if self.setting.choice in ESTIMATES:
             function: Callable[..., Any] = Chosen(name, row)
         else:
@@ -120,7 +120,7 @@ class Emitter:
         if self.setting.choice in ESTIMATES:
             return self.setting.choice == ESTIMATED_CPU
         sample = torch.empty(1, dtype=self.dtype(x), device=self.setting.device)
-        return all(implementation(name, sample, row) is getattr(reference, name) for name in names)
+        return all(implementation(name, sample, row) is FUNCTIONS[name] for name in names)
 
     def item(self, node: Node, index: int) -> Node:
         return self.once(operator.getitem, node, index)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, on_feature_maps
+from ..codecs import Codec
+from ..codecs.feature_maps import on_feature_maps
 
 # the fewest elements, in all and in each row, for which a codec is worth its cost
 _LARGE, _ROW = 512, 16

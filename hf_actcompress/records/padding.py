@@ -22,7 +22,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..codecs import IDENTITY, Codec, Pooled
+from ..codecs import IDENTITY, Codec
+from ..codecs.methods.pooled import Pooled
 from ..errors import PaddingError
 from .guard import Guard
 from .outside import hooks_outside

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ..codecs import RowSample
 from ..codecs.methods.gradient_norms import SiteNorms, samples_are
+from ..codecs.methods.row_sample import RowSample
 from ..errors import NotPatchedError
 from ..modules.base import PatchedModule
 from ..roles import Role

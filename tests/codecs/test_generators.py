@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import CompressionConfig, calibrate, fidelity_report, memory_report, patch_model, patched
-from hf_actcompress.codecs import CODECS, Offload
+from hf_actcompress.codecs import Offload
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.memory.measurement.training_restored import training_restored
 from hf_actcompress.models.root import root_of
 from hf_actcompress.reference.rng import Generators, seed_codecs

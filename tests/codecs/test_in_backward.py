@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear as stock_linear
 from torch.utils.checkpoint import checkpoint
 
-from hf_actcompress.codecs import CODECS
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.ops import linear
 from hf_actcompress.records import clear
 from hf_actcompress.reference import seed_codecs

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_actcompress.codecs import CODECS, Codec, Float8, Identity, IntGroup, Offload, Pooled, RowSample, TopK, offload
+from hf_actcompress.codecs import Codec, Float8, Identity, IntGroup, Offload, offload
+from hf_actcompress.codecs.methods.pooled import Pooled
+from hf_actcompress.codecs.methods.row_sample import RowSample
+from hf_actcompress.codecs.methods.topk import TopK
 from hf_actcompress.codecs.offload import lane_of
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.ops import linear
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import DTYPES

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import CompressionConfig, patch_model
-from hf_actcompress.codecs import Codec, IntGroup, IntMeasured, IntRanked, IntRunning
+from hf_actcompress.codecs import Codec, IntGroup
+from hf_actcompress.codecs.methods.int_measured import IntMeasured
+from hf_actcompress.codecs.methods.int_ranked import IntRanked
+from hf_actcompress.codecs.methods.int_running import IntRunning
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.models.root import root_of
 from hf_actcompress.reference import seed_codecs

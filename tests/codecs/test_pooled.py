@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_actcompress import CompressionConfig, patch_model
-from hf_actcompress.codecs import Pooled
+from hf_actcompress.codecs.methods.pooled import Pooled
 from hf_actcompress.errors import UnknownOptionError
 from tests.codecs.helpers import DTYPES, activations, assert_weight_gradient, rounding, roundtrip, token_shapes
 from tests.families import BY_NAME, differing, step

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_actcompress.codecs import TopK
+from hf_actcompress.codecs.methods.topk import TopK
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import DTYPES, activations, assert_weight_gradient, roundtrip, token_shapes

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_actcompress import CompressionConfig, kept_bytes, memory_report, patch_model, patch_report, unpatch_model
-from hf_actcompress.codecs import CODECS
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.models.checkpointing import checkpointable
 from hf_actcompress.reference.rng import Generators
 from tests.families import BY_NAME, build, differing, step

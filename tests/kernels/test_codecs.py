@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_actcompress.codecs import BlockSparse, Codec, Float8, IntGroup, Offload, Pooled, RowSample, TopK, offload
+from hf_actcompress.codecs import Codec, Float8, IntGroup, Offload, offload
+from hf_actcompress.codecs.methods.block_sparse import BlockSparse
+from hf_actcompress.codecs.methods.pooled import Pooled
+from hf_actcompress.codecs.methods.row_sample import RowSample
+from hf_actcompress.codecs.methods.topk import TopK
 from hf_actcompress.dispatch import use
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import assert_weight_gradient

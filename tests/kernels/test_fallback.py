@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_actcompress import dispatch, reference
+from hf_actcompress import dispatch
 from hf_actcompress.dispatch import implementation, use
 from hf_actcompress.kernels import fallback
 from hf_actcompress.programs import emit, schedule, whole
+from hf_actcompress.reference.table import FUNCTIONS
 from tests.families import BY_NAME, step
 from tests.kernels.harness import present, samples
 from tests.oracle import assert_equal_bits
@@ -64,7 +65,7 @@ def arguments() -> tuple[Any, ...]:
 
 def test_the_reference_runs_instead_and_it_is_said_once(failing: _Failing, caplog: pytest.LogCaptureFixture) -> None:
     args, held = arguments(), found()
-    kernels, stocks = failing.kernel(*args), getattr(reference, NAME)(*args)
+    kernels, stocks = failing.kernel(*args), FUNCTIONS[NAME](*args)
     assert_equal_bits(present(held(*args)), present(kernels))
     failing.error = RuntimeError("out of resource: shared memory")
     with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
@@ -72,7 +73,7 @@ def test_the_reference_runs_instead_and_it_is_said_once(failing: _Failing, caplo
         failing.error, launches = None, failing.calls
         # the held function and a new lookup both run the reference
         assert_equal_bits(present(held(*args)), present(stocks))
-        assert found() is getattr(reference, NAME) and failing.calls == launches
+        assert found() is FUNCTIONS[NAME] and failing.calls == launches
     (record,) = caplog.records
     said = f"{NAME} ({ROW}) failed on cpu: RuntimeError: out of resource: shared memory"
     assert record.name.startswith("hf_actcompress") and said in record.getMessage()
@@ -140,7 +141,7 @@ def test_programs_that_hold_the_kernel_go_on(
         return found() if name == NAME else implementation(name, x, row)
 
     # a program is proved against the leaves, which run the reference here
-    failing.kernel = getattr(reference, NAME)
+    failing.kernel = FUNCTIONS[NAME]
     monkeypatch.setattr(emit, "implementation", accelerated)
     # layers of one kind share their programs, also between models, so the caches are emptied
     monkeypatch.setattr(schedule, "_schedules", {})

@@ -11,7 +11,16 @@ from hf_actcompress.kernels.activation import OPTIONS, STOCKS
 from hf_actcompress.kernels.methods import fewbit as kernel
 from hf_actcompress.reference import ACTIVATIONS
 from hf_actcompress.reference.bits import pack_codes, packed_bytes, unpack_codes
-from hf_actcompress.reference.methods.fewbit import FEWBIT_METHODS, TABLE, TWO_VALUED, UNBOUNDED, fewbit_borders
+from hf_actcompress.reference.methods.fewbit import (
+    FEWBIT_METHODS,
+    TABLE,
+    TWO_VALUED,
+    UNBOUNDED,
+    fewbit_borders,
+    fewbit_bwd,
+    fewbit_codes,
+    fewbit_stored_bits,
+)
 from hf_actcompress.reference.methods.tables.fewbit import GRIDS, PRIMITIVE_STEPS
 from tests.kernels.harness import DEVICE, DTYPES, check, poisoned, samples
 
@@ -55,10 +64,10 @@ def test_codes_differ_at_borders_only(kind: str, options: tuple[float, ...], bit
         x = torch.cat((x, x.new_tensor(fewbit_borders(kind, bits, method))))
     with poisoned():
         ours, scale = kernel.fewbit_codes(x, kind, options, bits, method)
-    stock, stock_scale = reference.fewbit_codes(x, kind, options, bits, method)
+    stock, stock_scale = fewbit_codes(x, kind, options, bits, method)
     assert ours.shape == stock.shape and (scale is None) == (stock_scale is None)
     assert scale is None or torch.equal(scale, stock_scale)
-    width = reference.fewbit_stored_bits(kind, bits, method)
+    width = fewbit_stored_bits(kind, bits, method)
     a, b = (unpack_codes(codes, width, x.numel()).int() for codes in (ours, stock))
     differ = a != b
     if not differ.any():
@@ -76,7 +85,7 @@ def test_numbers_that_are_none(broken: float) -> None:
     x = torch.tensor([0.5, broken, -0.5], device=DEVICE)
     for kind, options, bits, method in CONFIGURATIONS:
         args = x.view(3, 1), kind, options, bits, method
-        (ours, scale), (stock, stock_scale) = kernel.fewbit_codes(*args), reference.fewbit_codes(*args)
+        (ours, scale), (stock, stock_scale) = kernel.fewbit_codes(*args), fewbit_codes(*args)
         if scale is not None:
             assert torch.equal(scale.isnan(), stock_scale.isnan()), args
         if scale is None or kind in UNBOUNDED or not scale.isnan():
@@ -86,10 +95,10 @@ def test_numbers_that_are_none(broken: float) -> None:
 def test_a_row_of_zeros_and_a_scalar() -> None:
     for x in (torch.zeros(2, 5, device=DEVICE), torch.tensor(2.0, device=DEVICE), torch.randn(2, 3, 5).transpose(0, 2)):
         args = (x.to(DEVICE), "relu_squared", (), 4, "values")
-        ours, stock = kernel.fewbit_codes(*args), reference.fewbit_codes(*args)
+        ours, stock = kernel.fewbit_codes(*args), fewbit_codes(*args)
         assert torch.equal(ours[0], stock[0]) and ours[1] is not None and torch.equal(ours[1], stock[1])
         dy: Tensor = torch.ones_like(args[0])
         packed = pack_codes(torch.arange(x.numel(), device=DEVICE).to(torch.uint8) % 16, 4)
         assert packed.numel() == packed_bytes(x.numel(), 4)
         mine = kernel.fewbit_bwd(dy, packed, ours[1], *args[1:])
-        assert torch.equal(mine, reference.fewbit_bwd(dy, packed, stock[1], *args[1:]))
+        assert torch.equal(mine, fewbit_bwd(dy, packed, stock[1], *args[1:]))

@@ -13,6 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from hf_actcompress import dispatch, reference
 from hf_actcompress.kernels import KERNELS, TIMED, grad_weight
+from hf_actcompress.reference.methods.block_sparse import block_sparse_pack, block_sparse_unpack
+from hf_actcompress.reference.methods.pooled import pooled_pack, pooled_unpack
+from hf_actcompress.reference.methods.row_sample import row_sample_pack
+from hf_actcompress.reference.table import FUNCTIONS
 from tests.kernels.harness import DEVICE, Args, check, every_case, poisoned, run, samples, specified
 
 pytestmark = pytest.mark.daily(6)
@@ -34,7 +38,7 @@ def _float8(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> tuple[
 
 
 def _block_sparse(dy: Tensor, values: Tensor, index: Tensor, features: int, _: str) -> tuple[Tensor, Tensor]:
-    return dy, reference.block_sparse_unpack(values, index, dy.size(0), features)
+    return dy, block_sparse_unpack(values, index, dy.size(0), features)
 
 
 def _row_sample(dy: Tensor, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +46,7 @@ def _row_sample(dy: Tensor, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor
 
 
 def _pooled(dy: Tensor, pooled: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    return dy.flatten(0, -2), reference.pooled_unpack(pooled, dy.size(-2), window).flatten(0, -2)
+    return dy.flatten(0, -2), pooled_unpack(pooled, dy.size(-2), window).flatten(0, -2)
 
 
 # the two factors of the product, dense
@@ -102,14 +106,14 @@ def test_in_shares_of_the_tokens(name: str, dtype: torch.dtype, monkeypatch: pyt
 @pytest.mark.parametrize("block", [(1, 1), (16, 40), (40, 3)], ids=str)
 def test_tiles_of_any_size_by_any_quota(quota: str, block: tuple[int, int]) -> None:
     x, dy = torch.randn(37, 14, device=DEVICE), torch.randn(37, 6, device=DEVICE)
-    packed = reference.block_sparse_pack(x, block, 1 if quota != "global" else 2, quota)
+    packed = block_sparse_pack(x, block, 1 if quota != "global" else 2, quota)
     within_the_law("block_sparse_grad_weight", (dy, *packed, 14, quota))
 
 
 def test_a_column_without_tiles_is_zero() -> None:
     x, dy = torch.randn(40, 96, device=DEVICE), torch.randn(40, 6, device=DEVICE)
     x[:, 32:64] *= 1e-3
-    values, index = reference.block_sparse_pack(x, (8, 32), 5, "global")
+    values, index = block_sparse_pack(x, (8, 32), 5, "global")
     (dweight,) = run("block_sparse_grad_weight", (dy, values, index, 96, "global"))
     assert dweight is not None and not dweight[:, 32:64].any() and dweight.isfinite().all()
 
@@ -117,7 +121,7 @@ def test_a_column_without_tiles_is_zero() -> None:
 @pytest.mark.parametrize("window", [1, 5, 8, 100])
 def test_windows(window: int) -> None:
     x, dy = torch.randn(3, 21, 40, device=DEVICE), torch.randn(3, 21, 6, device=DEVICE)
-    within_the_law("pooled_grad_weight", (dy, reference.pooled_pack(x, window), window))
+    within_the_law("pooled_grad_weight", (dy, pooled_pack(x, window), window))
 
 
 def test_as_many_features_and_outputs_as_tiles() -> None:
@@ -189,12 +193,12 @@ class _Made(TorchDispatchMode):
 
 
 def _kept_rows(dy: Tensor, x: Tensor) -> Args:
-    return dy, *reference.row_sample_pack(x, 64, True, False)
+    return dy, *row_sample_pack(x, 64, True, False)
 
 
 def _kept_tiles(quota: str) -> Callable[[Tensor, Tensor], Args]:
     k = {"column": 2, "row": 2, "global": 16}[quota]
-    return lambda dy, x: (dy, *reference.block_sparse_pack(x, (32, 32), k, quota), x.size(1), quota)
+    return lambda dy, x: (dy, *block_sparse_pack(x, (32, 32), k, quota), x.size(1), quota)
 
 
 STORED: dict[str, tuple[str, Callable[[Tensor, Tensor], Args]]] = {
@@ -202,7 +206,7 @@ STORED: dict[str, tuple[str, Callable[[Tensor, Tensor], Args]]] = {
     **{f"tiles by {quota}": ("block_sparse_grad_weight", _kept_tiles(quota)) for quota in ("column", "row", "global")},
     "means": (
         "pooled_grad_weight",
-        lambda dy, x: (dy.view(2, 256, -1), reference.pooled_pack(x.view(2, 256, -1), 8), 8),
+        lambda dy, x: (dy.view(2, 256, -1), pooled_pack(x.view(2, 256, -1), 8), 8),
     ),
     "codes": (
         "int_group_grad_weight",
@@ -221,7 +225,7 @@ def test_the_dense_input_is_never_made(stored: str, implementation: str, monkeyp
     name, pack = STORED[stored]
     x, dy = torch.randn(512, 256, device=DEVICE), torch.randn(512, 8, device=DEVICE)
     args = pack(dy, x)
-    function = getattr(reference if implementation == "reference" else dispatch._module(name), name)
+    function = FUNCTIONS[name] if implementation == "reference" else getattr(dispatch._module(name), name)
     with _Made(args) as made:
         function(*args)
     dense = x.numel() * x.element_size()

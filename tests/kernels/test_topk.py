@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_actcompress import reference
 from hf_actcompress.kernels.methods import topk as kernel
 from hf_actcompress.reference import groups
+from hf_actcompress.reference.methods.topk import topk_grad_weight, topk_pack, topk_unpack
 from tests.kernels.harness import DEVICE, DTYPES, check, poisoned, samples
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -24,7 +24,7 @@ def test_samples(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
             with poisoned():
                 ours = kernel.topk_grad_weight(*args)
             # both compute the same product of the same rows
-            assert torch.equal(ours, reference.topk_grad_weight(*args))
+            assert torch.equal(ours, topk_grad_weight(*args))
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -34,10 +34,10 @@ def test_widths_of_the_index_and_of_tiles(features: int, share: float, masked: b
     x = torch.randn(2, features, device=DEVICE)
     # the largest entries are at the end, in the last tile
     x[1, : -features // 8] *= 0.01
-    packed = reference.topk_pack(x, int(share * features), masked)
+    packed = topk_pack(x, int(share * features), masked)
     with poisoned():
         ours = kernel.topk_unpack(*packed, features, masked)
-    assert torch.equal(ours, reference.topk_unpack(*packed, features, masked))
+    assert torch.equal(ours, topk_unpack(*packed, features, masked))
 
 
 def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,6 @@ def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "CHUNK_ELSEWHERE", 300)
     x, dy = torch.randn(11, 100, device=DEVICE), torch.randn(11, 6, device=DEVICE)
     for masked in (True, False):
-        packed = reference.topk_pack(x, 9, masked)
+        packed = topk_pack(x, 9, masked)
         ours = kernel.topk_grad_weight(dy, *packed, 100, masked)
-        assert torch.equal(ours, reference.topk_grad_weight(dy, *packed, 100, masked))
+        assert torch.equal(ours, topk_grad_weight(dy, *packed, 100, masked))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_actcompress import Calibration, CompressionConfig, calibrate, fidelity_report, patch_model, patch_report
-from hf_actcompress.codecs import CODECS
 from hf_actcompress.codecs.bit_allocation import BITS, Sensitivity, allocate
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.errors import MeasurementError
 from hf_actcompress.memory.fidelity.calibration import codec_name, layer_of
 from tests.families import BY_NAME

@@ -1,4 +1,4 @@
-"""One builder of cases per row of `ops.OPS`. A case has our op and the stock composition that it must equal."""
+"""One builder of cases per row of `OPS`. A case has our op and the stock composition that it must equal."""
 
 from __future__ import annotations
 

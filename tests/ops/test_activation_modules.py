@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from hf_actcompress.config import CompressionConfig
-from hf_actcompress.models import Declined, Site, find_site
+from hf_actcompress.models.rules import find_site
+from hf_actcompress.models.sites import Declined, Site
 from hf_actcompress.modules.base import patch_instance
 from hf_actcompress.records import frame
 from tests.oracle import assert_equal_bits, assert_within_law, gradients, kept_bytes, nbytes, widened

@@ -12,18 +12,13 @@ from transformers.activations import ACT2FN
 
 from hf_actcompress.config import CompressionConfig
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.models import Site, find_site
+from hf_actcompress.models.rules import find_site
+from hf_actcompress.models.sites import Site
 from hf_actcompress.modules.base import patch_instance
 from hf_actcompress.ops.methods.fewbit import activation_fewbit
-from hf_actcompress.reference import (
-    ACTIVATIONS,
-    FEWBIT_METHODS,
-    TABLE_OPTIONS,
-    activation_bwd,
-    fewbit_bwd,
-    fewbit_codes,
-)
+from hf_actcompress.reference import ACTIVATIONS, activation_bwd
 from hf_actcompress.reference.bits import packed_bytes
+from hf_actcompress.reference.methods.fewbit import FEWBIT_METHODS, TABLE_OPTIONS, fewbit_bwd, fewbit_codes
 from hf_actcompress.reference.methods.tables.fewbit import CENTRES, LEVELS, PRIMITIVE_STEPS, STEPS
 from tests.oracle import kept_bytes
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from hf_actcompress import ops, reference
+from hf_actcompress import ops
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.ops.methods.inverted import activation_output
 from hf_actcompress.records import frame
 from hf_actcompress.reference import activation_bwd
+from hf_actcompress.reference.methods import inverted as reference
 from hf_actcompress.reference.methods.inverted import activation_output_bits, activation_output_bwd, inverted_derivative
 from hf_actcompress.reference.methods.tables.inverted import INVERTED
 from tests.oracle import kept_bytes, nbytes

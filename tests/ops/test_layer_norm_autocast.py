@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import ops
+from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
 from tests.ops.cases import rand
 from tests.oracle import assert_equal_bits, gradients
 
+NORMS = {"layer_norm": ops.layer_norm, "layer_norm_output": layer_norm_output}
 
-@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_output"])
+
+@pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_parameters_under_autocast(name, dtype, monkeypatch):
     """A bf16 model under autocast. The kernels accept only one dtype, in forward, backward and recomputation."""
-    monkeypatch.setattr(sys.modules[getattr(ops, name).__module__], "autocast_widens", lambda x: True)
+    monkeypatch.setattr(sys.modules[NORMS[name].__module__], "autocast_widens", lambda x: True)
     inputs = [rand(2, 5, 8, dtype=torch.bfloat16), rand(8, dtype=dtype), rand(8, dtype=dtype)]
     with torch.no_grad():
         inputs[1].abs_().add_(0.5)
@@ -28,7 +31,7 @@ def test_narrow_parameters_under_autocast(name, dtype, monkeypatch):
         return torch.nn.functional.linear(y, consumer)
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return ops.linear(getattr(ops, name)(x, (8,), weight, bias), consumer)
+        return ops.linear(NORMS[name](x, (8,), weight, bias), consumer)
 
     found, expected = gradients(ours, inputs), gradients(stock, inputs)
     if name == "layer_norm":

@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_actcompress import ops
-from hf_actcompress.codecs import CODECS
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.config_checks import VARIANTS
 from hf_actcompress.dispatch import use
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.modules.leaves import ACTIVATION_OPS, ActivationSettings
+from hf_actcompress.ops.methods.attention_tempo import attention_tempo
+from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
+from hf_actcompress.ops.methods.rms_norm_output import rms_norm_output
 from hf_actcompress.reference import ACTIVATIONS
 from hf_actcompress.roles import Role
 from tests.oracle import gradients
@@ -37,11 +40,11 @@ def assert_lost_nowhere(ours: list[Tensor], stock: list[Tensor]) -> None:
 
 NORMS: dict[str, tuple[Op, Op]] = {
     "layer_norm_output": (
-        lambda x, w, b: ops.layer_norm_output(x, (6,), w, b),
+        lambda x, w, b: layer_norm_output(x, (6,), w, b),
         lambda x, w, b: functional.layer_norm(x, (6,), w, b),
     ),
     "rms_norm_output": (
-        lambda x, w, b: ops.rms_norm_output(x, w, 1e-6) + b,
+        lambda x, w, b: rms_norm_output(x, w, 1e-6) + b,
         lambda x, w, b: w * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)) + b,
     ),
 }
@@ -96,7 +99,7 @@ def test_tempo_attention(bad: float) -> None:
         qkv = [torch.randn(1, 2, 5, 4) for _ in range(3)]
         qkv[place][0, 1, 2, 3] = bad
         qkv = [x.requires_grad_() for x in qkv]
-        ours = gradients(lambda q, k, v: ops.attention_tempo(q, k, v, None, 0.5)[0], qkv)
+        ours = gradients(lambda q, k, v: attention_tempo(q, k, v, None, 0.5)[0], qkv)
         assert_lost_nowhere(ours, gradients(lambda q, k, v: torch.softmax(q @ k.mT * 0.5, -1) @ v, qkv))
 
 

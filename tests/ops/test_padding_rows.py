@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from hf_actcompress import ops
 from hf_actcompress.errors import PaddingError
+from hf_actcompress.ops.methods.attention_tempo import attention_tempo
+from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
 from hf_actcompress.records import dropping, frame, padding_of, record_of
 from tests.oracle import assert_equal_bits
 
@@ -48,7 +50,7 @@ def tempo(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = F
         mask = torch.ones(S, S, dtype=torch.bool).tril()[None, None]
     if mask is not None and mask.dtype == torch.bool:
         additive = torch.zeros(mask.shape).masked_fill(~mask, LOWEST)
-    return ops.attention_tempo(q, k, v, additive, D**-0.5)[0].transpose(1, 2)
+    return attention_tempo(q, k, v, additive, D**-0.5)[0].transpose(1, 2)
 
 
 OPS = {"fused": fused, "recomputed": recomputed, "tempo": tempo}
@@ -178,12 +180,12 @@ def test_returned_probabilities_of_padding_queries():
     qkv = heads()
     additive = torch.zeros(B, 1, S, S).masked_fill(~keys_hidden(RIGHT), LOWEST)
     with frame(), dropping(padding_of(RIGHT)):
-        _, probs = ops.attention_tempo(*qkv, additive, 1.0)
+        _, probs = attention_tempo(*qkv, additive, 1.0)
     with pytest.raises(PaddingError, match="drop_padding"):
         torch.autograd.grad(probs.square().sum(), qkv)
 
 
-@pytest.mark.parametrize("norm", [ops.layer_norm, ops.layer_norm_output])
+@pytest.mark.parametrize("norm", [ops.layer_norm, layer_norm_output])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_norms_over_tokens_keep_them_all(norm, dims):
     """x [B, S, D] normalised over D, over S and D, or as a whole; the next layer rebuilds the output."""

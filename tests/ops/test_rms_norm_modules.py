@@ -15,7 +15,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_actcompress.config import CompressionConfig
-from hf_actcompress.models import Declined, Site, find_site
+from hf_actcompress.models.rules import find_site
+from hf_actcompress.models.sites import Declined, Site
 from hf_actcompress.modules.base import patch_instance
 from hf_actcompress.records import Derived, frame, known_record
 from hf_actcompress.reference import tiles

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_actcompress.codecs import CODECS
+from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.records import frame, joined, netted
 from hf_actcompress.records.joined import LONGEST
 from tests.records.test_net import assert_same, kept, net, stock

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...config import CompressionConfig, resolve
-from ...models import Site, find_site
 from ...models.probe import answers_kept
 from ...models.root import root_of
+from ...models.rules import find_site
+from ...models.sites import Site
 from ...patching import patch_model, unpatch_model
 from ...roles import Role
 from .advice import advise

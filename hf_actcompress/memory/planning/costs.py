@@ -25,7 +25,7 @@ from functools import cache
 
 import torch
 
-from ...codecs import CODECS
+from ...codecs.table import CODECS
 from ..estimation.fake_step.arithmetic import Work
 
 # groups of tensors; each group has its own codec

@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from ...codecs import CODECS, Offload
+from ...codecs import Offload
+from ...codecs.table import CODECS
 from ...config import PRESETS, CompressionConfig
 from ...errors import UnsupportedModelError
 from ...roles import Role

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...codecs import CODECS, IntMeasured
 from ...codecs.bit_allocation import Sensitivity, allocate
-from ...codecs.methods.int_measured import Width
+from ...codecs.methods.int_measured import IntMeasured, Width
+from ...codecs.table import CODECS
 from ...config import CompressionConfig
 from ...config_checks import CODEC_FIELDS
 from ...modules.base import PLAIN_TENSORS, is_sharded

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...dispatch import implementation
 from ...errors import UnknownOptionError
 from ...records import applied, load, save, stored_exact
-from ...reference import TABLE_OPTIONS, fewbit_stored_bits
+from ...reference.methods.fewbit import TABLE_OPTIONS, fewbit_stored_bits
 from ..first_order import once_differentiable
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...dispatch import implementation
 from ...errors import UnknownOptionError
 from ...records import applied, load, save, stored_exact
-from ...reference import INVERTED
+from ...reference.methods.inverted import INVERTED
 from ..first_order import once_differentiable
 from .kept_output import keep_output
 
@@ -44,7 +44,7 @@ def activation_output(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str) -
     Args:
         x: Pre-activation, any shape, floating point.
         stock: The stock forward; its values are returned unchanged.
-        kind: A row of ``reference.INVERTED``: gelu, gelu_tanh, gelu_new, quick_gelu, silu, mish.
+        kind: A row of ``INVERTED``: gelu, gelu_tanh, gelu_new, quick_gelu, silu, mish.
 
     Returns:
         ``stock(x)``. It must not be written in place before backward.

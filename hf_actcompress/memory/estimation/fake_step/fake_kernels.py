@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from .... import reference
 from ....kernels import KERNELS, TIMED
 from ....models.probe import REFUSALS
 from ....private_apis import FakeTensor, without_dispatch_modes
 from ....reference.linear_cross_entropy import chunk_sizes
+from ....reference.table import FUNCTIONS
 from .fake_allocator import FakeAllocator
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
 
@@ -81,7 +81,7 @@ class Kernels:
 
     def function(self, name: str) -> Callable[..., Any]:
         """The function of that name; where the device runs it as one kernel, it is counted as one."""
-        function: Callable[..., Any] = getattr(reference, name)
+        function = FUNCTIONS[name]
         if name not in KERNELS or name in TIMED:
             return function
 

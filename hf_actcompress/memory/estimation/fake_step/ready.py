@@ -9,7 +9,8 @@ from itertools import chain
 
 from torch import nn
 
-from ....codecs import CODECS, Codec, Offload
+from ....codecs import Codec, Offload
+from ....codecs.table import CODECS
 from ....config import CompressionConfig
 from ....models.checkpointing import below, checkpointable
 from ....models.probe import answers_kept

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .... import reference
 from ....models.checkpointing import checkpoint_without_cache
+from ....reference.table import FUNCTIONS
 from .fake_allocator import FakeAllocator
 from .fake_kernels import KernelResults, Kernels
 
@@ -41,10 +41,7 @@ class StepRules:
         return self._kernels is None
 
     def function(self, name: str) -> Callable[..., Any]:
-        function: Callable[..., Any] = (
-            getattr(reference, name) if self._kernels is None else self._kernels.function(name)
-        )
-        return function
+        return FUNCTIONS[name] if self._kernels is None else self._kernels.function(name)
 
     def turns(self, starts: range) -> Sequence[int]:
         """The turns of a loop to run: the first two and the last. Those between hold no more than the second.
