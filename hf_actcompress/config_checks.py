@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 from .codecs import Codec
-from .codecs.methods.int_measured import IntMeasured
-from .codecs.methods.row_sample import RowSample
 from .codecs.table import CODECS
 from .errors import CodecError, UnknownOptionError
+from .methods.gact.codec import IntMeasured
+from .methods.row_sample.codec import RowSample
 
 CODEC_FIELDS = ("linear", "norm", "mlp", "attention", "checkpoint_input")
 

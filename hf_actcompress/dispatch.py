@@ -279,4 +279,4 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f".kernels.{KERNELS[name]}", __package__)
+    return importlib.import_module(f".{KERNELS[name]}", __package__)

@@ -14,8 +14,8 @@ from torch import nn
 from .compilation import register
 from .config import PRESETS, CompressionConfig, Configured, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
+from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
-from .models.methods.chosen_layers import refuse_choice
 from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
 from .models.rules import Places, find_site

@@ -72,7 +72,7 @@ def arguments(case: Case, device: torch.device, args: argparse.Namespace) -> Arg
 
 
 def module(name: str) -> Any:
-    return importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    return importlib.import_module(f"hf_actcompress.{KERNELS[name]}")
 
 
 def kernels(name: str) -> Callable[..., Any]:

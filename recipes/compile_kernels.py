@@ -45,8 +45,8 @@ WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
 # modules whose tiles depend on a width: of a norm's row, of a row with one scale of few-bit codes, of a token's heads,
 # of a row with one group, of the vocabulary
 _SIZED = {
-    "layer_norm", "methods.norm_output", "methods.fewbit", "rms_norm", "rope", "float8", "int_group",
-    "linear_cross_entropy",
+    "kernels.layer_norm", "kernels.rms_norm", "kernels.rope", "kernels.float8", "kernels.int_group",
+    "kernels.linear_cross_entropy", "methods.norm_output.kernel", "methods.fewbit.kernel",
 }  # fmt: skip
 BY_WIDTH = frozenset(name for name, module in KERNELS.items() if module in _SIZED)
 OUT = Path(__file__).parent / "results" / "aot"
@@ -177,7 +177,7 @@ def compile_kernel(
     name: str, dtype: str, capability: int, samples: int | None, widths: Sequence[int] = WIDTHS
 ) -> list[Row]:
     """Every build of a kernel that its first `samples` samples reach, all of them for None."""
-    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    module = importlib.import_module(f"hf_actcompress.{KERNELS[name]}")
     widths = tuple(widths) if name in BY_WIDTH else ()
     with _compiling(capability) as compiled:
         # trials for another target do not hold

@@ -1,4 +1,4 @@
-"""Make the tables of the few-bit backward passes: hf_actcompress/reference/methods/tables/fewbit.py.
+"""Make the tables of the few-bit backward passes: hf_actcompress/methods/fewbit/tables.py.
 
 STEPS   the step function of 2**k levels that is nearest to f' in the integral of the squared difference over
         [-100, 100] (few-bit backward, arXiv 2202.00441): dynamic programming over a grid, then over finer grids around
@@ -35,7 +35,7 @@ REACHES = {"sqrt_softplus": 10.0}
 CENTRES = {"sigmoid": 0.0, "tanh": 0.0, "laplace": 0.707107, "softsign": 0.0}
 # slope of active units, if it is not 1
 SLOPES = {"selu": 1.0507009873554804934193349852946}
-TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "reference" / "methods" / "tables" / "fewbit.py"
+TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "methods" / "fewbit" / "tables.py"
 # 5-point Gauss-Legendre on [-1, 1]
 NODES = torch.tensor([-0.906179845938664, -0.5384693101056831, 0.0, 0.5384693101056831, 0.906179845938664]).double()
 WEIGHTS = torch.tensor([0.2369268850561891, 0.4786286704993665, 0.5688888888888889, 0.4786286704993665]).double()

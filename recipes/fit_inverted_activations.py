@@ -1,4 +1,4 @@
-"""Fit a GELU-like activation's derivative as a function of its output: reference/methods/tables/inverted.py.
+"""Fit a GELU-like activation's derivative as a function of its output: methods/inverted/tables.py.
 
 f has one minimum, y* = f(x*). On either side of it f'(x) is a smooth function of a coordinate that y gives:
 
@@ -27,7 +27,7 @@ Function = Callable[[Tensor], Tensor]
 DEGREE = 8
 POINTS = 3000
 ROUNDS = 120
-TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "reference" / "methods" / "tables" / "inverted.py"
+TABLE = Path(__file__).resolve().parents[1] / "hf_actcompress" / "methods" / "inverted" / "tables.py"
 
 
 class Branches(NamedTuple):
@@ -136,7 +136,7 @@ def _source(fits: dict[str, dict[str, object]]) -> str:
         "# ruff: noqa: E501",
         "from __future__ import annotations",
         "",
-        "from . import InvertedFit",
+        "from .tables_fit import InvertedFit",
         "",
         "INVERTED: dict[str, InvertedFit] = {",
     ]

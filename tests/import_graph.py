@@ -13,7 +13,7 @@ import argparse
 import re
 import sys
 
-from tests.test_imports import LEVEL, NAME, ROOT, imported, modules
+from tests.test_imports import LEVEL, NAME, ROOT, imported, modules, part_of
 
 PAGE = ROOT / "CONTRIBUTING.md"
 BLOCK = re.compile(r"(<!-- import graph -->\n).*?(<!-- end of import graph -->)", re.DOTALL)
@@ -27,8 +27,9 @@ def import_graph() -> Graph:
     for path, part, tree in modules():
         for _, name in imported(path, tree):
             head, *rest = name.split(".")
-            if head == NAME and rest and rest[0] in LEVEL and rest[0] != part:
-                graph[part].add(rest[0])
+            target = part_of(rest) if head == NAME and rest else part
+            if target in LEVEL and target != part:
+                graph[part].add(target)
     return graph
 
 

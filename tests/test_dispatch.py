@@ -16,7 +16,7 @@ from hf_actcompress import dispatch, reference
 from hf_actcompress.dispatch import implementation, kernel_status, use
 from hf_actcompress.errors import KernelUnavailableError, UnknownOptionError
 from hf_actcompress.kernels import BITWISE, KERNELS, POINTWISE, TIMED, TORCH_HAS, lacks_bf16
-from hf_actcompress.reference.methods.derivative import activation_derivative
+from hf_actcompress.methods.derivative.reference import activation_derivative
 from hf_actcompress.reference.table import FUNCTIONS
 
 CPU = torch.device("cpu")

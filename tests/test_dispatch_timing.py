@@ -14,7 +14,7 @@ from hf_actcompress.codecs import Float8, IntGroup
 from hf_actcompress.dispatch import implementation, kernel_status, runs_kernel, use
 from hf_actcompress.kernels import TIMED
 from hf_actcompress.kernels.timing import Decisions
-from hf_actcompress.reference.methods.row_sample import row_sample_grad_weight
+from hf_actcompress.methods.row_sample.reference import row_sample_grad_weight
 from hf_actcompress.reference.table import FUNCTIONS
 
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import hf_actcompress
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_actcompress"
 NAME = PACKAGE.name
+# what describes the methods: no code
+HEADS = {PACKAGE / "methods" / "__init__.py", *(PACKAGE / "methods").glob("*/__init__.py")}
 
 # a part imports only from itself and from lower levels; parts of the same level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
@@ -48,6 +50,16 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
+# first word of a file's name in `methods/<method>/` -> the part that the file belongs to
+LAYERS = {
+    "reference": "reference",
+    "tables": "reference",
+    "kernel": "kernels",
+    "codec": "codecs",
+    "op": "ops",
+    "model": "models",
+}
+
 # third-party package -> where in the package it may be imported
 CONFINED = {
     "transformers": ("models", "programs", "training", "memory"),
@@ -59,12 +71,19 @@ CONFINED = {
 }
 
 
+def part_of(names: Sequence[str]) -> str:
+    """The part of a module, or of a name in it, from the names below the package. A method's folder is no part."""
+    if names[0] != "methods" or len(names) < 3:
+        return names[0]
+    return LAYERS.get(names[2].split("_")[0], ".".join(names[:3]))
+
+
 @cache
 def modules() -> tuple[tuple[Path, str, ast.Module], ...]:
-    """Every file of the package: its path, the part it belongs to, and its syntax tree."""
+    """Every file of the package with code: its path, the part it belongs to, and its syntax tree."""
     paths = sorted(PACKAGE.rglob("*.py"))
-    parts = {path: path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in paths}
-    found = [path for path in paths if parts[path] not in ("__init__", "__main__")]
+    parts = {path: part_of(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths}
+    found = [path for path in paths if parts[path] not in ("__init__", "__main__") and path not in HEADS]
     return tuple((path, parts[path], ast.parse(path.read_text())) for path in found)
 
 
@@ -89,14 +108,21 @@ def test_every_part_has_a_level():
     assert {part for _, part, _ in modules()} <= set(LEVEL)
 
 
+def test_what_describes_the_methods_has_no_code():
+    """So any file of a method can be imported first, and none brings the files of other layers with it."""
+    for path in HEADS:
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree) and len(tree.body) == 1, path
+
+
 def test_imports_point_one_way():
     wrong = []
     for path, part, tree in modules():
         for line, name in imported(path, tree):
             head, *rest = name.split(".")
-            if head != NAME or not rest or rest[0] not in LEVEL:
+            target = part_of(rest) if head == NAME and rest else None
+            if target not in LEVEL:
                 continue
-            target = rest[0]
             if target != part and LEVEL[target] >= LEVEL[part]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
     assert not wrong, "\n".join(wrong)
@@ -106,7 +132,7 @@ def test_no_part_imports_the_top():
     for path, _, tree in modules():
         for line, name in imported(path, tree):
             head, *rest = name.split(".")
-            assert head != NAME or (rest and rest[0] in LEVEL) or rest == ["__version__"], f"{path}:{line} {name}"
+            assert head != NAME or (rest and part_of(rest) in LEVEL) or rest == ["__version__"], f"{path}:{line} {name}"
 
 
 @pytest.mark.parametrize("library", CONFINED)
@@ -189,7 +215,10 @@ print("trained", "triton" in sys.modules)
 
 
 def _graph() -> dict[str, set[str]]:
-    """For each module, the package's modules that it imports; lazy and type-checking imports count too."""
+    """For each module, the package's modules that it imports; lazy and type-checking imports count too.
+
+    Python runs the packages around a module first, so these count, except for those that the importing module is in.
+    """
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (path, tree)
         for path, _, tree in modules()
@@ -199,7 +228,8 @@ def _graph() -> dict[str, set[str]]:
         targets = {target for _, target in imported(*file)}
         # an imported name is either a module, or a name inside a module
         found = {target if target in names else target.rpartition(".")[0] for target in targets}
-        graph[name] = {target for target in found if target in names and target != name}
+        found |= {target[: dot.start()] for target in found for dot in re.finditer(r"\.", target)}
+        graph[name] = {target for target in found if target in names and not f"{name}.".startswith(f"{target}.")}
     return graph
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..methods.block_sparse.codec import BlockSparse
+from ..methods.mesa.codec import IntRunning
+from ..methods.pooled.codec import Pooled
+from ..methods.row_sample.codec import RowSample
 from ..reference.rng import Generators
 from .codec import Codec
-from .methods.block_sparse import BlockSparse
-from .methods.int_running import IntRunning
-from .methods.pooled import Pooled
-from .methods.row_sample import RowSample
 from .offload import Offload
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from ..methods.actnn.codec import IntRanked
+from ..methods.block_sparse.codec import BlockSparse
+from ..methods.gact.codec import IntMeasured
+from ..methods.mesa.codec import IntRunning
+from ..methods.pooled.codec import Pooled
+from ..methods.row_sample.codec import RowSample
+from ..methods.topk.codec import TopK
 from . import IDENTITY, Float8, IntChannels, IntFine, IntGroup, Offload
 from .codec import Codec
-from .methods.block_sparse import BlockSparse
-from .methods.int_measured import IntMeasured
-from .methods.int_ranked import IntRanked
-from .methods.int_running import IntRunning
-from .methods.pooled import Pooled
-from .methods.row_sample import RowSample
-from .methods.topk import TopK
 
 CODECS: dict[str, Codec] = {
     "identity": IDENTITY,

@@ -76,7 +76,7 @@ def _hash(others: str) -> bytes:
     package = Path(__file__).parent.parent
     files = sorted(
         str(path)
-        for part in ("compilation", "codecs", "private_apis", "reference")
+        for part in ("compilation", "codecs", "methods", "private_apis", "reference")
         for path in (package / part).rglob("*.py")
     )
     return get_hash_for_files(tuple(files), others)

@@ -1,7 +1,7 @@
 """Triton kernels and their launchers: functions of tensors, which are imported only when they are used.
 
-`KERNELS` maps the name of a function in `reference/` to the module here that has a function of the same name and
-signature.
+`KERNELS` maps the name of a function in `reference/` (or in the `reference.py` of a published method) to the module of
+the package that has a kernel of the same name and signature.
 
 What may be a kernel. The forward value of a patched module equals stock's bit by bit. So a forward may only use a
 kernel if every step of it has one correctly rounded result (products, sums of two numbers, casts). Where the order of a
@@ -38,39 +38,39 @@ from functools import cache
 import torch
 
 KERNELS: dict[str, str] = {
-    "activation_bwd": "activation",
-    "activation_derivative": "activation",
-    "activation_fwd": "activation_forward",
-    "activation_output_bits": "methods.inverted",
-    "activation_output_bwd": "methods.inverted",
-    "activation_value": "activation",
-    "block_sparse_grad_weight": "methods.block_sparse",
-    "fewbit_bwd": "methods.fewbit",
-    "fewbit_codes": "methods.fewbit",
-    "float8_grad_weight": "grad_weight",
-    "float8_pack": "float8",
-    "float8_unpack": "float8",
-    "gated_product": "gated_mlp",
-    "gated_product_and_bwd": "gated_mlp",
-    "gated_product_bwd": "gated_mlp",
-    "gated_product_fwd": "activation_forward",
-    "int_group_grad_weight": "grad_weight",
-    "int_group_pack": "int_group",
-    "int_group_unpack": "int_group",
-    "layer_norm_bwd": "layer_norm",
-    "layer_norm_output_bwd": "methods.norm_output",
-    "linear_cross_entropy_bwd": "linear_cross_entropy",
-    "linear_cross_entropy_fwd": "linear_cross_entropy",
-    "pooled_grad_weight": "methods.pooled",
-    "rms_norm_bwd": "rms_norm",
-    "rms_norm_fwd": "rms_norm",
-    "rms_norm_output_bwd": "methods.norm_output",
-    "rms_norm_rebuild": "rms_norm",
-    "rope_bwd": "rope",
-    "rope_fwd": "rope",
-    "row_sample_grad_weight": "methods.row_sample",
-    "topk_grad_weight": "methods.topk",
-    "topk_unpack": "methods.topk",
+    "activation_bwd": "kernels.activation",
+    "activation_derivative": "kernels.activation",
+    "activation_fwd": "kernels.activation_forward",
+    "activation_output_bits": "methods.inverted.kernel",
+    "activation_output_bwd": "methods.inverted.kernel",
+    "activation_value": "kernels.activation",
+    "block_sparse_grad_weight": "methods.block_sparse.kernel",
+    "fewbit_bwd": "methods.fewbit.kernel",
+    "fewbit_codes": "methods.fewbit.kernel",
+    "float8_grad_weight": "kernels.grad_weight",
+    "float8_pack": "kernels.float8",
+    "float8_unpack": "kernels.float8",
+    "gated_product": "kernels.gated_mlp",
+    "gated_product_and_bwd": "kernels.gated_mlp",
+    "gated_product_bwd": "kernels.gated_mlp",
+    "gated_product_fwd": "kernels.activation_forward",
+    "int_group_grad_weight": "kernels.grad_weight",
+    "int_group_pack": "kernels.int_group",
+    "int_group_unpack": "kernels.int_group",
+    "layer_norm_bwd": "kernels.layer_norm",
+    "layer_norm_output_bwd": "methods.norm_output.kernel",
+    "linear_cross_entropy_bwd": "kernels.linear_cross_entropy",
+    "linear_cross_entropy_fwd": "kernels.linear_cross_entropy",
+    "pooled_grad_weight": "methods.pooled.kernel",
+    "rms_norm_bwd": "kernels.rms_norm",
+    "rms_norm_fwd": "kernels.rms_norm",
+    "rms_norm_output_bwd": "methods.norm_output.kernel",
+    "rms_norm_rebuild": "kernels.rms_norm",
+    "rope_bwd": "kernels.rope",
+    "rope_fwd": "kernels.rope",
+    "row_sample_grad_weight": "methods.row_sample.kernel",
+    "topk_grad_weight": "methods.topk.kernel",
+    "topk_unpack": "methods.topk.kernel",
 }
 
 # kinds for which torch has one kernel of its own, which is as fast and bit-equal to stock

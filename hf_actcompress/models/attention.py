@@ -19,6 +19,7 @@ from .. import compilation, ops
 from ..codecs import IDENTITY, Codec
 from ..codecs.table import CODECS, FOR_UNSCALED_SCORES
 from ..config import CompressionConfig
+from ..methods.chosen_tokens.model_keys_and_values import keys_and_values
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
@@ -30,7 +31,6 @@ from ..reference.sequences import Band, Sequences
 from ..roles import Role
 from .attention_kernels import fusable, is_wasteful
 from .eager_attention import find_eager
-from .methods.keys_and_values import keys_and_values
 from .rope import RotaryMixin, calls_rope, why_stock
 from .rotations import rotation_of
 from .sites import Declined, Site

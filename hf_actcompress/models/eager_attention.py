@@ -15,9 +15,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ..codecs import IDENTITY, Codec
+from ..methods.tempo.op import attention_tempo
 from ..modules.attention import EAGER_NAME, AttentionMixin, AttentionSettings
 from ..modules.base import keeps_for_backward
-from ..ops.methods.attention_tempo import attention_tempo
 from ..roles import Role
 from .probe import DTYPES, REFUSALS, same_bits, undisturbed
 from .rope import RotaryMixin

@@ -14,10 +14,13 @@ from transformers import activations as hf
 from transformers.pytorch_utils import Conv1D
 
 from ..codecs import IDENTITY, Codec
-from ..codecs.methods.gradient_norms import RememberedNorms
-from ..codecs.methods.row_sample import RowSample
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
+from ..methods.fewbit.reference import TABLE_OPTIONS, TWO_VALUED
+from ..methods.inverted.reference import INVERTED
+from ..methods.norm_output.reference import layer_norm_output_reasons
+from ..methods.row_sample.codec import RowSample
+from ..methods.row_sample.codec_gradient_norms import RememberedNorms
 from ..modules.base import Settings
 from ..modules.leaves import (
     ActivationMixin,
@@ -29,9 +32,6 @@ from ..modules.leaves import (
     LinearMixin,
 )
 from ..reference import activation_bwd
-from ..reference.methods.fewbit import TABLE_OPTIONS, TWO_VALUED
-from ..reference.methods.inverted import INVERTED
-from ..reference.methods.norm_output import layer_norm_output_reasons
 from ..roles import Role
 from .own_linear import find_own_linear
 from .sites import Declined, Site, norm_keeps

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
+from ..methods.norm_output.reference import rms_norm_output_reasons
 from ..modules.base import HOOKS
 from ..modules.leaves import RMSNormMixin, RMSNormSettings
 from ..reference import RMS_NORM_FORMULAS, rms_norm_fwd
-from ..reference.methods.norm_output import rms_norm_output_reasons
 from ..roles import Role
 from .probe import DTYPES, REFUSALS, asked_once, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site, norm_keeps

@@ -24,11 +24,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from .. import compilation
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
+from ..methods.chosen_tokens.model import choice_of_call, choosing
+from ..methods.gact.model import refresh_bits
 from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .heads import deferred_logits
-from .methods.chosen_tokens import choice_of_call, choosing
-from .methods.sensitivity import refresh_bits
 from .packed_masks import packed_forward
 from .padding import padding_of_call
 from .samples import samples_of_call

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import CompressionConfig
 from ..errors import RuleError
+from ..methods.chosen_tokens.model_layers import find_chosen_tokens
 from ..modules.base import PatchedModule, Settings
 from ..modules.checkpoint import CheckpointInputMixin
 from .adapters import find_adapter, rank_layers
@@ -21,7 +22,6 @@ from .experts import find_experts
 from .gated_mlps import find_gated_mlp
 from .heads import find_head, output_layers
 from .leaves import find_leaf
-from .methods.chosen_layers import find_chosen_tokens
 from .recomputed import find_recomputed
 from .rms_norms import find_rms_norm
 from .root import pretrained_models

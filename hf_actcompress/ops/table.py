@@ -9,6 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..methods.derivative.op import activation_derivative
+from ..methods.fewbit.op import activation_fewbit
+from ..methods.inverted.op import activation_output
+from ..methods.norm_output.op_layer_norm import layer_norm_output
+from ..methods.norm_output.op_rms_norm import rms_norm_output
+from ..methods.tempo.op import attention_tempo
 from . import (
     activation,
     attention_rows,
@@ -29,12 +35,6 @@ from . import (
     rope,
     tiled,
 )
-from .methods.attention_tempo import attention_tempo
-from .methods.derivative import activation_derivative
-from .methods.fewbit import activation_fewbit
-from .methods.inverted import activation_output
-from .methods.layer_norm_output import layer_norm_output
-from .methods.rms_norm_output import rms_norm_output
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..codecs.methods.pooled import Pooled
 from ..errors import PaddingError
+from ..methods.pooled.codec import Pooled
 from .guard import Guard
 from .outside import hooks_outside
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, is_pending, stored_exact

@@ -15,6 +15,9 @@ _tanh_backward: Any = aten.tanh_backward.grad_input
 # of `gelu_new`: 0.5 x (1 + tanh(_SCALE (x + _CUBIC x^3)))
 _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
+# kind -> a kind that is the same function with other roundings, whose fitted tables it uses
+SAME_FUNCTION = {"gelu_erf": "gelu", "gelu_new": "gelu_tanh"}
+
 
 def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype

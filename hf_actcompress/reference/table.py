@@ -10,18 +10,14 @@ from types import FunctionType
 from typing import Any
 
 from .. import reference
-from .methods.attention_tempo import attention_tempo_bwd, attention_tempo_fwd
-from .methods.block_sparse import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
-from .methods.derivative import activation_derivative
-from .methods.fewbit import fewbit_bwd, fewbit_codes
-from .methods.int_ranked import int_ranked_pack, int_ranked_unpack
-from .methods.int_running import int_running_pack, int_running_unpack
-from .methods.inverted import activation_output_bits, activation_output_bwd
-from .methods.norm_output import (
-    layer_norm_output_bwd,
-    rms_norm_output_bwd,
-)
-from .methods.pooled import (
+from ..methods.actnn.reference import int_ranked_pack, int_ranked_unpack
+from ..methods.block_sparse.reference import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
+from ..methods.derivative.reference import activation_derivative
+from ..methods.fewbit.reference import fewbit_bwd, fewbit_codes
+from ..methods.inverted.reference import activation_output_bits, activation_output_bwd
+from ..methods.mesa.reference import int_running_pack, int_running_unpack
+from ..methods.norm_output.reference import layer_norm_output_bwd, rms_norm_output_bwd
+from ..methods.pooled.reference import (
     pooled_grad_weight,
     pooled_image_pack,
     pooled_image_unpack,
@@ -29,8 +25,9 @@ from .methods.pooled import (
     pooled_real_pack,
     pooled_unpack,
 )
-from .methods.row_sample import row_sample_grad_weight, row_sample_pack, row_sample_unpack
-from .methods.topk import topk_grad_weight, topk_pack, topk_unpack
+from ..methods.row_sample.reference import row_sample_grad_weight, row_sample_pack, row_sample_unpack
+from ..methods.tempo.reference import attention_tempo_bwd, attention_tempo_fwd
+from ..methods.topk.reference import topk_grad_weight, topk_pack, topk_unpack
 
 _OF_METHODS = (
     activation_derivative,

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from ..codecs.methods.gradient_norms import SiteNorms, samples_are
-from ..codecs.methods.row_sample import RowSample
 from ..errors import NotPatchedError
+from ..methods.row_sample.codec import RowSample
+from ..methods.row_sample.codec_gradient_norms import SiteNorms, samples_are
 from ..modules.base import PatchedModule
 from ..roles import Role
 

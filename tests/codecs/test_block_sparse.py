@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_actcompress.codecs.methods.block_sparse import BlockSparse
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.methods.block_sparse.codec import BlockSparse
 from tests.codecs.helpers import DTYPES, activations, assert_weight_gradient, roundtrip, token_shapes
 
 QUOTAS = ("column", "row", "global")

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from hf_actcompress import CompressionConfig, patch_model
-from hf_actcompress.codecs.methods.gradient_norms import RememberedNorms, SiteNorms, samples_are
-from hf_actcompress.codecs.methods.row_sample import RowSample, SampledMeta
 from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.errors import NotPatchedError, UnknownOptionError
+from hf_actcompress.methods.row_sample.codec import RowSample, SampledMeta
+from hf_actcompress.methods.row_sample.codec_gradient_norms import RememberedNorms, SiteNorms, samples_are
 from hf_actcompress.models.samples import samples_of_call
 from hf_actcompress.modules.base import settings_of
 from hf_actcompress.ops import linear

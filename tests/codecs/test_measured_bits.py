@@ -10,7 +10,7 @@ import torch
 
 from hf_actcompress import CompressionConfig, fidelity_report, patch_model
 from hf_actcompress.codecs import IntGroup
-from hf_actcompress.codecs.methods.int_measured import IntMeasured, Width
+from hf_actcompress.methods.gact.codec import IntMeasured, Width
 from hf_actcompress.models.root import root_of
 from tests.codecs.helpers import gradient, gradient_error, relative, roundtrip
 from tests.families import BY_NAME

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hf_actcompress.codecs import Codec, Float8, Identity, IntGroup, Offload, offload
-from hf_actcompress.codecs.methods.pooled import Pooled
-from hf_actcompress.codecs.methods.row_sample import RowSample
-from hf_actcompress.codecs.methods.topk import TopK
 from hf_actcompress.codecs.offload import lane_of
 from hf_actcompress.codecs.table import CODECS
+from hf_actcompress.methods.pooled.codec import Pooled
+from hf_actcompress.methods.row_sample.codec import RowSample
+from hf_actcompress.methods.topk.codec import TopK
 from hf_actcompress.ops import linear
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import DTYPES

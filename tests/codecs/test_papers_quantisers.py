@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.codecs import Codec, IntGroup
-from hf_actcompress.codecs.methods.int_measured import IntMeasured
-from hf_actcompress.codecs.methods.int_ranked import IntRanked
-from hf_actcompress.codecs.methods.int_running import IntRunning
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.methods.actnn.codec import IntRanked
+from hf_actcompress.methods.gact.codec import IntMeasured
+from hf_actcompress.methods.mesa.codec import IntRunning
 from hf_actcompress.models.root import root_of
 from hf_actcompress.reference import seed_codecs
 from hf_actcompress.reference.rng import Generators

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_actcompress import CompressionConfig, patch_model
-from hf_actcompress.codecs.methods.pooled import Pooled
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.methods.pooled.codec import Pooled
 from tests.codecs.helpers import DTYPES, activations, assert_weight_gradient, rounding, roundtrip, token_shapes
 from tests.families import BY_NAME, differing, step
 

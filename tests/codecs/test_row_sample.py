@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_actcompress.codecs.methods.row_sample import RowSample
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.methods.row_sample.codec import RowSample
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import DTYPES, activations, assert_weight_gradient, hoeffding, roundtrip, token_shapes
 

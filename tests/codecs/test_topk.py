@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_actcompress.codecs.methods.topk import TopK
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.methods.topk.codec import TopK
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import DTYPES, activations, assert_weight_gradient, roundtrip, token_shapes
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import patch_model
-from hf_actcompress.codecs.methods.int_ranked import IntRanked
+from hf_actcompress.methods.actnn.codec import IntRanked
 from tests.families import BY_NAME, relative_error, step
 from tests.integration.compiling import BACKEND, build, kept_by, one_graph
 

@@ -41,7 +41,7 @@ Terms = Callable[..., list[Tensor | None]]
 
 
 def samples(name: str, dtype: torch.dtype, rows: int, width: int) -> Iterator[Args]:
-    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    module = importlib.import_module(f"hf_actcompress.{KERNELS[name]}")
     yield from module.SAMPLES[name](DEVICE, dtype, rows, width)
 
 

@@ -18,7 +18,7 @@ from hf_actcompress.dispatch import implementation, use
 from hf_actcompress.kernels import TORCH_HAS, activation_forward
 from hf_actcompress.kernels.activation_forward import COMPOSED, FORMS, Form, launch, shown_form
 from hf_actcompress.kernels.probe import NARROW, differing, every, identity, paired
-from hf_actcompress.ops.methods.derivative import activation_derivative
+from hf_actcompress.methods.derivative.op import activation_derivative
 from hf_actcompress.reference.table import FUNCTIONS
 from tests.kernels.harness import DEVICE, check, launched, moved, run, samples, specified
 from tests.oracle import assert_equal_bits

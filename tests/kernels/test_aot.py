@@ -36,22 +36,38 @@ CAPABILITIES = set(SHARED)
 STREAMING = [
     name
     for name, module in KERNELS.items()
-    if module in {"activation", "activation_forward", "gated_mlp", "rms_norm", "layer_norm", "rope"}
+    if module
+    in {
+        "kernels.activation",
+        "kernels.activation_forward",
+        "kernels.gated_mlp",
+        "kernels.rms_norm",
+        "kernels.layer_norm",
+        "kernels.rope",
+    }
 ]
 # the most instructions per element of 16 bits: a data center GPU has time for about 10 for each byte that it moves.
 # Codes take 45 at most, except where rows are narrower than a tile: each element then needs a division to find its row
 INSTRUCTIONS = {"activation_output_bits": 45, "activation_output_bwd": 45, "fewbit_bwd": 45, "fewbit_codes": 53}
 # modules whose kernels depend on the width: they are compiled for the widths of models
 BY_WIDTH = {
-    "rms_norm", "layer_norm", "methods.norm_output", "methods.fewbit", "rope", "int_group", "float8",
-    "linear_cross_entropy",
+    "kernels.layer_norm", "kernels.rms_norm", "kernels.rope", "kernels.float8", "kernels.int_group",
+    "kernels.linear_cross_entropy", "methods.norm_output.kernel", "methods.fewbit.kernel",
 }  # fmt: skip
 WIDTHS = (768, 1024, 2048, 3072, 4096, 5120, 8192, 12288, 16384)
 # these kernels access 16 bytes at a time if groups or outputs are many and even; odd ones may begin at any address
 GROUPED = [
     name
     for name, module in KERNELS.items()
-    if module in {"int_group", "float8", "grad_weight", "methods.pooled", "methods.row_sample", "methods.block_sparse"}
+    if module
+    in {
+        "kernels.int_group",
+        "kernels.float8",
+        "kernels.grad_weight",
+        "methods.pooled.kernel",
+        "methods.row_sample.kernel",
+        "methods.block_sparse.kernel",
+    }
 ]
 
 
@@ -108,7 +124,7 @@ def test_gradient_from_the_output_in_half_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_blocks_depend_on_widths_where_the_table_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are recorded, and do not run."""
-    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    module = importlib.import_module(f"hf_actcompress.{KERNELS[name]}")
     # kernels do not run here, so the results of probes would be wrong; they must not be remembered
     monkeypatch.setattr(module, "_repeats", {}, raising=False)
     if hasattr(module, "shown_form"):
@@ -135,7 +151,7 @@ def kernel_options() -> dict[str, list[set[str]]]:
     """For each kernel name, the compile-time options of the kernels that have it."""
     found: dict[str, list[set[str]]] = defaultdict(list)
     for module in sorted(set(KERNELS.values())):
-        for name, x in vars(importlib.import_module(f"hf_actcompress.kernels.{module}")).items():
+        for name, x in vars(importlib.import_module(f"hf_actcompress.{module}")).items():
             if isinstance(x, (JITFunction, InterpretedFunction)):
                 found[name].append({option for option in inspect.signature(x.fn).parameters if option.isupper()})
     return found

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hf_actcompress.codecs import Codec, Float8, IntGroup, Offload, offload
-from hf_actcompress.codecs.methods.block_sparse import BlockSparse
-from hf_actcompress.codecs.methods.pooled import Pooled
-from hf_actcompress.codecs.methods.row_sample import RowSample
-from hf_actcompress.codecs.methods.topk import TopK
 from hf_actcompress.dispatch import use
+from hf_actcompress.methods.block_sparse.codec import BlockSparse
+from hf_actcompress.methods.pooled.codec import Pooled
+from hf_actcompress.methods.row_sample.codec import RowSample
+from hf_actcompress.methods.topk.codec import TopK
 from hf_actcompress.reference import seed_codecs
 from tests.codecs.helpers import assert_weight_gradient
 from tests.kernels.harness import DEVICE

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress.dispatch import use
 from hf_actcompress.kernels import KERNELS
-from hf_actcompress.ops.methods.fewbit import activation_fewbit
-from hf_actcompress.ops.methods.inverted import activation_output
-from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
-from hf_actcompress.ops.methods.rms_norm_output import rms_norm_output
+from hf_actcompress.methods.fewbit.op import activation_fewbit
+from hf_actcompress.methods.inverted.op import activation_output
+from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
+from hf_actcompress.methods.norm_output.op_rms_norm import rms_norm_output
 from hf_actcompress.reference.table import FUNCTIONS
 from tests.kernels.harness import DEVICE, present, run, samples, specified
 from tests.oracle import assert_equal_bits, gradients
@@ -32,7 +32,7 @@ EAGER = {"activation_fwd", "gated_product_fwd"}
 
 @every_kernel
 def test_signature_is_the_references(name: str) -> None:
-    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    module = importlib.import_module(f"hf_actcompress.{KERNELS[name]}")
     assert inspect.signature(getattr(module, name)) == inspect.signature(FUNCTIONS[name])
 
 
@@ -65,7 +65,7 @@ def opcheck(func: Any, args: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - EAGER))
 def test_is_an_operator_while_a_graph_is_traced(name: str) -> None:
-    module = importlib.import_module(f"hf_actcompress.kernels.{KERNELS[name]}")
+    module = importlib.import_module(f"hf_actcompress.{KERNELS[name]}")
     for args in list(samples(name, torch.bfloat16, 3, 64))[:2]:
         with _Calls() as calls, mock.patch("torch.compiler.is_compiling", return_value=True):
             getattr(module, name)(*args)

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from hf_actcompress import reference
 from hf_actcompress.kernels.activation import OPTIONS, STOCKS
-from hf_actcompress.kernels.methods import fewbit as kernel
-from hf_actcompress.reference import ACTIVATIONS
-from hf_actcompress.reference.bits import pack_codes, packed_bytes, unpack_codes
-from hf_actcompress.reference.methods.fewbit import (
+from hf_actcompress.methods.fewbit import kernel
+from hf_actcompress.methods.fewbit.reference import (
     FEWBIT_METHODS,
     TABLE,
     TWO_VALUED,
@@ -21,7 +19,9 @@ from hf_actcompress.reference.methods.fewbit import (
     fewbit_codes,
     fewbit_stored_bits,
 )
-from hf_actcompress.reference.methods.tables.fewbit import GRIDS, PRIMITIVE_STEPS
+from hf_actcompress.methods.fewbit.tables import GRIDS, PRIMITIVE_STEPS
+from hf_actcompress.reference import ACTIVATIONS
+from hf_actcompress.reference.bits import pack_codes, packed_bytes, unpack_codes
 from tests.kernels.harness import DEVICE, DTYPES, check, poisoned, samples
 
 # (kind, options, bits, method) of every table

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from hf_actcompress import dispatch, reference
 from hf_actcompress.kernels import KERNELS, TIMED, grad_weight
-from hf_actcompress.reference.methods.block_sparse import block_sparse_pack, block_sparse_unpack
-from hf_actcompress.reference.methods.pooled import pooled_pack, pooled_unpack
-from hf_actcompress.reference.methods.row_sample import row_sample_pack
+from hf_actcompress.methods.block_sparse.reference import block_sparse_pack, block_sparse_unpack
+from hf_actcompress.methods.pooled.reference import pooled_pack, pooled_unpack
+from hf_actcompress.methods.row_sample.reference import row_sample_pack
 from hf_actcompress.reference.table import FUNCTIONS
 from tests.kernels.harness import DEVICE, Args, check, every_case, poisoned, run, samples, specified
 
@@ -95,7 +95,7 @@ def test_in_shares_of_the_tokens(name: str, dtype: torch.dtype, monkeypatch: pyt
         return made
 
     for codec in ("int_group", "block_sparse", "pooled"):
-        monkeypatch.setattr(f"hf_actcompress.kernels.{KERNELS[f'{codec}_grad_weight']}.launch_of", launch_of)
+        monkeypatch.setattr(f"hf_actcompress.{KERNELS[f'{codec}_grad_weight']}.launch_of", launch_of)
     # codecs keep half of these 300 tokens, or a quarter
     args = next(samples(name, dtype, 300, 24))
     within_the_law(name, args)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_actcompress.methods.inverted.reference import INVERTED
 from hf_actcompress.reference.bits import unpack_mask
-from hf_actcompress.reference.methods.inverted import INVERTED
 from tests.kernels.harness import DEVICE, DTYPES, check, run, samples, specified
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

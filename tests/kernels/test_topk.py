@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_actcompress.kernels.methods import topk as kernel
+from hf_actcompress.methods.topk import kernel
+from hf_actcompress.methods.topk.reference import topk_grad_weight, topk_pack, topk_unpack
 from hf_actcompress.reference import groups
-from hf_actcompress.reference.methods.topk import topk_grad_weight, topk_pack, topk_unpack
 from tests.kernels.harness import DEVICE, DTYPES, check, poisoned, samples
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_actcompress import CompressionConfig, kept_bytes, ops, patch_model, patch_report
 from hf_actcompress.codecs.feature_maps import on_feature_maps
-from hf_actcompress.codecs.methods.pooled import Pooled
-from hf_actcompress.codecs.methods.row_sample import RowSample
 from hf_actcompress.codecs.table import CODECS
+from hf_actcompress.methods.pooled.codec import Pooled
+from hf_actcompress.methods.row_sample.codec import RowSample
 from hf_actcompress.reference import seed_codecs
 from tests.families import Gradients, cast_batch, differing, mode_of, relative_error
 from tests.oracle import assert_equal_bits, gradients

@@ -12,7 +12,7 @@ from transformers.models.bert import modeling_bert
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
-from hf_actcompress.ops.methods.attention_tempo import attention_tempo
+from hf_actcompress.methods.tempo.op import attention_tempo
 from tests.oracle import assert_equal_bits, assert_within_law, gradients, kept_bytes, nbytes, pattern
 
 ROWS, WIDTH = 96, 64

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from hf_actcompress.ops.methods.derivative import activation_derivative
+from hf_actcompress.methods.derivative.op import activation_derivative
 from tests.oracle import assert_within_law, gradients, kept_bytes, nbytes
 
 COMPOSITE = {"gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "quick_gelu": "quick_gelu", "laplace": "laplace"}

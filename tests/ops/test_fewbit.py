@@ -12,14 +12,14 @@ from transformers.activations import ACT2FN
 
 from hf_actcompress.config import CompressionConfig
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.methods.fewbit.op import activation_fewbit
+from hf_actcompress.methods.fewbit.reference import FEWBIT_METHODS, TABLE_OPTIONS, fewbit_bwd, fewbit_codes
+from hf_actcompress.methods.fewbit.tables import CENTRES, LEVELS, PRIMITIVE_STEPS, STEPS
 from hf_actcompress.models.rules import find_site
 from hf_actcompress.models.sites import Site
 from hf_actcompress.modules.base import patch_instance
-from hf_actcompress.ops.methods.fewbit import activation_fewbit
 from hf_actcompress.reference import ACTIVATIONS, activation_bwd
 from hf_actcompress.reference.bits import packed_bytes
-from hf_actcompress.reference.methods.fewbit import FEWBIT_METHODS, TABLE_OPTIONS, fewbit_bwd, fewbit_codes
-from hf_actcompress.reference.methods.tables.fewbit import CENTRES, LEVELS, PRIMITIVE_STEPS, STEPS
 from tests.oracle import kept_bytes
 
 OPTIONS: dict[str, tuple[float, ...]] = {"gelu_clipped": (-10.0, 10.0), "leaky_relu": (0.01,), **TABLE_OPTIONS}

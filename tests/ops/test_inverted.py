@@ -12,12 +12,12 @@ from transformers.activations import ACT2FN
 
 from hf_actcompress import ops
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.ops.methods.inverted import activation_output
+from hf_actcompress.methods.inverted import reference
+from hf_actcompress.methods.inverted.op import activation_output
+from hf_actcompress.methods.inverted.reference import activation_output_bits, activation_output_bwd, inverted_derivative
+from hf_actcompress.methods.inverted.tables import INVERTED
 from hf_actcompress.records import frame
 from hf_actcompress.reference import activation_bwd
-from hf_actcompress.reference.methods import inverted as reference
-from hf_actcompress.reference.methods.inverted import activation_output_bits, activation_output_bwd, inverted_derivative
-from hf_actcompress.reference.methods.tables.inverted import INVERTED
 from tests.oracle import kept_bytes, nbytes
 
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_actcompress import ops
-from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
-from hf_actcompress.ops.methods.rms_norm_output import rms_norm_output
+from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
+from hf_actcompress.methods.norm_output.op_rms_norm import rms_norm_output
+from hf_actcompress.methods.norm_output.reference import layer_norm_output_reasons, rms_norm_output_reasons
 from hf_actcompress.records import frame
 from hf_actcompress.reference import RMS_NORM_FORMULAS, rms_norm_fwd
-from hf_actcompress.reference.methods.norm_output import layer_norm_output_reasons, rms_norm_output_reasons
 from tests.oracle import gradients, kept_bytes, nbytes, pattern
 
 ROWS, WIDTH = 96, 64

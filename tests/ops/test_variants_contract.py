@@ -15,12 +15,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from hf_actcompress.ops.methods.attention_tempo import attention_tempo
-from hf_actcompress.ops.methods.derivative import activation_derivative
-from hf_actcompress.ops.methods.fewbit import activation_fewbit
-from hf_actcompress.ops.methods.inverted import activation_output
-from hf_actcompress.ops.methods.layer_norm_output import layer_norm_output
-from hf_actcompress.ops.methods.rms_norm_output import rms_norm_output
+from hf_actcompress.methods.derivative.op import activation_derivative
+from hf_actcompress.methods.fewbit.op import activation_fewbit
+from hf_actcompress.methods.inverted.op import activation_output
+from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
+from hf_actcompress.methods.norm_output.op_rms_norm import rms_norm_output
+from hf_actcompress.methods.tempo.op import attention_tempo
 from hf_actcompress.records import frame, live_entries
 from tests.oracle import assert_equal_bits, clones, graph_nodes, pattern, tensors_in
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actcompress.reference.methods.tables import fewbit, inverted
+from hf_actcompress.methods.fewbit import tables as fewbit
+from hf_actcompress.methods.inverted import tables as inverted
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

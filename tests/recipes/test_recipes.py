@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from hf_actcompress.codecs.methods.gradient_norms import RememberedNorms
+from hf_actcompress.methods.row_sample.codec_gradient_norms import RememberedNorms
 
 pytestmark = pytest.mark.daily(3)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_actcompress.codecs import IDENTITY, Codec, Offload
-from hf_actcompress.codecs.methods.gradient_norms import SiteNorms
-from hf_actcompress.codecs.methods.pooled import Pooled
-from hf_actcompress.codecs.methods.row_sample import RowSample
 from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.errors import PaddingError
+from hf_actcompress.methods.pooled.codec import Pooled
+from hf_actcompress.methods.row_sample.codec import RowSample
+from hf_actcompress.methods.row_sample.codec_gradient_norms import SiteNorms
 from hf_actcompress.records import (
     dropping,
     encoded,

@@ -1,1 +1,0 @@
-"""Kernels for functions of published methods; names and signatures are those in `reference.methods`."""

@@ -1,0 +1,71 @@
+"""LayerNorm that keeps its output, which the next layer keeps anyway, instead of its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch import implementation
+from ...ops.autocast import autocast_widens, in_fp32
+from ...ops.first_order import once_differentiable
+from ...records import applied, load, parameter, save, stored_exact
+from .op_kept import keep_output
+
+_Shape = tuple[int, ...]
+
+
+class LayerNormOutputFunction(torch.autograd.Function):
+    """Variant "output": keeps y and rstd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: _Shape, eps: float) -> Tensor:
+        wide = autocast_widens(x)
+        inputs = in_fp32(x, weight, bias) if wide else (x, weight, bias)
+        y, _, rstd = implementation("layer_norm_fwd", x)(inputs[0], shape, *inputs[1:], eps)
+        affine = [parameter(t) if t is not None else None for t in (weight, bias)]
+        save(ctx, keep_output(y, rows=x.dim() > len(shape) + 1), stored_exact(rstd), *affine)
+        ctx.shape, ctx.x_dtype = shape, x.dtype
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, rstd, weight, bias = load(ctx, dy)
+        dx, dweight, dbias = implementation("layer_norm_output_bwd", dy)(
+            dy, y, ctx.shape, rstd, weight, bias, ctx.needs_input_grad[:3]
+        )
+        return dx.to(ctx.x_dtype) if dx is not None else None, dweight, dbias, None, None
+
+
+def layer_norm_output(
+    x: Tensor, shape: _Shape, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """LayerNorm over the last ``len(shape)`` dimensions whose backward starts from the output.
+
+    Ask ``layer_norm_output_reasons(weight, bias)`` first: a channel with a tiny weight or a bias much larger than its
+    weight cannot be inverted.
+
+    Args:
+        x: ``[..., *shape]``, floating point.
+        shape: The normalised dimensions.
+        weight, bias: ``shape`` or None.
+        eps: Added to the variance.
+
+    Returns:
+        Like x, equal to stock's; fp32 under autocast on an accelerator. Not to be written in place before backward.
+
+    Saves:
+        The output (shared with its consumers), rstd (one per row); the affine parameters by reference.
+
+    Gradient:
+        Exact but for the rounding of y: x^ inherits its error, enlarged by |bias / weight|. Relative error with weights
+        in 1 +- 0.1 and biases of 0.1: dx like stock's (1.7e-3 in bf16), dweight 1.6e-3; with |bias / weight| up to 10,
+        dx 2e-3 and the worst channel's weight gradient 5%. A weight of exactly 0 gets no gradient.
+
+    Source:
+        Tempo (arXiv 2210.10246).
+    """
+    y: Tensor = applied(LayerNormOutputFunction, x, weight, bias, shape, eps)
+    return y

@@ -1,1 +1,0 @@
-"""How a model trains by a published method: gradients of chosen tokens, bits that are measured."""

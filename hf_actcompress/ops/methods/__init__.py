@@ -1,1 +1,0 @@
-"""Which tensors an op keeps in the published methods."""

@@ -1,1 +1,0 @@
-"""The functions of published methods in plain torch, one file each."""
