@@ -36,58 +36,23 @@ if TYPE_CHECKING:
     from .reporting import PatchReport, patch_report
     from .training import ActCompressCallback, GradientNorms, MemoryCallback, log_memory
 
-_HOME = {
-    "GradientNorms": "training",
-    "plan": "memory",
-    "max_seq_len": "memory",
-    "max_batch_size": "memory",
-    "Plan": "memory",
-    "log_memory": "training",
-    "MemoryCallback": "training",
-    "memory_timeline": "memory",
-    "estimate": "memory",
-    "MemoryTimeline": "memory",
-    "Estimate": "memory",
-    "BatchSizeReport": "memory",
-    "find_batch_size": "memory",
-    "Calibration": "memory",
-    "calibrate": "memory",
-    "fidelity_report": "memory",
-    "compare_presets": "memory",
-    "FidelityReport": "memory",
-    "FidelityComparison": "memory",
-    "ActCompressCallback": "training",
-    "ActCompressError": "errors",
-    "CompressionConfig": "config",
-    "MemoryReport": "memory",
-    "PRESETS": "config",
-    "PatchReport": "reporting",
-    "StepMemory": "memory",
-    "kept_bytes": "memory",
-    "longest_batches": "memory",
-    "measure_step": "memory",
-    "memory_report": "memory",
-    "patch_model": "patching",
-    "patch_report": "reporting",
-    "patched": "patching",
-    "unpatch_model": "patching",
-}
-
-__all__ = [
-    "PRESETS",
-    "ActCompressCallback",
-    "ActCompressError",
+# A list for each module: type checkers read the lists, and `_HOME` notes which module each name comes from.
+__all__ = ["ActCompressError"]
+_HOME = dict.fromkeys(__all__, "errors")
+__all__ += ["PRESETS", "CompressionConfig"]
+_HOME |= dict.fromkeys(__all__[len(_HOME) :], "config")
+__all__ += ["patch_model", "patched", "unpatch_model"]
+_HOME |= dict.fromkeys(__all__[len(_HOME) :], "patching")
+__all__ += ["PatchReport", "patch_report"]
+_HOME |= dict.fromkeys(__all__[len(_HOME) :], "reporting")
+__all__ += [
     "BatchSizeReport",
     "Calibration",
-    "CompressionConfig",
     "Estimate",
     "FidelityComparison",
     "FidelityReport",
-    "GradientNorms",
-    "MemoryCallback",
     "MemoryReport",
     "MemoryTimeline",
-    "PatchReport",
     "Plan",
     "StepMemory",
     "calibrate",
@@ -96,19 +61,17 @@ __all__ = [
     "fidelity_report",
     "find_batch_size",
     "kept_bytes",
-    "log_memory",
     "longest_batches",
     "max_batch_size",
     "max_seq_len",
     "measure_step",
     "memory_report",
     "memory_timeline",
-    "patch_model",
-    "patch_report",
-    "patched",
     "plan",
-    "unpatch_model",
 ]
+_HOME |= dict.fromkeys(__all__[len(_HOME) :], "memory")
+__all__ += ["ActCompressCallback", "GradientNorms", "MemoryCallback", "log_memory"]
+_HOME |= dict.fromkeys(__all__[len(_HOME) :], "training")
 
 
 def __getattr__(name: str) -> Any:
