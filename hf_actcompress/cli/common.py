@@ -39,7 +39,7 @@ EXIT_CODES = (
 # more than any training has, and few enough for bytes to fit into 64 bits
 MOST = 2**24
 
-# what --quantization takes; memory/estimation/quantized_formats.py says what they are
+# what --quantization takes; memory/estimation/quantized/formats.py says what they are
 QUANTIZATIONS = ("nf4", "fp4", "int8")
 
 

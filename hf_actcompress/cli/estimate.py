@@ -187,7 +187,7 @@ def _fill(
     names = [strategy.name for strategy in strategies]
     with busy(f"estimating {table.model}: {names[0]}"):
         from ..memory.estimation.estimates import Estimates
-        from ..memory.estimation.quantized import packed_as
+        from ..memory.estimation.quantized.model import packed_as
 
         several = Estimates(table.model, **options)
         left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps, not printed, by_role)

@@ -14,7 +14,7 @@ from hf_actcompress.cli.common import Exit
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory import estimate, plan
 from hf_actcompress.memory.estimation import model_copies
-from hf_actcompress.memory.estimation.optimizers import optimizer_rule
+from hf_actcompress.memory.estimation.states.optimizers import optimizer_rule
 from hf_actcompress.quick.cards import CARDS, card_bytes
 from tests.cli.invoke import SIZES, run
 

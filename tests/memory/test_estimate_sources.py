@@ -15,7 +15,7 @@ from peft import LoraConfig
 from hf_actcompress import CompressionConfig, kept_bytes, measure_step, patch_model, patch_report
 from hf_actcompress.errors import ModelConfigError, UnknownOptionError
 from hf_actcompress.memory import Estimate, estimate
-from hf_actcompress.memory.estimation.optimizers import optimizer_rule
+from hf_actcompress.memory.estimation.states.optimizers import optimizer_rule
 from hf_actcompress.patching import _say_once
 from tests.families import BY_NAME, FAMILIES
 

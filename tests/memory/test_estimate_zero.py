@@ -15,8 +15,8 @@ from torch import nn
 from hf_actcompress import CompressionConfig, estimate
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.estimation.fake_step.setting import Setting
-from hf_actcompress.memory.estimation.optimizers import optimizer_rule
-from hf_actcompress.memory.estimation.zero import Zero
+from hf_actcompress.memory.estimation.states.optimizers import optimizer_rule
+from hf_actcompress.memory.estimation.states.zero import Zero
 from tests.slopes import llama
 
 LLAMA = partial(llama, 3, hidden=256, pad_token_id=0)

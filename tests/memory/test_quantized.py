@@ -14,7 +14,7 @@ from torch import nn
 from hf_actcompress import CompressionConfig, estimate, kept_bytes, measure_step, patch_model
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory import plan
-from hf_actcompress.memory.estimation.quantized import quantize
+from hf_actcompress.memory.estimation.quantized.model import quantize
 from hf_actcompress.models.gated_mlps import find_gated_mlp
 from tests.cli.invoke import run
 

@@ -14,7 +14,7 @@ from torch import nn
 from hf_actcompress import estimate
 from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.estimation.meta_model import skeleton
-from hf_actcompress.memory.estimation.quantized import QuantizedLinear
+from hf_actcompress.memory.estimation.quantized.model import QuantizedLinear
 from tests.cli.invoke import run
 from tests.memory.test_quantized import SIZES, as_measured
 

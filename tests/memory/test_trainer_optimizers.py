@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 from hf_actcompress import estimate
-from hf_actcompress.memory.estimation.optimizers import optimizer_rule
+from hf_actcompress.memory.estimation.states.optimizers import optimizer_rule
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -13,7 +13,7 @@ from hf_actcompress.errors import ModelConfigError
 from hf_actcompress.memory.closed_form.probes import FAMILIES, HEAD, left_over, sizes_of
 from hf_actcompress.memory.closed_form.symbols import Reader
 from hf_actcompress.memory.estimation.meta_model import skeleton
-from hf_actcompress.memory.estimation.quantized import QuantizedLinear
+from hf_actcompress.memory.estimation.quantized.model import QuantizedLinear
 from hf_actcompress.quick.formula import with_chunks
 from hf_actcompress.quick.question import classes, question
 from tests.cli.invoke import run

@@ -19,10 +19,10 @@ from .growth import UnitPlaces
 from .guess import widths
 from .layers import LayerRun, find_runs, with_names
 from .model_copies import RunStep
-from .optimizers import OptimizerRule
-from .quantized import notes_of
+from .quantized.model import notes_of
 from .result import Estimate
-from .states import States, context_bytes, state_bytes
+from .states.optimizers import OptimizerRule
+from .states.states import States, context_bytes, state_bytes
 
 ENGINES = ("eager", "compile")
 

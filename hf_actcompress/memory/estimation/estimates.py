@@ -23,13 +23,22 @@ from .guess import largest_batch
 from .layers import LayerRun, find_runs, with_names
 from .meta_model import dtype_of, skeleton
 from .model_copies import ModelCopies
-from .optimizers import optimizer_rule
 from .reserved.repeated import Trace
 from .reserved.replay import STEPS, Held, reserved_share
 from .reserved.trace import trace_of
 from .result import Estimate
-from .states import DDP_NOTE, TILES_NOTE, States, context_bytes, frozen_elsewhere, held_by, in_buckets, state_bytes
-from .zero import Zero
+from .states.optimizers import optimizer_rule
+from .states.states import (
+    DDP_NOTE,
+    TILES_NOTE,
+    States,
+    context_bytes,
+    frozen_elsewhere,
+    held_by,
+    in_buckets,
+    state_bytes,
+)
+from .states.zero import Zero
 
 
 class Estimates:

@@ -24,7 +24,7 @@ from ...models.adapters import with_lora
 from ...quick.config_rules import QUANTIZATION, check_config
 from ..measurement.compiled import uncompiled
 from .meta_device import OnMeta
-from .quantized import packed_weights, quantize, stand_ins
+from .quantized.model import packed_weights, quantize, stand_ins
 
 # a config without usable `architectures` becomes the first of these classes that accepts it
 _TASKS = (

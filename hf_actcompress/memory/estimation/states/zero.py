@@ -25,11 +25,11 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelConfigError
-from ...quick.sizes import readable_size
-from ...records import storage_sizes
-from ..measurement.saved_tensors import layer_names
-from .fake_step.setting import Setting
+from ....errors import ModelConfigError
+from ....quick.sizes import readable_size
+from ....records import storage_sizes
+from ...measurement.saved_tensors import layer_names
+from ..fake_step.setting import Setting
 from .optimizers import OptimizerRule
 from .states import States
 

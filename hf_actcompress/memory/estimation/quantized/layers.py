@@ -23,9 +23,9 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from ...quick.question import MOST_UNPACKED
-from ..measurement.saved_tensors import layer_names
-from .quantized_formats import method_of, options_of
+from ....quick.question import MOST_UNPACKED
+from ...measurement.saved_tensors import layer_names
+from .formats import method_of, options_of
 
 # in this order optimum looks for a model's blocks
 _BLOCKS = ("transformer.h", "model.decoder.layers", "gpt_neox.layers", "model.layers")

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import ModelConfigError
+from ....errors import ModelConfigError
 
 # bitsandbytes: weights per scale, and scales per second-level scale (double quantisation)
 BLOCK, _SCALES = 64, 256

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelConfigError
-from ...private_apis import innermost_saved_tensor_hooks
-from .quantized_formats import Format
+from ....errors import ModelConfigError
+from ....private_apis import innermost_saved_tensor_hooks
+from .formats import Format
 
 _WEIGHTS = ("gate_up_proj", "down_proj")
 

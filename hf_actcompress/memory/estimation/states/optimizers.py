@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ...errors import UnknownOptionError
-from ...quick.optimizers import FOREACH, OF_TRAINER
+from ....errors import UnknownOptionError
+from ....quick.optimizers import FOREACH, OF_TRAINER
 
 # bitsandbytes' blockwise 8-bit states: one fp32 scale per block; tensors below the second size stay in fp32
 _BLOCK, _SMALLEST = 256, 4096

@@ -1,7 +1,7 @@
 """Linear layers with quantised weights in an estimate: their bytes, and the temporary copy that a product needs.
 
 A quantised weight is frozen. Its product needs the weight in the activations' dtype, which is made for the product and
-dropped again, in the forward and in the backward, or held from one to the other: `quantized_formats` says which.
+dropped again, in the forward and in the backward, or held from one to the other: `formats` says which.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...errors import ModelConfigError
-from .quantized_experts import PackedExperts, pack_experts
-from .quantized_formats import BLOCK, FORMATS, TORCHAO, Format, format_of, method_of
-from .quantized_layers import features, is_wanted, packed_layers, unpacked_note
+from ....errors import ModelConfigError
+from .experts import PackedExperts, pack_experts
+from .formats import BLOCK, FORMATS, TORCHAO, Format, format_of, method_of
+from .layers import features, is_wanted, packed_layers, unpacked_note
 
 # the types of torchao's weights -> the entries of TORCHAO that make them
 _TYPES = {"Int8Tensor": "int8weightonly", "Float8Tensor": "float8weightonly", "Int4Tensor": "int4weightonly"}
@@ -99,7 +99,7 @@ def _pack_layers(model: nn.Module, config: Any, stored: Format) -> None:
     if not found:
         raise ModelConfigError(
             f"{method_of(config)} packs no layer of {type(model).__name__} (the table in memory/estimation/"
-            "quantized_layers.py says which kinds): its weights stay as they are; estimate it without quantisation"
+            "quantized/layers.py says which kinds): its weights stay as they are; estimate it without quantisation"
         )
     for path, layer in found:
         model.set_submodule(path, QuantizedLinear(layer, stored))

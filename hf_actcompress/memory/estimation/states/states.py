@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ...records import storage_sizes
-from ..measurement.saved_tensors import layer_names
-from .fake_step.setting import Setting
-from .fake_step.sharding import share
+from ....records import storage_sizes
+from ...measurement.saved_tensors import layer_names
+from ..fake_step.setting import Setting
+from ..fake_step.sharding import share
+from ..reserved.replay import Held
 from .optimizers import OptimizerRule
-from .reserved.replay import Held
 
 # an allowance that was not measured: the CUDA context, its loaded kernels, and the workspaces of cuBLAS
 CONTEXT_BYTES = 640 * 2**20
