@@ -118,7 +118,7 @@ def test_the_longest_sequences_and_an_evaluation(model):
 
 
 def test_where_nothing_fits_it_says_what_would(model):
-    from hf_actcompress.memory.estimation.states.states import CONTEXT_BYTES
+    from hf_actcompress.memory.estimation.states.held import CONTEXT_BYTES
 
     lora = estimate(model, batch_size=1, seq_len=16, gradient_checkpointing=True, lora=True, quantization="nf4")
     result = run("estimate", model, *SIZES, "--preset", "exact", "--gpu", f"{lora.device_bytes}B")

@@ -18,8 +18,8 @@ from ...quick.optimizers import FOREACH
 from ...records import storage_sizes
 from ..estimation.fake_step.setting import Setting
 from ..estimation.meta_model import skeleton
+from ..estimation.states.held import CONTEXT_BYTES
 from ..estimation.states.optimizers import OPTIMIZERS
-from ..estimation.states.states import CONTEXT_BYTES
 from .probes import FAMILIES, HEAD, left_over, probe, sizes_of
 from .pruning import points, pruned, shortened
 from .symbols import SYMBOLS, Polynomial, Reader

@@ -21,8 +21,8 @@ from .layers import LayerRun, find_runs, with_names
 from .model_copies import RunStep
 from .quantized.model import notes_of
 from .result import Estimate
+from .states.held import States, context_bytes, state_bytes
 from .states.optimizers import OptimizerRule
-from .states.states import States, context_bytes, state_bytes
 
 ENGINES = ("eager", "compile")
 

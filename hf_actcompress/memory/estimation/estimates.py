@@ -27,17 +27,8 @@ from .reserved.repeated import Trace
 from .reserved.replay import STEPS, Held, reserved_share
 from .reserved.trace import trace_of
 from .result import Estimate
+from .states import held
 from .states.optimizers import optimizer_rule
-from .states.states import (
-    DDP_NOTE,
-    TILES_NOTE,
-    States,
-    context_bytes,
-    frozen_elsewhere,
-    held_by,
-    in_buckets,
-    state_bytes,
-)
 from .states.zero import Zero
 
 
@@ -82,7 +73,7 @@ class Estimates:
         # whether checkpointing is switched on -> the model
         self._models: dict[bool, nn.Module] = {}
         self._about: dict[bool, About] = {}
-        self._states: dict[bool, States] = {}
+        self._states: dict[bool, held.States] = {}
         # (config, checkpointing) -> the latest step, whatever its batch was
         self._latest: dict[Any, Extrapolated] = {}
         # what a config sets for single layers -> the runs of equal layers
@@ -136,9 +127,9 @@ class Estimates:
         found = self._step(setting, gradient_checkpointing, roles=by_role)
         states = self._state_bytes(gradient_checkpointing)
         notes = [] if self._zero is None else [self._zero.note(states)]
-        notes += [DDP_NOTE] if self._ddp else []
+        notes += [held.DDP_NOTE] if self._ddp else []
         asked = _resolved(config)
-        notes += [TILES_NOTE] if self._sharded and asked is not None and asked.tiled_mlp else []
+        notes += [held.TILES_NOTE] if self._sharded and asked is not None and asked.tiled_mlp else []
         return assembled(found, self._described(gradient_checkpointing), setting, states, name_of(config), notes)
 
     def device_bytes(
@@ -151,7 +142,7 @@ class Estimates:
         """`Estimate.device_bytes` alone, which takes less time than the whole estimate."""
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing)
-        return self._state_bytes(gradient_checkpointing).at_peak(found.step.peak) + context_bytes(setting)
+        return self._state_bytes(gradient_checkpointing).at_peak(found.step.peak) + held.context_bytes(setting)
 
     def replayed(
         self,
@@ -210,7 +201,9 @@ class Estimates:
             found = self._step(replace(setting, seq_len=length), gradient_checkpointing, traced=True)
             traces[length] = trace_of(found, BLOCK)
         steps = [trace for length in lengths or [seq_len] * STEPS if (trace := traces[length]) is not None]
-        return None if None in traces.values() else (held_by(self._model(gradient_checkpointing), self._rule), steps)
+        if None in traces.values():
+            return None
+        return held.held_by(self._model(gradient_checkpointing), self._rule), steps
 
     def guess(
         self,
@@ -223,7 +216,7 @@ class Estimates:
         """The largest batch within `room` bytes, roughly, from the step of this batch; None if it does not tell."""
         setting, states = self._case(batch_size, seq_len, config), self._state_bytes(gradient_checkpointing)
         found = self._step(setting, gradient_checkpointing)
-        at_rest = sum(states[:3]) + states.workspace + context_bytes(setting)
+        at_rest = sum(states[:3]) + states.workspace + held.context_bytes(setting)
         return largest_batch(found, batch_size, room - at_rest, self._described(gradient_checkpointing).widths)
 
     def evaluation_bytes(self, batch_size: int, seq_len: int) -> int:
@@ -235,11 +228,11 @@ class Estimates:
         layers = find_runs(whole, CompressionConfig())
         found = whole_step(whole, lambda part, _: run_evaluation(part, setting), layers, self._alike)
         states = self._state_bytes(False)
-        return sum(states[:3]) + found.step.peak + states.in_evaluation + context_bytes(setting)
+        return sum(states[:3]) + found.step.peak + states.in_evaluation + held.context_bytes(setting)
 
     def frozen_elsewhere(self) -> int:
         """Bytes of frozen weights that could stay on the host if the device holds those of two layers at a time."""
-        return frozen_elsewhere(self._model(False))
+        return held.frozen_elsewhere(self._model(False))
 
     def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
         resolved = _resolved(config)
@@ -270,11 +263,11 @@ class Estimates:
             self._about[checkpointing] = About.of(self._model(checkpointing))
         return self._about[checkpointing]
 
-    def _state_bytes(self, checkpointing: bool) -> States:
+    def _state_bytes(self, checkpointing: bool) -> held.States:
         if checkpointing not in self._states:
-            of = state_bytes if self._zero is None else self._zero.states
+            of = held.state_bytes if self._zero is None else self._zero.states
             found = of(self._model(checkpointing), self._setting, self._rule)
-            self._states[checkpointing] = in_buckets(found) if self._ddp else found
+            self._states[checkpointing] = held.in_buckets(found) if self._ddp else found
         return self._states[checkpointing]
 
     def _step(

@@ -23,8 +23,8 @@ from ..estimation.largest import max_batch_size, max_seq_len
 from ..estimation.layers import find_runs
 from ..estimation.meta_model import dtype_of, skeleton
 from ..estimation.result import Estimate
+from ..estimation.states.held import context_bytes, state_bytes
 from ..estimation.states.optimizers import OptimizerRule, optimizer_rule
-from ..estimation.states.states import context_bytes, state_bytes
 from ..measurement.saved_tensors import layer_names
 from .costs import DeviceModel
 from .knapsack import choose, undominated

@@ -30,8 +30,8 @@ from ....quick.sizes import readable_size
 from ....records import storage_sizes
 from ...measurement.saved_tensors import layer_names
 from ..fake_step.setting import Setting
+from .held import States
 from .optimizers import OptimizerRule
-from .states import States
 
 STAGES = (2, 3)
 _BUCKET, _LIVE, _PERSISTENT, _SUB_GROUP = 5 * 10**8, 10**9, 10**5, 10**9
