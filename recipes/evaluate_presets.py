@@ -2,10 +2,12 @@
 
     python recipes/evaluate_presets.py                        # all of it: three hours on one core
     python recipes/evaluate_presets.py --jobs llama --presets exact int8 --seeds 1 --steps 50
+    python recipes/evaluate_presets.py --renew errors times   # again; the trainings of an earlier run stay
 
 The models are a pretrained MiniLM (classification) and a GPT-2- and a Llama-like one trained here first (language
-modelling). Kept bytes are those of the layers in bf16. Gradient errors are in fp32 with dropout off, and also in units
-of the error that bf16 autocast makes on the same batch. Step times are the least process times of interleaved steps.
+modelling). Kept bytes are those of the layers in bf16. Gradient errors are those of all parameters as one vector, in
+fp32 with dropout off, on `--batches` batches; and in units of the errors that bf16 autocast and weights in bf16 make on
+the same batches. Step times are the least process times of interleaved steps.
 
 Losses are held-out ones at the end of a training in which a bad gradient shows: MiniLM is fine-tuned, the language
 models learn from random weights at six times the rate of a fine-tune. Fine-tuned at a low rate they end within a
@@ -20,6 +22,7 @@ side by side); then evaluation.md and .png of all.
 import argparse
 import copy
 import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ from typing import Any
 
 import torch
 import transformers
+from common.bf16 import bf16_errors
 from common.data import shuffled_order
 from common.evaluation_report import write_reports
 from common.jobs import JOBS, Job, fit, held_out_loss, make_job
@@ -39,6 +43,7 @@ from hf_actcompress import PRESETS, CompressionConfig, calibrate, fidelity_repor
 LEARNING_RATE = 3e-3  # from random weights
 CALIBRATED = "calibrated"  # calibrate(model, batch, average_bits=4) on the job's own first batch
 ROWS = ("stock", *PRESETS, CALIBRATED)
+PARTS = ("bytes", "errors", "times", "losses")  # of a row
 
 
 def config_of(row: str, job: Job) -> CompressionConfig | str:
@@ -68,20 +73,15 @@ def step_ratio(job: Job, config: CompressionConfig | str, rounds: int) -> float:
     return min(times[id(ours)][2:]) / min(times[id(stock)][2:])
 
 
-def gradient(model: Any, batch: dict[str, torch.Tensor], bf16: bool) -> torch.Tensor:
-    """The gradient of all parameters as one vector; with `bf16` under autocast."""
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        loss = model(**batch).loss
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def bf16_error(job: Job) -> float:
-    """What training in bf16 does to the gradient of the batch on which the presets' errors are measured."""
-    model, batch = without_dropout(copy.deepcopy(job.model)).train(), next(job.batches(0, 1))
-    exact = gradient(model, batch, bf16=False)
-    return float((gradient(model, batch, bf16=True) - exact).norm() / exact.norm())
+def gradient_errors(job: Job, config: CompressionConfig | str | None, batches: int) -> dict[str, Any]:
+    """The gradient error on each of some batches, and its median; the cosine's median."""
+    if config is None:
+        return {"gradient_errors": [0.0] * batches, "gradient_error": 0.0, "cosine": 1.0}
+    model = without_dropout(copy.deepcopy(job.model)).train()
+    reports = [fidelity_report(model, batch, config, seeds=2) for batch in job.batches(0, batches)]
+    errors = [report.relative_error for report in reports]
+    cosine = statistics.median(report.cosine for report in reports)
+    return {"gradient_errors": errors, "gradient_error": statistics.median(errors), "cosine": cosine}
 
 
 def final_loss(job: Job, config: CompressionConfig | str | None, seed: int, args: argparse.Namespace) -> float:
@@ -97,23 +97,25 @@ def final_loss(job: Job, config: CompressionConfig | str | None, seed: int, args
     return held_out_loss(run)
 
 
-def measure(job: Job, row: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table."""
-    config = config_of(row, job) if row != "stock" else "exact"
-    steady, batch = without_dropout(copy.deepcopy(job.model)).train(), next(job.batches(0, 1))
-    result: dict[str, Any] = {
-        "kept_h": kept_h(copy.deepcopy(steady).bfloat16(), batch, config, stock=row == "stock"),
-        "gradient_error": 0.0,
-        "cosine": 1.0,
-        "step_ratio": 1.0,
-    }
-    if row != "stock":
-        report = fidelity_report(steady, batch, config, seeds=2)
-        result |= {"gradient_error": report.relative_error, "cosine": report.cosine}
-        result["step_ratio"] = step_ratio(job, config, args.rounds)
-    trained = config if row != "stock" else None
-    seeds = 1 if row != "stock" and (PRESETS[config] if isinstance(config, str) else config).lossless else args.seeds
-    result["losses"] = [final_loss(job, trained, seed, args) for seed in range(seeds)]
+def losses(job: Job, config: CompressionConfig | str | None, args: argparse.Namespace) -> list[float]:
+    """Held-out losses of all seeds; of the first one for lossless presets."""
+    lossless = config is not None and (PRESETS[config] if isinstance(config, str) else config).lossless
+    return [final_loss(job, config, seed, args) for seed in range(1 if lossless else args.seeds)]
+
+
+def measure(job: Job, row: str, args: argparse.Namespace, parts: Sequence[str]) -> dict[str, Any]:
+    """One row of the table, or parts of it."""
+    config = config_of(row, job) if row != "stock" else None
+    result: dict[str, Any] = {}
+    if "bytes" in parts:
+        model = without_dropout(copy.deepcopy(job.model)).train().bfloat16()
+        result["kept_h"] = kept_h(model, next(job.batches(0, 1)), config or "exact", stock=config is None)
+    if "errors" in parts:
+        result |= gradient_errors(job, config, args.batches)
+    if "times" in parts:
+        result["step_ratio"] = step_ratio(job, config, args.rounds) if config is not None else 1.0
+    if "losses" in parts:
+        result["losses"] = losses(job, config, args)
     return result
 
 
@@ -133,15 +135,17 @@ def run_job(name: str, args: argparse.Namespace) -> None:
     start = "pretrained" if name == "minilm" else "random weights"
     chosen = {option: getattr(args, option) for option in ("seeds", "steps", "passes", "rounds")}
     results = load_results(path, {"start": start, **chosen})
-    results["command"] = args.command
-    missing = [row for row in ("stock", *args.presets) if row not in results["rows"]]
-    if not missing and "bf16_error" in results:
+    parts = {row: args.renew if row in results["rows"] else PARTS for row in ("stock", *args.presets)}
+    missing = [row for row, found in parts.items() if found]
+    if not missing:
         return
+    results["command" if any(parts[row] == PARTS for row in missing) else "renewed"] = args.command
     job = make_job(name, args.steps)
-    results["bf16_error"] = bf16_error(job)
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    if "bf16_errors" not in results or "errors" in args.renew:
+        results["bf16_errors"] = bf16_errors(job, args.batches)
     for row in tqdm(missing, desc=name):
-        measured = results["rows"] | {row: measure(job, row, args)}
+        earlier = results["rows"].get(row, {})
+        measured = results["rows"] | {row: earlier | measure(job, row, args, parts[row])}
         results["rows"] = {name: measured[name] for name in ROWS if name in measured}
         path.write_text(json.dumps(results, indent=2) + "\n")
 
@@ -155,6 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300, help="of each training, and of the one before it")
     parser.add_argument("--passes", type=int, default=3, help="over the sequences of a training")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each model")
+    parser.add_argument("--batches", type=int, default=6, help="on which gradient errors are measured")
+    again = "parts of rows of an earlier run that are measured again"
+    parser.add_argument("--renew", nargs="+", choices=PARTS, default=[], help=again)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/evaluate_presets"))
     args = parser.parse_args(argv)
     args.output_dir.mkdir(parents=True, exist_ok=True)

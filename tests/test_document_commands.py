@@ -29,6 +29,8 @@ ELSEWHERE = {
     "python recipes/chosen_tokens.py": f"{RECIPES}test_measurements.py: small sizes; this takes hours",
     "python recipes/keys_before_rotation.py": f"{RECIPES}test_measurements.py: small sizes; this takes seven minutes",
     "python recipes/finetune_image.py": f"{RECIPES}test_papers.py: few steps; this takes an hour",
+    "python recipes/image_peaks.py": f"{RECIPES}test_papers.py: one setting and preset; all take three minutes",
+    "python recipes/bf16_errors.py": f"{RECIPES}test_measurements.py: three settings of two batches",
     "python recipes/reproduce.py": f"{RECIPES}test_papers.py: some claims; all take ten minutes",
     "python recipes/block_picture.py": f"{RECIPES}test_readme_tables.py: compared with its committed result",
     "python recipes/measure_on_gpu.py": f"{RECIPES}test_measure_on_gpu.py: its rehearsal; the rest needs a GPU",

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .bf16 import WAYS
 from .papers import PAPERS
 
 COLUMNS = (
@@ -15,7 +16,8 @@ COLUMNS = (
     "kept, h",
     "of stock",
     "gradient error",
-    "x bf16's",
+    "x bf16 autocast's",
+    "x bf16 weights'",
     "cosine",
     "x step",
     "held-out loss",
@@ -51,7 +53,16 @@ def told_apart(gap: float, half: float | None) -> str:
     return "worse" if gap > 0 else "better"
 
 
-def _row(name: str, row: dict[str, Any], stock: dict[str, Any], bf16_error: float | None) -> tuple[str, ...]:
+def ratios(errors: list[float], units: list[float]) -> str:
+    """The median of errors in units of those of the same batches, and their range; empty for other batches."""
+    if len(errors) != len(units):
+        return ""
+    values = [error / unit for error, unit in zip(errors, units, strict=True)]
+    median, low, high = (f"{value:.2f}" for value in (statistics.median(values), min(values), max(values)))
+    return median if low == high else f"{median} ({low} to {high})"
+
+
+def _row(name: str, row: dict[str, Any], stock: dict[str, Any], units: dict[str, list[float]]) -> tuple[str, ...]:
     losses, gaps = row["losses"], gaps_of(row, stock)
     half, gap = interval(gaps), statistics.mean(gaps)
     loss = f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else "one seed"
@@ -60,7 +71,7 @@ def _row(name: str, row: dict[str, Any], stock: dict[str, Any], bf16_error: floa
         f"{row['kept_h']:.2f}",
         f"{row['kept_h'] / stock['kept_h']:.3f}",
         f"{row['gradient_error']:.2%}",
-        f"{row['gradient_error'] / bf16_error:.2f}" if bf16_error else "",
+        *(ratios(row.get("gradient_errors", []), units[way]) for way in WAYS),
         f"{row['cosine']:.5f}",
         f"{row['step_ratio']:.2f}",
         loss,
@@ -75,10 +86,15 @@ def write_reports(folder: Path) -> None:
     lines: list[str] = []
     for job, results in jobs.items():
         notes = {**results["settings"], **results["versions"]}
-        lines += [f"## {job}", "", f"`{results['command']}` ({', '.join(f'{k} {v}' for k, v in notes.items())})", ""]
-        if "bf16_error" in results:
-            lines += [f"bf16 autocast errs by {results['bf16_error']:.2%} in the gradient of the same batch.", ""]
-        lines += _table(job, results["rows"], results.get("bf16_error"))
+        commands = " and ".join(f"`{results[key]}`" for key in ("command", "renewed") if key in results)
+        lines += [f"## {job}", "", f"{commands} ({', '.join(f'{k} {v}' for k, v in notes.items())})", ""]
+        units = results["bf16_errors"]
+        said = [f"{statistics.median(units[w]):.2%} ({min(units[w]):.2%} to {max(units[w]):.2%})" for w in WAYS]
+        lines += [
+            f"In the gradients of the same {len(units[WAYS[0]])} batches bf16 autocast errs by {said[0]}, a model"
+        ]
+        lines[-1] += f" with weights in bf16 by {said[1]}: medians and ranges, as in the table."
+        lines += ["", *_table(job, results["rows"], units)]
     lines += ["x step is the ratio of tiny batches on one CPU thread: no claim about speed.", ""]
     lines += ["## What the papers report", ""]
     for paper in PAPERS.values():
@@ -94,12 +110,12 @@ def _measured(folder: Path) -> list[Path]:
     return sorted(folder.glob("evaluation-*.json"), key=lambda path: ("minilm" not in path.stem, path.stem))
 
 
-def _table(job: str, rows: dict[str, Any], bf16_error: float | None) -> list[str]:
+def _table(job: str, rows: dict[str, Any], units: dict[str, list[float]]) -> list[str]:
     """The rows in markdown; printed as well."""
     table = Table(*COLUMNS, title=job)
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for name, row in rows.items():
-        cells = _row(name, row, rows["stock"], bf16_error)
+        cells = _row(name, row, rows["stock"], units)
         table.add_row(*cells)
         lines.append(f"| {' | '.join(cells)} |")
     Console().print(table)

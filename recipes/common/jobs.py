@@ -74,7 +74,7 @@ def _options(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**options, **changes)
 
 
-def _minilm(batch_size: int = 4, seq_len: int = 32) -> Job:
+def minilm(batch_size: int = 4, seq_len: int = 32) -> Job:
     """The task is to tell from which package of the standard library a function comes. Word embeddings are frozen."""
     task = load_task(_options())
     tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
@@ -128,7 +128,7 @@ def _chunks(examples: list[Example], size: int) -> list[Example]:
 
 
 _BUILDERS = {
-    "minilm": lambda steps: _minilm(),
+    "minilm": lambda steps: minilm(),
     "gpt2": partial(_causal, "gpt2", _gpt2),
     "llama": partial(_causal, "llama", _llama),
 }

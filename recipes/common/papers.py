@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import transformers as hf
-from torch import nn
-
-from hf_actcompress import CompressionConfig
-
+from . import paper_measures as by
 from . import paper_settings as at
-from .paper_settings import Scale
-
-GELUS = (hf.activations.GELUActivation, nn.GELU)
 
 
 @dataclass(frozen=True)
@@ -69,96 +62,12 @@ class Paper:
     claims: tuple[Claim, ...]
 
 
-def _times(pair: tuple[int, int]) -> float:
-    return pair[0] / pair[1]
-
-
-def _less(pair: tuple[int, int]) -> float:
-    return 1 - pair[1] / pair[0]
-
-
-def _tempo(scale: Scale, config: str = "tempo") -> float:
-    def build(layers: int) -> nn.Module:
-        return at.bert(scale, layers, 1024, 16, attn_implementation="eager")
-
-    return _times(at.per_layer(build, at.last_state(scale.tokens(1, 512)), config, scale))
-
-
-def _inverted_bert(scale: Scale) -> float:
-    def build(layers: int) -> nn.Module:
-        return at.bert(scale, layers, 768, 12, attention_probs_dropout_prob=0.0)
-
-    return _less(at.per_layer(build, at.last_state(scale.tokens(2, 512)), "inverted", scale, GELUS))
-
-
-def _inverted_mistral(scale: Scale) -> float:
-    loss = at.last_state(scale.tokens(1, 512))
-    return _less(at.per_layer(lambda n: at.mistral_in_4_bits(scale, n), loss, "inverted", scale, GELUS))
-
-
-def _fewbit(scale: Scale) -> float:
-    vocabulary, layers = (50265, 12) if scale.shrink == 1 else (at.VOCAB, 2)
-    ids = scale.tokens(2, 97)
-    model = at.bert(scale, layers, 768, 12, attention_probs_dropout_prob=0.0)
-    model.resize_token_embeddings(vocabulary)
-    return at.with_states(model, at.last_state(ids), "fewbit", scale, 128 / len(ids), GELUS)
-
-
-def _forward_ad(scale: Scale) -> float:
-    parts = (hf.activations.NewGELUActivation,)
-    loss = at.last_state(scale.tokens(2, 512))
-    return _times(at.per_layer(lambda layers: at.gpt2(scale, layers), loss, "forward_ad", scale, parts))
-
-
-def _mesa(scale: Scale, config: str = "mesa") -> float:
-    batch = scale.images(1)
-    times = 128 / len(batch["labels"])
-    return at.with_states(at.vit_base(scale), lambda model: model(**batch).loss, config, scale, times)
-
-
-def _wtacrs(scale: Scale, preset: str = "wtacrs") -> float:
-    def build(layers: int) -> nn.Module:
-        width = scale.width(768)
-        config = hf.T5Config(vocab_size=at.VOCAB, d_model=width, d_kv=width // 12, d_ff=4 * width, num_layers=layers)
-        return hf.T5EncoderModel(config)
-
-    return _times(at.per_layer(build, at.last_state(scale.tokens(8, 128)), preset, scale))
-
-
-def _gact(scale: Scale, config: str = "gact") -> float:
-    def build(layers: int) -> nn.Module:
-        return at.bert(scale, layers, 1024, 16, attention_probs_dropout_prob=0.0)
-
-    return _times(at.per_layer(build, at.last_state(scale.tokens(4, 128)), config, scale))
-
-
-def _images(
-    model: Callable[[Scale], nn.Module], count: int, preset: str, what: Callable[..., int]
-) -> Callable[..., float]:
-    return lambda scale, config=preset: at.less(model(scale), scale.images(count), config, scale, what)
-
-
-def _actnn(scale: Scale, config: str = "actnn") -> float:
-    return 1 / (1 - at.less(at.resnet(scale, 50), scale.images(1), config, scale, at.kept))
-
-
-def _tokens(share: float) -> Callable[..., float]:
-    chosen = CompressionConfig(tokens=share)
-
-    def measure(scale: Scale, config: at.Config = chosen) -> float:
-        # a layer before it, so that its input needs a gradient
-        loss = at.last_state(scale.tokens(2, 512))
-        return _less(at.per_layer(lambda layers: at.llama(scale, layers + 1), loss, config, scale))
-
-    return measure
-
-
 PAPERS = {
     "tempo": Paper("Tempo", "2210.10246", "tempo", (
         Claim(
             "up to twice the batch for BERT-large", "abstract", 2.0, "times",
             "kept bytes of a BERT-large layer, 512 tokens, fp32, eager attention, dropout 0.1: their ratio is that of "
-            "the batches that fit into what weights leave", _tempo,
+            "the batches that fit into what weights leave", by.tempo,
             reason="counted, not tried on a card; embeddings and the head, which Tempo does not touch, are left out. "
             "Since fused attention, which keeps no probabilities, its attention part has nothing left to save",
         ),
@@ -167,7 +76,7 @@ PAPERS = {
         Claim(
             "23.1% less for activations of BERT-base at 16 x 512 tokens in fp32", "README of the authors' code", 0.231,
             "less", "kept bytes of a BERT-base layer, 2 x 512 tokens, fp32; the GELUs alone are patched",
-            _inverted_bert, method_alone=True,
+            by.inverted_bert, method_alone=True,
             reason="theirs is what a forward of the whole model leaves allocated, ours a layer without dropout of "
             "attention's probabilities",
         ),
@@ -175,7 +84,7 @@ PAPERS = {
             "15.7% less for activations of Mistral-7B in 4-bit weights at 1 x 4096 tokens, GELU in place of SiLU",
             "README of the authors' code", 0.157, "less",
             "kept bytes of a layer with Mistral's proportions, 512 wide, linear layers frozen, 512 tokens, fp32; the "
-            "activations alone are patched", _inverted_mistral, method_alone=True,
+            "activations alone are patched", by.inverted_mistral, method_alone=True,
             reason="theirs is what a forward of the whole model leaves allocated, ours a layer alone. An unchanged "
             "Mistral gains nothing over `exact`, which keeps gate and up and makes SiLU's output again",
         ),
@@ -184,7 +93,7 @@ PAPERS = {
         Claim(
             "RoBERTa-base on MRPC, batch 128, 3-bit GELU: peak 9.75 instead of 11.30 GiB", "README of the authors' "
             "code", 0.137, "less", "a BERT of RoBERTa-base's size, 2 x 97 tokens (as many as the paper's saving "
-            "implies), kept bytes scaled to 128 rows, with AdamW's states; the GELUs alone are patched", _fewbit,
+            "implies), kept bytes scaled to 128 rows, with AdamW's states; the GELUs alone are patched", by.fewbit,
             method_alone=True,
             incomparable="their sequences' length is not stated; ours is the one that the claimed saving implies, so "
             "that the two figures cannot differ much",
@@ -194,7 +103,7 @@ PAPERS = {
         Claim(
             "memory of activations up to 1.97x smaller", "abstract", 1.97, "times",
             "kept bytes of a GPT-2 layer, 2 x 512 tokens, fp32, no dropout; the GELUs, which are eight operations, are "
-            "patched alone", _forward_ad, method_alone=True,
+            "patched alone", by.forward_ad, method_alone=True,
             reason="the abstract says neither of which model nor of which activation 1.97 is. Of GPT-2's GELU stock "
             "keeps four tensors of 4 h, with the method one; the other 12 h of the layer stay",
         ),
@@ -203,7 +112,7 @@ PAPERS = {
         Claim(
             "ViT-B/16 at 224 pixels, dropping 90%: cache of 16,052 instead of 20,290 MB", "README of the authors' code",
             0.209, "less", "kept bytes of ViT-B/16, one image of 224 pixels, fp32, eager attention",
-            _images(at.vit_base, 1, "dropit", at.kept),
+            by.images(at.vit_base, 1, "dropit", at.kept),
             reason="the preset does not keep outputs of norms and activations either, as `exact` does not, so not all "
             "of the saving is DropIT's; `exact` alone, which stores no part of what it can rebuild, saves more",
         ),
@@ -212,32 +121,34 @@ PAPERS = {
         Claim(
             "up to 32% less training memory for ResMLP", "abstract", 0.32, "less",
             "peak of ResMLP-S12, four images of 224 pixels, 30% of the tiles of 32 x 32 kept",
-            _images(at.resmlp_s12, 4, "blocksparse", at.peak),
+            by.images(at.resmlp_s12, 4, "blocksparse", at.peak),
             reason="the abstract does not say how many tiles are kept. Linear inputs are 6 of the 14 tensors of h that "
-            "a layer keeps: with 30% of them the most is -30.0%, and what backward unpacks comes back to the peak",
+            "a layer keeps: with 30% of them the most is -30.0%, and of the peak backward's working memory is another "
+            "part (recipes/image_peaks.py)",
         ),
     )),
     "pooled": Paper("pooled activations", "2409.11902", "pooled", (
         Claim(
             "29% lower peak for ResNet", "abstract", 0.29, "less",
             "peak of ResNet-50, four images of 224 pixels, squares of 2 x 2 pixels",
-            _images(lambda scale: at.resnet(scale, 50), 4, "pooled", at.peak),
+            by.images(lambda scale: at.resnet(scale, 50), 4, "pooled", at.peak),
             reason="the abstract says neither which ResNet nor how large the pools are. The preset does not keep what "
             "BatchNorms return either, as `exact` does not, so not all of the saving is pooling's",
         ),
         Claim(
             "29% lower peak for ResNet", "abstract", 0.29, "less",
             "peak of ResNet-18, four images of 224 pixels, squares of 2 x 2 pixels",
-            _images(lambda scale: at.resnet(scale, 18), 4, "pooled", at.peak),
+            by.images(lambda scale: at.resnet(scale, 18), 4, "pooled", at.peak),
             reason="the abstract does not say which ResNet. In a ResNet-18 the stem, four times as large as any other "
-            "map, is over a third of the bytes, and pooling finds one input of a convolution there: the pixels. "
-            "`exact` alone saves more",
+            "map, is over a third of the bytes, and pooling finds one input of a convolution there: the pixels. What "
+            "stock's max pooling keeps stays; without that layer the claim holds (recipes/image_peaks.py). `exact` "
+            "alone saves more",
         ),
     )),
     "wtacrs": Paper("WTA-CRS", "2305.15265", "wtacrs", (
         Claim(
             "T5-base, 30% of the rows: peak of 8.44 instead of 17.66 GB", "README of the authors' code", 2.1, "times",
-            "kept bytes of a T5-base encoder layer, 8 x 128 tokens, fp32", _wtacrs,
+            "kept bytes of a T5-base encoder layer, 8 x 128 tokens, fp32", by.wtacrs,
             incomparable="theirs is the peak of a training with weights and optimizer, ours of a layer's activations. "
             "Their code also samples attention's products, and has a norm in place and masks of one bit; our preset "
             "samples the inputs of linear layers, and keeps no outputs of norms and activations, as `exact`",
@@ -246,7 +157,7 @@ PAPERS = {
     "actnn": Paper("ActNN", "2104.14129", "actnn", (
         Claim(
             "activations 12x smaller at 2 bits", "abstract", 12.0, "times",
-            "kept bytes of ResNet-50, one image of 224 pixels", _actnn,
+            "kept bytes of ResNet-50, one image of 224 pixels", by.actnn,
             reason="one image has 2 bits, a batch 2 on average, by sample; the paper also moves bits between layers. "
             "The abstract does not say of which network 12 is",
         ),
@@ -255,7 +166,7 @@ PAPERS = {
         Claim(
             "DeiT-B, batch 128 at 224 pixels: 8,616 instead of 17,691 MB", "README of the authors' code", 0.513, "less",
             "ViT-B/16 with eager attention, one image of 224 pixels, fp32, kept bytes scaled to 128 images, AdamW's "
-            "states", _mesa,
+            "states", by.mesa,
             reason="far more than claimed, because the preset stores in 8 bits only what `exact` keeps, and the paper "
             "what every operation keeps; theirs is measured on a card, ours counted",
         ),
@@ -263,7 +174,7 @@ PAPERS = {
     "gact": Paper("GACT", "2206.11357", "gact", (
         Claim(
             "activations up to 8.1x smaller", "abstract", 8.1, "times",
-            "kept bytes of a BERT-large layer, 4 x 128 tokens, fp32, hidden dropout 0.1, 4 bits on average", _gact,
+            "kept bytes of a BERT-large layer, 4 x 128 tokens, fp32, hidden dropout 0.1, 4 bits on average", by.gact,
             reason="attention stays at 8 bits here, because its 4-bit queries and keys do not fit the logsumexp; what "
             "`exact` makes again is not kept at all. The abstract does not say of which model 8.1 is",
         ),
@@ -272,7 +183,7 @@ PAPERS = {
         Claim(
             "Llama-2-7B, 30% of the tokens: activations are cached for these alone", "authors' code and recipe", 0.70,
             "less", "kept bytes of a layer with Llama 2's proportions, 512 wide, 2 x 512 tokens, bf16; "
-            "CompressionConfig(tokens=0.3)", _tokens(0.3),
+            "CompressionConfig(tokens=0.3)", by.tokens(0.3),
             reason="the figure is the share of tokens that are not chosen, which no table of the paper states. Keys "
             "and values of all tokens are kept; `exact` keeps less of the chosen ones",
         ),
@@ -281,9 +192,19 @@ PAPERS = {
         Claim(
             "14.8% of the memory of fine-tuning Llama 3.2 1B", "abstract", 0.852, "less",
             "kept bytes of a layer with Llama 2's proportions, 512 wide, 2 x 512 tokens, bf16; "
-            "CompressionConfig(tokens=0.1), which keeps the same bytes whichever tokens it chooses", _tokens(0.1),
+            "CompressionConfig(tokens=0.1), which keeps the same bytes whichever tokens it chooses", by.tokens(0.1),
             incomparable="theirs is all memory of a training, ours a layer's activations. The abstract says neither "
             "how many tokens are chosen nor what else saves; 10% is our choice. Ours keeps all keys and values",
+        ),
+    )),
+    "tokendrop": Paper("TokenDrop", "", "", (
+        Claim(
+            "up to 42.9% less memory for fine-tuning", "abstract, ICML 2026", 0.429, "less",
+            "kept bytes of a layer with Llama 2's proportions, 512 wide, 2 x 512 tokens, bf16; "
+            "CompressionConfig(tokens=0.5)", by.tokens(0.5),
+            incomparable="theirs chooses tokens layer by layer, by the size of what a layer adds to them; `tokens` has "
+            "one choice for all layers, made before the first one, so that ours is TokenTune's. Theirs is the memory "
+            "of a fine-tuning; the abstract names neither the model nor the share of tokens, and 50% is our choice",
         ),
     )),
 }  # fmt: skip
@@ -295,6 +216,4 @@ WITHOUT_ROW = {
     "COAT (arXiv 2410.19313)": "it computes in fp8 and stores what `fp8` and `int8` make again",
     "In-Place ABN (arXiv 1712.02616)": "it inverts the activation; `exact` makes the BatchNorm's output again, in as "
     "many bytes",
-    "TokenDrop (ICML 2026)": "tokens are chosen layer by layer, by what a layer adds to them; `tokens` has one "
-    "choice for all layers",
 }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from hf_actcompress import measure_step
 from hf_actcompress.config import CompressionConfig
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.methods.fewbit.op import activation_fewbit
@@ -211,6 +212,23 @@ def test_bytes(kind: str, method: str, bits: int) -> None:
     kept = kept_bytes(lambda: activation_fewbit(x, torch.relu, kind, options, bits=bits, method=method))
     factor = {"relu_squared": 32 * 4, "leaky_relu": 0}.get(kind, 4)
     assert kept == packed_bytes(x.numel(), 1 if kind in EXACT else bits) + factor
+
+
+def test_working_memory_of_a_relu() -> None:
+    """Neither a tensor of ones in the forward nor indices of 8 bytes in the backward."""
+    x = torch.randn(64, 1024)
+    codes, _ = fewbit_codes(x, "relu", (), 4, "values")
+    forward = measure_step(lambda: fewbit_codes(x, "relu", (), 4, "values"), "cpu").peak_bytes
+    backward = measure_step(lambda: fewbit_bwd(x, codes, None, "relu", (), 4, "values"), "cpu").peak_bytes
+    assert forward < 6 * x.numel() and backward < 10 * x.numel()
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu"])
+def test_a_scalar(kind: str) -> None:
+    x = torch.tensor(0.5, requires_grad=True)
+    activation_fewbit(x, torch.relu, kind, bits=8, method="values").backward()
+    assert x.grad is not None and x.grad.shape == ()
+    assert x.grad.item() == pytest.approx(float(truth(x.detach(), kind)), abs=0.01)
 
 
 def test_bytes_do_not_depend_on_what_the_next_layer_keeps() -> None:

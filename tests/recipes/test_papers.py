@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actcompress import PRESETS
+from hf_actcompress import PRESETS, kept_bytes, measure_step, patch_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -126,6 +126,32 @@ def test_images_compared(tmp_path: Path) -> None:
     assert rows["stock"]["accuracies"] == rows["exact"]["accuracies"]
     assert len(rows["int8"]["accuracies"]) == 2
     assert "## resmlp" in (tmp_path / "image.md").read_text()
+
+
+def test_what_a_peak_is_made_of(tmp_path: Path) -> None:
+    """The parts add up to what the allocator counts, and the stem's map is what pooling cannot replace."""
+    recipe = importlib.import_module("image_peaks")
+    assert recipe.main(["--settings", "resnet", "--presets", "pooled", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "image_peaks.json").read_text())["rows"]["resnet"]
+    setting = recipe.SETTINGS["resnet"]
+    for preset, row in rows.items():
+        model = setting.build().train()
+        model = model if preset == "stock" else patch_model(model, preset)
+        batch = setting.batch()
+
+        def step(model: Any = model, batch: Any = batch) -> None:
+            model(**batch).loss.backward()
+
+        step()
+        assert row["peak"] == row["kept"] + row["working"]
+        assert row["peak"] == pytest.approx(measure_step(step, "cpu").peak_bytes, rel=0.01)
+        kept = kept_bytes(lambda model=model, batch=batch: model(**batch).loss, "cpu")
+        assert sum(row["kinds"].values()) == pytest.approx(kept, rel=0.01)
+        assert row["kept"] <= row["at_start"] == pytest.approx(kept, rel=0.01)
+    stock, pooled = rows["stock"]["kinds"], rows["pooled"]["kinds"]
+    assert pooled["pooling"] == stock["pooling"] and pooled["norms"] == stock["norms"]
+    assert pooled["linear inputs"] < 0.4 * stock["linear inputs"]
+    assert "| resnet | 32 of 32 x 32 |" in (tmp_path / "image_peaks.md").read_text()
 
 
 @pytest.mark.slow

@@ -56,7 +56,8 @@ def fewbit_codes(
     x = (x if x.dtype == torch.float64 else x.float()).contiguous()
     scale = None
     if kind in TWO_VALUED:
-        codes = activation_bwd(torch.ones_like(x), x, kind, options) != two_values(kind, options)[0]
+        # one 1 for all elements: a tensor of ones would be as large as x
+        codes = activation_bwd(x.new_ones(()).expand_as(x), x, kind, options) != two_values(kind, options)[0]
     elif kind in UNBOUNDED:
         slope = activation_bwd(torch.ones_like(x), x, kind, options)
         scale = _row_maximum(slope).div_(2**bits - 1)
@@ -77,10 +78,11 @@ def fewbit_bwd(
     wide = torch.promote_types(dy.dtype, torch.float32)
     levels = torch.tensor(fewbit_levels(kind, options, bits, method), dtype=wide, device=dy.device)
     stored = fewbit_stored_bits(kind, bits, method)
-    factor = levels[unpack_codes(codes, stored, dy.numel()).int()].view(dy.shape)
+    # `levels[codes]` would make indices of 8 bytes per element
+    factor = levels.index_select(0, unpack_codes(codes, stored, dy.numel()).int()).view(dy.shape)
     if scale is not None:
         factor = factor * scale
-    return (dy.to(wide) * factor).to(dy.dtype)
+    return factor.mul_(dy).to(dy.dtype)
 
 
 def two_values(kind: str, options: tuple[float, ...]) -> tuple[float, float]:
