@@ -6,7 +6,6 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 _BITSANDBYTES = "bitsandbytes"
 
@@ -67,8 +66,7 @@ def without_bitsandbytes() -> Iterator[None]:
         yield
     finally:
         del sys.modules[_BITSANDBYTES]
-        peft: Any = sys.modules.get("peft.import_utils")
-        if peft is not None:
+        peft = sys.modules.get("peft.import_utils")
+        for name in ("is_bnb_available", "is_bnb_4bit_available"):
             # they remember their answers
-            peft.is_bnb_available.cache_clear()
-            peft.is_bnb_4bit_available.cache_clear()
+            getattr(getattr(peft, name, None), "cache_clear", lambda: None)()

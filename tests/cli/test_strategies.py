@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from hf_actcompress.cli.common import Exit
+from hf_actcompress.cli.process import without_bitsandbytes
 from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, _largest, chosen
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.memory import estimate
@@ -78,3 +80,19 @@ def test_stock_may_be_asked_for_by_name(model):
     assert (fits.exit_code, too_small.exit_code) == (Exit.OK, Exit.DOES_NOT_FIT)
     assert [line.split()[0] for line in fits.stdout.splitlines()[1:2]] == ["stock"]
     assert "exact  " not in fits.stdout
+
+
+def test_peft_finds_no_bitsandbytes_for_an_estimate_and_finds_it_again_afterwards(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    available = pytest.importorskip("peft.import_utils").is_bnb_available
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    available.cache_clear()
+    with without_bitsandbytes():
+        assert not available()
+        with pytest.raises(ImportError):
+            importlib.import_module("bitsandbytes")
+    assert available() and "bitsandbytes" not in sys.modules
+    monkeypatch.setitem(sys.modules, "bitsandbytes", loaded := SimpleNamespace())
+    with without_bitsandbytes():
+        # what is there already is no cost
+        assert sys.modules["bitsandbytes"] is loaded
