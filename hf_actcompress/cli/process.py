@@ -53,9 +53,9 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def without_bitsandbytes() -> Iterator[None]:
-    """Let peft find no bitsandbytes, whose import brings torch's compiler and takes longer than that of peft.
+    """Hide bitsandbytes from peft, because to import it takes longer than to import peft: it imports torch's compiler.
 
-    Its layers are wrapped by peft in a training. An estimate has stand-ins for them, which are of no library.
+    In a training, peft needs bitsandbytes to wrap its layers. An estimate has stand-ins of this package in their place.
     """
     if _BITSANDBYTES in sys.modules:
         yield

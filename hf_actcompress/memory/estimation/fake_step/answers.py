@@ -55,7 +55,7 @@ class Answers:
                 )
 
     def to(self, func: Any, args: Any) -> Callable[[], Any] | None:
-        """What gives the result of one of `ASKS`; None if the op's own result is right."""
+        """A function that gives the answer to a call of one of `ASKS`; None if the op itself gives the right one."""
         if func is aten._fused_sdp_choice.default:
             dropout = args[4] if len(args) > 4 else 0.0
             return lambda: _FUSED if dropout == 0 else _MATH
