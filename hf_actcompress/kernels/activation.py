@@ -197,7 +197,7 @@ def _fake(x: Tensor, dy: Tensor | None, want: str, kind: str, options: list[floa
 
 @traced(_fake)
 def _activation(x: Tensor, dy: Tensor | None, want: str, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
-    out = x.new_empty(x.shape, dtype=dtype)
+    out = _fake(x, dy, want, kind, options, dtype)
     if x.numel() == 0:
         return out
     x, dy = x.contiguous(), x if dy is None else dy.contiguous()
@@ -214,20 +214,17 @@ def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
     """f(x) in `dtype`, from the formula of that kind. It rounds once, where stock rounds after each of its ops."""
-    y: Tensor = _activation(x, None, "value", kind, list(options), dtype)
-    return y
+    return _activation(x, None, "value", kind, list(options), dtype)
 
 
 def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
     """dx = dy * f'(x), in x's dtype."""
-    dx: Tensor = _activation(x, dy, "dx", kind, list(options), x.dtype)
-    return dx
+    return _activation(x, dy, "dx", kind, list(options), x.dtype)
 
 
 def activation_derivative(x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
     """f'(x), in x's dtype."""
-    slope: Tensor = _activation(x, None, "derivative", kind, list(options), x.dtype)
-    return slope
+    return _activation(x, None, "derivative", kind, list(options), x.dtype)
 
 
 # kind -> options. The bounds are numbers that every dtype has, because torch compares in the tensor's dtype

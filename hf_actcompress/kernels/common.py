@@ -93,8 +93,7 @@ def traced(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a launcher an operator of torch's library while a graph is traced; in eager mode it stays a plain call.
 
-    `fake` gives shapes and dtypes of the results; `mutates` names the arguments that are written. The operator is also
-    the launcher's attribute `operator`.
+    `fake` gives shapes and dtypes of the results; `mutates` names the arguments that are written.
     """
 
     def wrap(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +106,6 @@ def traced(
         def call(*args: Any) -> Any:
             return operator(*args) if torch.compiler.is_compiling() else launch(*args)
 
-        call.operator = operator  # type: ignore[attr-defined]
         return call
 
     return wrap

@@ -92,8 +92,7 @@ def gated_product(
     dtype: torch.dtype,
 ) -> Tensor:
     """act(gate) * up in `dtype`, rounded at the steps at which stock rounds; `kind` is the formula of act."""
-    h: Tensor = _gated_product(gate, up, kind, list(options), dtype)
-    return h
+    return _gated_product(gate, up, kind, list(options), dtype)
 
 
 def _fake_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]) -> tuple[Tensor, Tensor]:
@@ -102,16 +101,16 @@ def _fake_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[flo
 
 @traced(_fake_bwd)
 def _gated_product_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]) -> tuple[Tensor, Tensor]:
-    dgate, dup = _fake_bwd(dh, gate, up, kind, options)
-    if dh.numel() == 0:
-        return dgate, dup
-    _launch_bwd(dh, gate, up, None, dgate, dup, kind, options)
-    return dgate, dup
+    return _launch_bwd(dh, None, gate, up, kind, options)
 
 
 def _launch_bwd(
-    dh: Tensor, gate: Tensor, up: Tensor, h: Tensor | None, dgate: Tensor, dup: Tensor, kind: str, options: list[float]
-) -> None:
+    dh: Tensor, h: Tensor | None, gate: Tensor, up: Tensor, kind: str, options: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Return dgate and dup, and write h if there is one."""
+    dgate, dup = _fake_bwd(dh, gate, up, kind, options)
+    if dh.numel() == 0:
+        return dgate, dup
     activated = None if h is None else _activated_dtype(gate, up, h.dtype)
     fast = is_fast(dgate, dup) if h is None else is_fast(h, dgate, dup)
     (dh, gate, up), rows, width = pointwise_layout(dh, gate, up)
@@ -124,6 +123,7 @@ def _launch_bwd(
             KIND=kind, A=low, B=high, REBUILD=h is not None, ACTIVATED=activated, FAST=fast,
             TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
         )  # fmt: skip
+    return dgate, dup
 
 
 def gated_product_bwd(
@@ -135,8 +135,7 @@ def gated_product_bwd(
     options: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
     """dgate and dup from dh, all [..., F]."""
-    dgate, dup = _gated_product_bwd(dh, gate, up, kind, list(options))
-    return dgate, dup
+    return _gated_product_bwd(dh, gate, up, kind, list(options))
 
 
 def _fake_all(
@@ -150,10 +149,7 @@ def _gated_product_and_bwd(
     dh: Tensor, h: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]
 ) -> tuple[Tensor, Tensor]:
     """Write h, and return dgate and dup. h is dense and may be the memory of dh."""
-    dgate, dup = _fake_bwd(dh, gate, up, kind, options)
-    if dh.numel():
-        _launch_bwd(dh, gate, up, h, dgate, dup, kind, options)
-    return dgate, dup
+    return _launch_bwd(dh, h, gate, up, kind, options)
 
 
 def gated_product_and_bwd(

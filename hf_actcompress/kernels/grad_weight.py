@@ -202,9 +202,7 @@ def _decoded(
     return added(sums, dy.dtype)
 
 
-def _fake_int_group(
-    dy: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, features: int, bits: int, group_size: int
-) -> Tensor:
+def _fake_int_group(dy: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, features: int, *_: int) -> Tensor:
     return fake_grad_weight(dy, features)
 
 
@@ -227,7 +225,7 @@ def int_group_grad_weight(
     channels: Tensor | None = None,
 ) -> Tensor:
     """dW [O, D] from dy [R, O] and what `int_group_pack` returned; `values` [R, k] replace the features `channels`."""
-    dweight: Tensor = _int_group_grad_weight(dy, packed, scale, zero, features, bits, group_size)
+    dweight = _int_group_grad_weight(dy, packed, scale, zero, features, bits, group_size)
     if values is not None and channels is not None:
         # the exact columns get a product of their own; contiguous copies fix the order of its sum
         dweight.index_copy_(1, channels.long(), dy.contiguous().t().mm(values.contiguous()))
@@ -239,16 +237,11 @@ def _fake_float8(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> T
 
 
 @traced(_fake_float8)
-def _float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
+def float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """dW [O, D] from dy [R, O] and what `float8_pack` returned."""
     e4m3 = codes.dtype == torch.float8_e4m3fn
     codes = codes.contiguous().view(torch.uint8)
     return _decoded(dy, codes, scale, scale, codes.size(1), 8, e4m3, group_size)
-
-
-def float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    """dW [O, D] from dy [R, O] and what `float8_pack` returned."""
-    dweight: Tensor = _float8_grad_weight(dy, codes, scale, group_size)
-    return dweight
 
 
 def sample_dy(device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Tensor]:

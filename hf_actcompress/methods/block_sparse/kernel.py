@@ -84,7 +84,8 @@ def _fake_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, 
 
 
 @traced(_fake_grad_weight)
-def _block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
+def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
+    """dW [O, D] from dy [R, O] and the kept tiles [N, br, bc], for any quota."""
     (tiles, br, bc), outputs = values.shape, dy.size(1)
     if dy.numel() == 0 or features == 0 or tiles == 0:
         return dy.new_zeros(outputs, features)
@@ -102,12 +103,6 @@ def _block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, feature
     # with this quota every column has a tile, whose values are NaN if x was not finite; with another, some may have
     # none
     return dweight if quota == "column" else dweight.add_(nothing(values, 1))
-
-
-def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
-    """dW [O, D] from dy [R, O] and the kept tiles [N, br, bc], for any quota."""
-    dweight: Tensor = _block_sparse_grad_weight(dy, values, index, features, quota)
-    return dweight
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

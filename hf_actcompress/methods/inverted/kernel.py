@@ -179,7 +179,8 @@ def _fake_bits(x: Tensor, kind: str) -> Tensor:
 
 
 @traced(_fake_bits)
-def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
+def activation_output_bits(x: Tensor, kind: str) -> Tensor:
+    """Which elements of x are left of the minimum of f, or inf, or NaN: uint8, 8 elements per byte."""
     bits = _fake_bits(x, kind)
     if x.numel():
         x = x.contiguous()
@@ -192,18 +193,13 @@ def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
     return bits
 
 
-def activation_output_bits(x: Tensor, kind: str) -> Tensor:
-    """Which elements of x are left of the minimum of f, or inf, or NaN: uint8, 8 elements per byte."""
-    bits: Tensor = _activation_output_bits(x, kind)
-    return bits
-
-
 def _fake_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
     return y.new_empty(y.shape)
 
 
 @traced(_fake_bwd)
-def _activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
+def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
+    """dx = dy * f'(x) in y's dtype, rounded once, from y = f(x) and the bits that were made from x."""
     dx = _fake_bwd(dy, y, bits, kind)
     if y.numel():
         degree = _DEGREES.get(dx.dtype, 0)
@@ -214,12 +210,6 @@ def _activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Te
                 FIT=fit, LEFT=left, INNER=inner, OUTER=outer, DEGREE=degree,
                 NVIDIA=nvidia_generation() > 0, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
             )  # fmt: skip
-    return dx
-
-
-def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
-    """dx = dy * f'(x) in y's dtype, rounded once, from y = f(x) and the bits that were made from x."""
-    dx: Tensor = _activation_output_bwd(dy, y, bits, kind)
     return dx
 
 

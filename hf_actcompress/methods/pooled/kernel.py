@@ -70,7 +70,8 @@ def _fake_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
 
 
 @traced(_fake_grad_weight)
-def _pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
+def pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
+    """dW [O, C] from dy [..., T, O] and the means [..., ceil(T / p), C] over p = `window` tokens."""
     tokens, (groups, features) = dy.size(-2), pooled.shape[-2:]
     if dy.numel() == 0 or pooled.numel() == 0:
         return dy.new_zeros(dy.size(-1), features)
@@ -84,12 +85,6 @@ def _pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
             WINDOW=window, **options(rows, tile),
         )  # fmt: skip
     return added(sums, dy.dtype)
-
-
-def pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
-    """dW [O, C] from dy [..., T, O] and the means [..., ceil(T / p), C] over p = `window` tokens."""
-    dweight: Tensor = _pooled_grad_weight(dy, pooled, window)
-    return dweight
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

@@ -73,7 +73,8 @@ def _fake_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> 
 
 
 @traced(_fake_unpack)
-def _topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
+def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
+    """The rows [R, D], zero where nothing was kept; all NaN if x had a NaN or inf."""
     (rows, kept), values, where = values.shape, values.contiguous(), where.contiguous()
     options = {"TILE": POINTWISE_TILE, "num_warps": POINTWISE_WARPS, **STRICT}
     if rows * features == 0 or not masked:
@@ -90,12 +91,6 @@ def _topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> 
         before = count.cumsum(1)
         _spread_kernel[grid](values, where, before, out, kept, features, where.size(1), tiles, **options)
     return out
-
-
-def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
-    """The rows [R, D], zero where nothing was kept; all NaN if x had a NaN or inf."""
-    rows: Tensor = _topk_unpack(values, where, features, masked)
-    return rows
 
 
 def topk_grad_weight(dy: Tensor, values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
