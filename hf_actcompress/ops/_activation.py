@@ -111,5 +111,4 @@ def activation(
         Exact. Bit-equal to stock where torch has one kernel for it (gelu, silu, relu, mish, ...); for compositions the
         derivative is computed in fp32 and rounded once.
     """
-    y: Tensor = applied(ActivationFunction, x, stock, kind, options, codec)
-    return y
+    return applied(ActivationFunction, x, stock, kind, options, codec)

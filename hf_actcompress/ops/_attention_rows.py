@@ -127,5 +127,4 @@ def attention_rows(
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v, *tensors)):
         # this includes the first run of a layer under reentrant checkpointing
         return result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))[0]
-    out: Tensor = applied(AttentionRowsFunction, attend, mask, step, q, k, v, codec, own, *tensors)
-    return out
+    return applied(AttentionRowsFunction, attend, mask, step, q, k, v, codec, own, *tensors)

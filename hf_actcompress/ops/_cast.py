@@ -52,5 +52,4 @@ def cast(x: Tensor, dtype: torch.dtype, *, codec: Codec = IDENTITY) -> Tensor:
     """``x.to(dtype)`` of any shape. Saves nothing; consumers of the result keep x by its record. Gradient exact."""
     if x.dtype == dtype:
         return x
-    y: Tensor = applied(CastFunction, x, dtype, codec)
-    return y
+    return applied(CastFunction, x, dtype, codec)

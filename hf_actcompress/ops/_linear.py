@@ -132,5 +132,4 @@ def linear(
         Exact, bit-equal to stock (identity codec).
     """
     function = UnreadLinearFunction if unread else LinearFunction
-    y: Tensor = applied(function, x, weight, bias, transposed, codec, derive)
-    return y
+    return applied(function, x, weight, bias, transposed, codec, derive)

@@ -46,5 +46,4 @@ def packed_attention(
         Exact: that of attention on each sequence alone, and that of attention with a mask.
     """
     options = sequences, window, scale, kernel
-    out: Tensor = applied(FusedAttentionFunction, "packed_attention", q, k, v, bounds, options, True, codec)
-    return out
+    return applied(FusedAttentionFunction, "packed_attention", q, k, v, bounds, options, True, codec)

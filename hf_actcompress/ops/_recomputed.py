@@ -66,5 +66,4 @@ def recomputed(x: Tensor, stock: _Stock, own: OwnWeights | None = None, *, codec
     Gradient:
         Exact, bit-equal to stock with ``codec="identity"``: stock's own ops run again. First order only.
     """
-    y: Tensor = applied(RecomputedFunction, x, stock, codec, own, *(own.tensors if own is not None else ()))
-    return y
+    return applied(RecomputedFunction, x, stock, codec, own, *(own.tensors if own is not None else ()))

@@ -111,6 +111,6 @@ def returned_logits(x: Tensor) -> Tensor | None:
         return DeferredLogits(Values(ReturnedSource(held, None, like, held_row_function)), like)
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
     source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like, row_function)
-    y: Tensor = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
+    y = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     origin.edge = get_gradient_edge(y)
     return y

@@ -143,8 +143,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if cos.requires_grad or sin.requires_grad or not all(_keep_shape(x, cos, sin) for x in (q, k)):
         return rope_fwd(q, cos, sin), rope_fwd(k, cos, sin)
-    q, k = applied(RopeFunction, q, k, cos, sin)
-    return q, k
+    return applied(RopeFunction, q, k, cos, sin)
 
 
 def rotated(x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
@@ -164,8 +163,7 @@ def rotated(x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
     Gradient:
         Exact, bit-equal to stock: stock's own ops compute it. First order only.
     """
-    y: Tensor = applied(RotatedFunction, x, rotate, cos, sin)
-    return y
+    return applied(RotatedFunction, x, rotate, cos, sin)
 
 
 def rotates_normed(x: Tensor) -> bool:

@@ -195,6 +195,5 @@ def tiled(
     """
     if not torch.is_grad_enabled():
         return _forward(stock, x, tile)
-    kept: Tensor = applied(KeptFunction, x, codec) if x.requires_grad else x
-    y: Tensor = applied(TiledFunction, kept, stock, tile, codec, unread, own, *own.tensors)
-    return y
+    kept = applied(KeptFunction, x, codec) if x.requires_grad else x
+    return applied(TiledFunction, kept, stock, tile, codec, unread, own, *own.tensors)

@@ -87,8 +87,7 @@ def fused_attention(
         # autograd casts here: the cast tensors are kept, and the wider ones are freed
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     options = is_causal, scale
-    out: Tensor = applied(FusedAttentionFunction, "attention", q, k, v, mask, options, is_causal, codec)
-    return out
+    return applied(FusedAttentionFunction, "attention", q, k, v, mask, options, is_causal, codec)
 
 
 class RecomputedAttentionFunction(torch.autograd.Function):
@@ -184,7 +183,4 @@ def recomputed_attention(
         Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.
     """
     grad_enabled = torch.is_grad_enabled()
-    out: Tensor = applied(
-        RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec, draws, grad_enabled
-    )
-    return out
+    return applied(RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec, draws, grad_enabled)

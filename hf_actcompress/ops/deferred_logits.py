@@ -265,5 +265,4 @@ def plain(x: Tensor) -> Tensor:
     """The values of deferred logits as an ordinary, differentiable tensor; any other tensor as it is."""
     if not isinstance(x, DeferredLogits):
         return x
-    y: Tensor = applied(_ValuesFunction, x)
-    return y
+    return applied(_ValuesFunction, x)

@@ -83,5 +83,4 @@ def gated_product(
     Gradient:
         Exact: bit-equal to stock by the reference where the activation's is, within stock's own error by a kernel.
     """
-    h: Tensor = applied(GatedProductFunction, gate, up, stock, kind, options, codec)
-    return h
+    return applied(GatedProductFunction, gate, up, stock, kind, options, codec)

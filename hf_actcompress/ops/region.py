@@ -68,7 +68,7 @@ class Region:
             self._sizes = [len(results) for results, _ in made]
             tensors = [x for results, _ in made for x in results]
             anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
-            node: Tensor = applied(KeptResultsFunction, anchor, *tensors)
+            node = applied(KeptResultsFunction, anchor, *tensors)
             self._kept = node.grad_fn
 
     def result(self, compute: Callable[[], _Results]) -> _Results:

@@ -188,17 +188,14 @@ def map_rows(x: DeferredLogits, name: str, function: Callable[[Tensor], Tensor])
     # under autocast the dtype may be another one; a small call of the function tells
     dtype = step(torch.zeros((1, 2), dtype=x.dtype, device=x.device)).dtype
     like = torch.empty(x.shape, dtype=dtype, device="meta")
-    y: Tensor = applied(MapFunction, x, step, like)
-    return y
+    return applied(MapFunction, x, step, like)
 
 
 def multiply_rows(a: DeferredLogits, b: DeferredLogits) -> Tensor:
     """a * b of two functions [..., V] of the same rows, deferred."""
-    y: Tensor = applied(ProductFunction, a, b)
-    return y
+    return applied(ProductFunction, a, b)
 
 
 def reduce_rows(x: DeferredLogits, name: str, function: Callable[..., Tensor], index: Tensor | None = None) -> Tensor:
     """``function(x)`` [...] of x [..., V], or ``function(x, index)`` [..., n]; `name` is its row of a table, if any."""
-    y: Tensor = applied(ReduceFunction, x, RowStep(name, function, x), index)
-    return y
+    return applied(ReduceFunction, x, RowStep(name, function, x), index)

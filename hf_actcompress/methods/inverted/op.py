@@ -67,5 +67,4 @@ def activation_output(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str) -
     """
     if kind not in INVERTED:
         raise UnknownOptionError("activation that can be inverted", kind, INVERTED)
-    y: Tensor = applied(ActivationOutputFunction, x, stock, kind)
-    return y
+    return applied(ActivationOutputFunction, x, stock, kind)

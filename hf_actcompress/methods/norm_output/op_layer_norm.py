@@ -67,5 +67,4 @@ def layer_norm_output(
     Source:
         Tempo (arXiv 2210.10246).
     """
-    y: Tensor = applied(LayerNormOutputFunction, x, weight, bias, shape, eps)
-    return y
+    return applied(LayerNormOutputFunction, x, weight, bias, shape, eps)

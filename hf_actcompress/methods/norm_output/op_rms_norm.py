@@ -57,5 +57,4 @@ def rms_norm_output(x: Tensor, weight: Tensor | None, eps: float, formula: str =
     Source:
         Tempo's LayerNorm (arXiv 2210.10246), for RMSNorm.
     """
-    y: Tensor = applied(RMSNormOutputFunction, x, weight, eps, formula)
-    return y
+    return applied(RMSNormOutputFunction, x, weight, eps, formula)
