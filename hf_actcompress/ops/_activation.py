@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,18 +33,13 @@ SIGN_DECIDES = ("relu", "relu6", "leaky_relu")
 _BY_MASK = ("relu", "leaky_relu")
 
 
-class _Rebuild:
-    """Recompute function of the output; it holds no tensor."""
+def _rebuild(x: Tensor, *, stock: SameAutocast, kind: str, options: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    y: Tensor = implementation("activation_value", x, kind)(x, stock, kind, options, dtype)
+    return y
 
-    __slots__ = ("dtype", "kind", "options", "stock")
 
-    def __init__(self, stock: SameAutocast, kind: str, options: tuple[float, ...], dtype: torch.dtype) -> None:
-        self.stock, self.kind, self.options, self.dtype = stock, kind, options, dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        value = implementation("activation_value", x, self.kind)
-        y: Tensor = value(x, self.stock, self.kind, self.options, self.dtype)
-        return y
+def _itself(y: Tensor) -> Tensor:
+    return y
 
 
 class ActivationFunction(torch.autograd.Function):
@@ -55,7 +51,8 @@ class ActivationFunction(torch.autograd.Function):
     ) -> Tensor:
         y: Tensor = implementation("activation_fwd", x, kind)(x, stock, kind, options)
         record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
-        rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
+        again = SameAutocast(stock, x)
+        rebuild: Callable[..., Tensor] = partial(_rebuild, stock=again, kind=kind, options=options, dtype=y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored) and not is_made_again(x):
             # f' can be computed from the output, too, and a stock layer that follows keeps the output anyway
             record, rebuild = stored_exact(y.detach()), _itself
@@ -75,10 +72,6 @@ class ActivationFunction(torch.autograd.Function):
             x = unpack_mask(x, dy.shape).to(dy.dtype).sub_(0.5)
         bwd = implementation("activation_bwd", dy, ctx.kind)
         return bwd(dy, x, ctx.kind, ctx.options), None, None, None, None
-
-
-def _itself(y: Tensor) -> Tensor:
-    return y
 
 
 def activation(
