@@ -18,7 +18,7 @@ from ..records import Record, applied, is_dropped, load, parameter, save, stored
 from ..reference.linear_rows import linear_rows_bwd
 from ._deferred_linear import LinearSource
 from ._linear_cross_entropy import exact_record
-from .deferred_logits import DeferredLogits
+from .deferred_logits import DeferredLogits, empty_like
 from .deferred_values import Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk, Read
@@ -105,7 +105,7 @@ def returned_logits(x: Tensor) -> Tensor | None:
     head = x.chain.source
     if not isinstance(head, LinearSource) or x.rows is not None or x.chain.written():
         return None
-    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    like = empty_like(x)
     if not torch.is_grad_enabled():
         held = HeldOrigin(head.device, head.dtype, x.pointwise, head.hidden, head.weight, head.bias)
         return DeferredLogits(Values(ReturnedSource(held, None, like, held_row_function)), like)

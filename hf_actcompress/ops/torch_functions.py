@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ..private_apis import transforms_active, without_torch_function
 from ..reference.device_rules import on_cpu
 from .deferred_logits import DeferredLogits, plain
-from .logits_gradient import LogitsGradient
+from .logits_gradient import dense
 from .loss_arguments import LossArguments, loss_over_classes, reduced
 from .row_functions import map_rows, multiply_rows, reduce_rows
 
@@ -134,11 +134,11 @@ def _detached(input: DeferredLogits) -> Tensor:
 
 def _register_hook(input: Tensor, hook: Callable[[Tensor], Any]) -> Any:
     # a hook may keep the gradient for longer than it can be computed
-    return _as_stock(Tensor.register_hook, input, lambda dy: hook(_dense(dy)))
+    return _as_stock(Tensor.register_hook, input, lambda dy: hook(dense(dy)))
 
 
 def _retain_grad(input: Tensor) -> Any:
-    _as_stock(Tensor.register_hook, input, _dense)
+    _as_stock(Tensor.register_hook, input, dense)
     return _as_stock(Tensor.retain_grad, input)
 
 
@@ -147,14 +147,8 @@ def _as_stock(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def _dense(dy: Tensor) -> Tensor:
-    return dy.dense() if isinstance(dy, LogitsGradient) else dy
-
-
-def _same(functions: tuple[Any, ...], ours: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
-    return dict.fromkeys(functions, ours)
-
-
+# one row for each of several functions
+_same = dict.fromkeys
 _TABLE: dict[Any, Callable[..., Any]] = {
     **_same(
         (F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax),
