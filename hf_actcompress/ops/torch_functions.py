@@ -18,7 +18,7 @@ from ..private_apis import transforms_active, without_torch_function
 from ..reference.device_rules import on_cpu
 from .deferred_logits import DeferredLogits, plain
 from .logits_gradient import dense
-from .loss_arguments import LossArguments, loss_over_classes, reduced
+from .loss_arguments import LossArguments, loss_dtype, loss_over_classes, reduced
 from .row_functions import map_rows, multiply_rows, reduce_rows
 
 
@@ -106,7 +106,7 @@ def _cross_entropy(asked: LossArguments) -> Any:
     if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
     # autocast may run a whole cross entropy in fp32 although it leaves a log_softmax alone
-    wide = _loss_dtype(input)
+    wide = loss_dtype(input.device, input.dtype)
     log_probabilities = torch.log_softmax(input, 1, dtype=wide if wide != input.dtype else None)
     loss: Tensor = F.nll_loss(log_probabilities, target, ignore_index=ignore_index, reduction=reduction)
     if asked.label_smoothing == 0.0:
@@ -118,12 +118,6 @@ def _cross_entropy(asked: LossArguments) -> Any:
     elif reduction == "sum":
         smooth = smooth.sum()
     return (1 - asked.label_smoothing) * loss + smooth * (asked.label_smoothing / input.size(-1))
-
-
-def _loss_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype in which torch would compute the cross entropy of such logits under the current autocast."""
-    x = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
-    return F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=logits.device)).dtype
 
 
 def _detached(input: DeferredLogits) -> Tensor:
