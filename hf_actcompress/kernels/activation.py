@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..reference.activation import SELU
-from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
+from .common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
 
 _LAPLACE = (0.707107, 0.282095)
 
@@ -204,8 +204,7 @@ def _activation(x: Tensor, dy: Tensor | None, want: str, kind: str, options: lis
     low, high = constants(kind, options)
     with on(x):
         _activation_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
-            x, dy, out, x.numel(), WANT=want, KIND=kind, A=low, B=high, FAST=is_fast(out),
-            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+            x, dy, out, x.numel(), WANT=want, KIND=kind, A=low, B=high, FAST=is_fast(out), **POINTWISE_LAUNCH,
         )  # fmt: skip
     return out
 

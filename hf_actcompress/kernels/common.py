@@ -39,6 +39,8 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 # passed to every launch: without fused multiply-adds a kernel rounds as the reference and the interpreter do, so the
 # tested arithmetic is the one that runs
 STRICT = {"enable_fp_fusion": False}
+# passed to every launch of a kernel with tiles of POINTWISE_TILE elements
+POINTWISE_LAUNCH = {"TILE": POINTWISE_TILE, "num_warps": POINTWISE_WARPS, **STRICT}
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 

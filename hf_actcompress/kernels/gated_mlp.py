@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import OPTIONS, STOCKS, constants, derivative, inputs, is_fast, value
-from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, pointwise_layout, traced
+from .common import DTYPES, POINTWISE_LAUNCH, POINTWISE_TILE, cast, on, pointwise_layout, traced
 
 
 @triton.jit
@@ -77,8 +77,7 @@ def _gated_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dt
     with on(gate):
         _product_kernel[(rows * tiles,)](
             gate, up, h, gate.stride(0), up.stride(0), width, tiles,
-            KIND=kind, A=low, B=high, ACTIVATED=activated, FAST=is_fast(h),
-            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+            KIND=kind, A=low, B=high, ACTIVATED=activated, FAST=is_fast(h), **POINTWISE_LAUNCH,
         )  # fmt: skip
     return h
 
@@ -121,7 +120,7 @@ def _launch_bwd(
             dh, gate, up, gate if h is None else h, dgate, dup,
             dh.stride(0), gate.stride(0), up.stride(0), width, tiles,
             KIND=kind, A=low, B=high, REBUILD=h is not None, ACTIVATED=activated, FAST=fast,
-            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+            **POINTWISE_LAUNCH,
         )  # fmt: skip
     return dgate, dup
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..reference import rms_norm as reference
 from .common import (
     DTYPES,
+    POINTWISE_LAUNCH,
     POINTWISE_TILE,
-    POINTWISE_WARPS,
     STRICT,
     WARPS_PER_PROCESSOR,
     WIDEST_ROW,
@@ -152,7 +152,7 @@ def _rms_norm_square(x: Tensor) -> Tensor:
     if x.numel():
         with on(x):
             grid = (triton.cdiv(x.numel(), POINTWISE_TILE),)
-            _square_kernel[grid](x, square, x.numel(), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT)
+            _square_kernel[grid](x, square, x.numel(), **POINTWISE_LAUNCH)
     return square
 
 
