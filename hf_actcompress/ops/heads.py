@@ -30,23 +30,15 @@ from ..records import (
 )
 
 
-def heads_padding(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Padding | None:
-    """The padding of a self-attention call whose rows need not be kept: q [B, H, S, D], k [B, Hkv, S, D].
-
-    None also if real tokens can attend to padding, or if queries and keys are not of the same tokens.
-    """
-    padding = padding_in(q.transpose(1, 2))
-    if padding is None or padding_in(k.transpose(1, 2)) is None or (mask is None and not is_causal):
-        return None
-    return padding
-
-
 def keep_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, codec: Codec
 ) -> tuple[list[Record], bool]:
     """The records of q, k and v, shaped like them, and whether rows are left out (padding, or copies of others)."""
     parts = [(x, codec.part(name, heads=True)) for name, x in (("q", q), ("k", k), ("v", v))]
-    padding = heads_padding(q, k, mask, is_causal)
+    padding = padding_in(q.transpose(1, 2))
+    if padding is not None and (padding_in(k.transpose(1, 2)) is None or (mask is None and not is_causal)):
+        # queries and keys are not of the same tokens, or real tokens can attend to padding
+        padding = None
     shared = padding is None and all(shares_rows(x.transpose(1, 2)) for x in (q, k))
     if padding is None and not shared:
         # not the record that other consumers made without padding, because attention reads across rows

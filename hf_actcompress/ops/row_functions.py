@@ -26,10 +26,6 @@ from .row_set import RowSet, Where, rows_at
 aten = torch.ops.aten
 
 
-def _logsumexp_bwd(dy: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return dy * (x.to(y.dtype) - y).exp_()
-
-
 # dx from dy and y, all [K, V], by autograd's formulas; autograd itself does not run below a tensor subclass
 MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "log_softmax": lambda dy, y: aten._log_softmax_backward_data(dy, y, -1, y.dtype),
@@ -42,8 +38,6 @@ LINEAR_REDUCTIONS: dict[str, Callable[[Tensor, int, Any], Tensor]] = {
     "mean": lambda dy, width, index: dy.expand(-1, width) / width,
     "gather": lambda dy, width, index: dy.new_zeros((dy.size(0), width)).scatter_add_(-1, index, dy),
 }
-# dx [K, V] from dy [K, 1], x [K, V] and y [K, 1]
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"logsumexp": _logsumexp_bwd}
 
 
 class RowStep:
@@ -176,8 +170,11 @@ class ReduceFunction(torch.autograd.Function):
             if step.name in LINEAR_REDUCTIONS:  # the logits themselves are not needed
                 wanted = rows_at(flat_index, own) if flat_index is not None else None
                 return LINEAR_REDUCTIONS[step.name](part, place.shape[-1], wanted).to(place.dtype)
+            # logsumexp is the only other function that has a gradient
             x = chunk.value(place.steps, rows)
-            return REDUCTIONS[step.name](part, x, step(x)[:, None]).to(place.dtype)
+            y = step(x)[:, None]
+            dx: Tensor = part * (x.to(y.dtype) - y).exp_()
+            return dx.to(place.dtype)
 
         return place.gradient(numbers, lambda rows: Leaf(rows, place.dtype, gradient)), None, None
 

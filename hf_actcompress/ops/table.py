@@ -13,8 +13,7 @@ from .. import ops
 from ..methods.derivative.op import activation_derivative
 from ..methods.fewbit.op import activation_fewbit
 from ..methods.inverted.op import activation_output
-from ..methods.norm_output.op_layer_norm import layer_norm_output
-from ..methods.norm_output.op_rms_norm import rms_norm_output
+from ..methods.norm_output.op import layer_norm_output, rms_norm_output
 from ..methods.tempo.op import attention_tempo
 
 

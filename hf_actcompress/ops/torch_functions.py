@@ -61,11 +61,7 @@ def _gather(input: Any, dim: int, index: Tensor, **options: Any) -> Any:
     known = index.dtype == torch.int64 and index.device == input.device
     if not known or index.dim() != input.dim() or index.shape[:-1] != input.shape[:-1]:
         return NotImplemented
-    return reduce_rows(input, "gather", _gathered, index)
-
-
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(-1, index)
+    return reduce_rows(input, "gather", lambda x, index: x.gather(-1, index), index)
 
 
 def _reduction(name: str, function: Callable[..., Tensor]) -> Callable[..., Any]:

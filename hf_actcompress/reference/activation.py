@@ -36,10 +36,6 @@ def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] 
     return dx if dx.dtype == own else dx.to(own)
 
 
-def _gelu(dy: Tensor, x: Tensor) -> Any:
-    return aten.gelu_backward.default(dy, x)
-
-
 def _gelu_tanh(dy: Tensor, x: Tensor) -> Any:
     return aten.gelu_backward.default(dy, x, approximate="tanh")
 
@@ -111,7 +107,7 @@ def _sqrt_softplus(dy: Tensor, x: Tensor) -> Any:
 SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
-    "gelu": _gelu,
+    "gelu": aten.gelu_backward.default,
     "gelu_erf": _in_fp32(_gelu_erf),
     "gelu_tanh": _gelu_tanh,
     "gelu_new": _gelu_new,

@@ -129,14 +129,11 @@ def _step_codes(x: Tensor, kind: str, options: tuple[float, ...], bits: int, met
     if kind in CLIPPED:
         low, high = options
         # these activations are increasing where they reach a bound
-        codes = torch.where((x < low) | (x > high), flat_code(kind, options, bits, method), codes)
+        levels = fewbit_levels(kind, options, bits, method)
+        # outside of the bounds f' is 0
+        flat = min(range(len(levels)), key=lambda code: abs(levels[code]))
+        codes = torch.where((x < low) | (x > high), flat, codes)
     return codes
-
-
-def flat_code(kind: str, options: tuple[float, ...], bits: int, method: str) -> int:
-    """The code that is nearest to f' = 0."""
-    levels = fewbit_levels(kind, options, bits, method)
-    return min(range(len(levels)), key=lambda i: abs(levels[i]))
 
 
 def fewbit_borders(kind: str, bits: int, method: str) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from ...dispatch import implementation
 from ...errors import UnknownOptionError
 from ...ops.first_order import once_differentiable
 from ...records import applied, load, save, stored_exact
-from ..norm_output.op_kept import keep_output
+from ..norm_output.op import keep_output
 from .reference import INVERTED
 
 
