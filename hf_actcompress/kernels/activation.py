@@ -13,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from ..reference.activation import SELU
+from ..reference.activation import LAPLACE, SELU
 from .common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
-
-_LAPLACE = (0.707107, 0.282095)
 
 
 @triton.jit
@@ -182,7 +180,7 @@ def _activation_kernel(
 
 def constants(kind: str, options: tuple[float, ...] | list[float]) -> tuple[float, float]:
     """The two constants A and B that the kernels take."""
-    low, high, *_ = (*{"laplace": _LAPLACE, "selu": SELU}.get(kind, options), 0.0, 0.0)
+    low, high, *_ = (*{"laplace": LAPLACE, "selu": SELU}.get(kind, options), 0.0, 0.0)
     return low, high
 
 

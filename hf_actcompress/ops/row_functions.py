@@ -40,17 +40,14 @@ LINEAR_REDUCTIONS: dict[str, Callable[[Tensor, int, Any], Tensor]] = {
 }
 
 
-class RowStep:
+class RowStep(SameAutocast):
     """A function of rows, with its name in one of the tables. It runs under the autocast state of its creation."""
 
-    __slots__ = ("function", "name")
+    __slots__ = ("name",)
 
     def __init__(self, name: str, function: Callable[..., Tensor], x: Tensor) -> None:
-        self.name, self.function = name, SameAutocast(function, x)
-
-    def __call__(self, *args: Tensor) -> Tensor:
-        y: Tensor = self.function(*args)
-        return y
+        super().__init__(function, x)
+        self.name = name
 
 
 class _Place:
@@ -150,7 +147,7 @@ class ReduceFunction(torch.autograd.Function):
         if index is None and _source(x).values is not None:
             # the order of additions in a sum may depend on the number of rows
             whole = Chunk(read).value(x.pointwise, rows.part(slice(0, ctx.place.count)))
-            return step(whole.view(x.shape))
+            return step(whole.view(x.shape))  # type: ignore[no-any-return]
         flat = index.flatten(0, -2) if index is not None else None
         for part in matrix_slices(ctx.place.count, x.size(-1)):
             y = Chunk(read).value(x.pointwise, rows.part(part))
