@@ -38,7 +38,8 @@ def _rebuild(x: Tensor, *, stock: SameAutocast, kind: str, options: tuple[float,
     return y
 
 
-def _itself(y: Tensor) -> Tensor:
+def itself(y: Tensor) -> Tensor:
+    """Recompute function of an output that is kept."""
     return y
 
 
@@ -55,7 +56,7 @@ class ActivationFunction(torch.autograd.Function):
         rebuild: Callable[..., Tensor] = partial(_rebuild, stock=again, kind=kind, options=options, dtype=y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored) and not is_made_again(x):
             # f' can be computed from the output, too, and a stock layer that follows keeps the output anyway
-            record, rebuild = stored_exact(y.detach()), _itself
+            record, rebuild = stored_exact(y.detach()), itself
         # if x is derived from a rounded tensor, such as a BatchNorm's input, the rebuilt x may have a wrong sign
         rounded = kind in _BY_MASK and isinstance(record, Derived) and not is_lossless(record)
         save(ctx, stored_exact(pack_mask(x > 0)) if rounded else record)

@@ -9,15 +9,12 @@ from torch import Tensor
 
 from ...codecs import IDENTITY
 from ...dispatch import implementation
+from ...ops._activation import itself
 from ...ops.autocast import autocast_widens, in_fp32
 from ...ops.first_order import once_differentiable
 from ...records import Record, applied, declare, keep, load, parameter, save, stored_exact
 
 _Shape = tuple[int, ...]
-
-
-def _same(y: Tensor) -> Tensor:
-    return y
 
 
 def keep_output(y: Tensor, *, rows: bool = True) -> Record:
@@ -30,7 +27,7 @@ def keep_output(y: Tensor, *, rows: bool = True) -> Record:
         return stored_exact(y)
     # an alias: the entry must not hold the tensor that it describes
     record = keep(y, IDENTITY) if rows else stored_exact(y.detach())
-    declare(y, _same, record)
+    declare(y, itself, record)
     return record
 
 
