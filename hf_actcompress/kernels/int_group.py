@@ -165,9 +165,7 @@ def _is_dense(features: int, group: int, width: int, codes: Tensor) -> bool:
     return features % group == 0 and group * width % 8 == 0 and codes.size(1) * 8 == features * width
 
 
-def _fake_pack(
-    x: Tensor, bits: int, group_size: int, seed: Tensor | None, channels: Tensor | None, keep_sign: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_pack(x: Tensor, bits: int, group_size: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, features = rows_features(x)
     scale = x.new_empty(rows, group_count(features, group_size), dtype=torch.bfloat16)
     return x.new_empty(rows, row_bytes(features, bits), dtype=torch.uint8), scale, torch.empty_like(scale)
@@ -177,7 +175,7 @@ def _fake_pack(
 def _int_group_pack(
     x: Tensor, bits: int, group_size: int, seed: Tensor | None, channels: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale, zero = _fake_pack(x, bits, group_size, seed, channels, keep_sign)
+    codes, scale, zero = _fake_pack(x, bits, group_size)
     if x.numel() == 0:
         return codes, scale, zero
     features = rows_features(x)[1]
@@ -210,9 +208,7 @@ def int_group_pack(
     return _int_group_pack(x, bits, group_size, seed, channels, keep_sign)
 
 
-def _fake_unpack(
-    packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
-) -> Tensor:
+def _fake_unpack(packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, *_: int) -> Tensor:
     return packed.new_empty(packed.size(0), features, dtype=dtype)
 
 
@@ -221,7 +217,7 @@ def int_group_unpack(
     packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
 ) -> Tensor:
     """The rows [R, D] in `dtype`, decoded from what `int_group_pack` returned."""
-    out = _fake_unpack(packed, scale, zero, features, dtype, bits, group_size)
+    out = _fake_unpack(packed, scale, zero, features, dtype)
     if out.numel() == 0:
         return out
     group = min(group_size, features)
