@@ -234,10 +234,8 @@ def _cases(
     x = every(dtype, device)
     if not gated:
         return [([x], stock(x))]
-    found = []
-    for gate, up in ((x, torch.ones_like(x)), paired(dtype, device, _PAIRINGS)):
-        found.append(([gate, up], stock(gate) * up))
-    return found
+    pairs = (x, torch.ones_like(x)), paired(dtype, device, _PAIRINGS)
+    return [([gate, up], stock(gate) * up) for gate, up in pairs]
 
 
 def _disagreement(gated: bool, row: str | None, device: torch.device) -> str | None:
