@@ -61,11 +61,7 @@ def _activated_dtype(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Any:
     return DTYPES[dtype if widened else gate.dtype]
 
 
-def _fake_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=dtype)
-
-
-@traced(_fake_product)
+@traced(lambda gate, up, kind, options, dtype: gate.new_empty(gate.shape, dtype=dtype))
 def _gated_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
     h = gate.new_empty(gate.shape, dtype=dtype)
     if h.numel() == 0:

@@ -135,11 +135,6 @@ def _field_bytes(x: Tensor, bits: int) -> tuple[int, int]:
     return (packed_bytes(x.numel(), 2), packed_bytes(x.numel(), 1)) if bits == 3 else (packed_bytes(x.numel(), bits), 0)
 
 
-def _row_scale(x: Tensor, bits: int) -> Tensor:
-    """[..., 1]: the largest slope of each row, 2 relu(x), divided by the largest code."""
-    return (2.0 * torch.relu(row_maximum(x).float())).div_(2**bits - 1)
-
-
 def _fake_codes(x: Tensor, kind: str, options: list[float], bits: int, method: str) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(packed_bytes(x.numel(), fewbit_stored_bits(kind, bits, method)), dtype=torch.uint8)
     shape = (x.shape[:-1] + (1,) if x.dim() else x.shape) if kind in UNBOUNDED else (0 if kind in TWO_VALUED else 1,)
@@ -150,7 +145,8 @@ def _fake_codes(x: Tensor, kind: str, options: list[float], bits: int, method: s
 def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method: str) -> tuple[Tensor, Tensor]:
     codes, scale = _fake_codes(x, kind, options, bits, method)
     if kind in UNBOUNDED:
-        scale = _row_scale(x, bits)
+        # the largest slope of each row, 2 relu(x), divided by the largest code
+        scale = (2.0 * torch.relu(row_maximum(x).float())).div_(2**bits - 1)
     if x.numel():
         stored = fewbit_stored_bits(kind, bits, method)
         mode, numbers = encoding(kind, tuple(options), bits, method)
