@@ -42,16 +42,13 @@ class FeatureMaps(Codec):
         pixels: Whether a pixel is one row; else an image is.
     """
 
+    for_images = True
     inner: Codec
     pixels: bool
 
     @property
     def linear_only(self) -> bool:
         return self.inner.linear_only
-
-    @property
-    def for_images(self) -> bool:
-        return True
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         tensors, meta = self.inner.pack(x.permute(0, 2, 3, 1) if self.pixels else x.flatten(1))

@@ -15,10 +15,7 @@ class Identity(Codec):
     """Keep a tensor as it is: `element_size()` bytes per element, exact, shared with all others that keep it."""
 
     takes_rows = True
-
-    @property
-    def lossless(self) -> bool:
-        return True
+    lossless = True
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         return (x,), None

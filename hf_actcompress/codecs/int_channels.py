@@ -36,15 +36,12 @@ class IntChannels(Codec):
     """
 
     takes_rows = True
+    along_tokens = True
     bits: int = 5
     group_size: int = 64
 
     def __post_init__(self) -> None:
         self._groups()
-
-    @property
-    def along_tokens(self) -> bool:
-        return True
 
     def _groups(self) -> IntGroup:
         return IntGroup(self.bits, self.group_size)

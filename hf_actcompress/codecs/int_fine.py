@@ -37,14 +37,11 @@ class IntFine(Codec):
     """
 
     takes_rows = True
+    bits = 8 + _WITHIN
     group_size: int = 64
 
     def __post_init__(self) -> None:
         self._coarse()
-
-    @property
-    def bits(self) -> int:
-        return 8 + _WITHIN
 
     def _coarse(self) -> IntGroup:
         return IntGroup(8, self.group_size)

@@ -37,6 +37,8 @@ from functools import cache
 
 import torch
 
+from ..reference.activation import ACTIVATIONS
+
 KERNELS: dict[str, str] = {
     "activation_bwd": "kernels.activation",
     "activation_derivative": "kernels.activation",
@@ -73,27 +75,10 @@ KERNELS: dict[str, str] = {
     "topk_unpack": "methods.topk.kernel",
 }
 
-# kinds for which torch has one kernel of its own, which is as fast and bit-equal to stock
-_TORCH_ACTIVATIONS = frozenset(
-    {
-        "gelu",
-        "gelu_tanh",
-        "silu",
-        "mish",
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "hardswish",
-        "hardsigmoid",
-        "elu",
-        "selu",
-        "softplus",
-        "sigmoid",
-        "tanh",
-    }  # fmt: skip
-)
 # kinds that stock composes of several ops and for which no bit-equal kernel has been written
 _COMPOSED = frozenset({"gelu_clipped", "gelu_erf", "laplace", "relu_squared", "softsign", "sqrt_softplus"})
+# kinds for which torch has one kernel of its own, which is as fast and bit-equal to stock
+_TORCH_ACTIVATIONS = frozenset(ACTIVATIONS) - _COMPOSED - {"gelu_new", "quick_gelu"}
 TORCH_HAS: dict[str, frozenset[str]] = {
     "activation_bwd": _TORCH_ACTIVATIONS,
     "activation_fwd": _TORCH_ACTIVATIONS | _COMPOSED,

@@ -13,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from ..reference.activation import SELU
-from .common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
-
-_LAPLACE = (0.707107, 0.282095)
+from ..reference.activation import LAPLACE, SELU
+from .common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
 
 
 @triton.jit
@@ -182,7 +180,7 @@ def _activation_kernel(
 
 def constants(kind: str, options: tuple[float, ...] | list[float]) -> tuple[float, float]:
     """The two constants A and B that the kernels take."""
-    low, high, *_ = (*{"laplace": _LAPLACE, "selu": SELU}.get(kind, options), 0.0, 0.0)
+    low, high, *_ = (*{"laplace": LAPLACE, "selu": SELU}.get(kind, options), 0.0, 0.0)
     return low, high
 
 
@@ -191,11 +189,7 @@ def is_fast(*tensors: Tensor) -> bool:
     return all(x.dtype.itemsize < 4 for x in tensors)
 
 
-def _fake(x: Tensor, dy: Tensor | None, want: str, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@traced(_fake)
+@traced(lambda x, dy, want, kind, options, dtype: x.new_empty(x.shape, dtype=dtype))
 def _activation(x: Tensor, dy: Tensor | None, want: str, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
     out = x.new_empty(x.shape, dtype=dtype)
     if x.numel() == 0:
@@ -204,8 +198,7 @@ def _activation(x: Tensor, dy: Tensor | None, want: str, kind: str, options: lis
     low, high = constants(kind, options)
     with on(x):
         _activation_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
-            x, dy, out, x.numel(), WANT=want, KIND=kind, A=low, B=high, FAST=is_fast(out),
-            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+            x, dy, out, x.numel(), WANT=want, KIND=kind, A=low, B=high, FAST=is_fast(out), **POINTWISE_LAUNCH,
         )  # fmt: skip
     return out
 
@@ -214,20 +207,17 @@ def activation_value(
     x: Tensor, stock: Callable[[Tensor], Tensor], kind: str, options: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
     """f(x) in `dtype`, from the formula of that kind. It rounds once, where stock rounds after each of its ops."""
-    y: Tensor = _activation(x, None, "value", kind, list(options), dtype)
-    return y
+    return _activation(x, None, "value", kind, list(options), dtype)
 
 
 def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
     """dx = dy * f'(x), in x's dtype."""
-    dx: Tensor = _activation(x, dy, "dx", kind, list(options), x.dtype)
-    return dx
+    return _activation(x, dy, "dx", kind, list(options), x.dtype)
 
 
 def activation_derivative(x: Tensor, kind: str, options: tuple[float, ...] = ()) -> Tensor:
     """f'(x), in x's dtype."""
-    slope: Tensor = _activation(x, None, "derivative", kind, list(options), x.dtype)
-    return slope
+    return _activation(x, None, "derivative", kind, list(options), x.dtype)
 
 
 # kind -> options. The bounds are numbers that every dtype has, because torch compares in the tensor's dtype

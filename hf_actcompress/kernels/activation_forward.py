@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from .activation import STOCKS, inputs
-from .common import DTYPES, INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, cast, divide, exp, on, widened
+from .common import DTYPES, INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, cast, divide, exp, on, sigmoid, widened
 from .probe import BROKEN, NARROW, differing, every, identity, paired
 
 _log = logging.getLogger(__name__)
@@ -56,11 +56,6 @@ def _tanh(x):
 
 
 @triton.jit
-def _logistic(x):
-    return divide(1.0, 1.0 + exp(-x, False), False)
-
-
-@triton.jit
 def stock_value(x, FORM: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr):
     """f(x) for x in fp32, before the last rounding.
 
@@ -74,7 +69,7 @@ def stock_value(x, FORM: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr):
     elif FORM == "gelu_tanh":
         return 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * (x * x * x))))
     elif FORM == "quick_gelu":
-        return x * _rounded(_logistic(_rounded(1.702 * x, DTYPE)), DTYPE)
+        return x * _rounded(sigmoid(_rounded(1.702 * x, DTYPE), False), DTYPE)
     elif FORM == "gelu_fast":
         scaled = _rounded(0.7978845608 * x, DTYPE)
         series = _rounded(1.0 + _rounded(_rounded(0.044715 * x, DTYPE) * x, DTYPE), DTYPE)
@@ -239,10 +234,8 @@ def _cases(
     x = every(dtype, device)
     if not gated:
         return [([x], stock(x))]
-    found = []
-    for gate, up in ((x, torch.ones_like(x)), paired(dtype, device, _PAIRINGS)):
-        found.append(([gate, up], stock(gate) * up))
-    return found
+    pairs = (x, torch.ones_like(x)), paired(dtype, device, _PAIRINGS)
+    return [([gate, up], stock(gate) * up) for gate, up in pairs]
 
 
 def _disagreement(gated: bool, row: str | None, device: torch.device) -> str | None:

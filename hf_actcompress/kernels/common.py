@@ -39,6 +39,8 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 # passed to every launch: without fused multiply-adds a kernel rounds as the reference and the interpreter do, so the
 # tested arithmetic is the one that runs
 STRICT = {"enable_fp_fusion": False}
+# passed to every launch of a kernel with tiles of POINTWISE_TILE elements
+POINTWISE_LAUNCH = {"TILE": POINTWISE_TILE, "num_warps": POINTWISE_WARPS, **STRICT}
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -93,8 +95,7 @@ def traced(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a launcher an operator of torch's library while a graph is traced; in eager mode it stays a plain call.
 
-    `fake` gives shapes and dtypes of the results; `mutates` names the arguments that are written. The operator is also
-    the launcher's attribute `operator`.
+    `fake` gives shapes and dtypes of the results; `mutates` names the arguments that are written.
     """
 
     def wrap(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +108,6 @@ def traced(
         def call(*args: Any) -> Any:
             return operator(*args) if torch.compiler.is_compiling() else launch(*args)
 
-        call.operator = operator  # type: ignore[attr-defined]
         return call
 
     return wrap

@@ -32,7 +32,9 @@ def with_fallback(
         try:
             return kernel(*args)
         except Exception as error:
-            if _out_of_memory(error) or _is_lost(device):
+            # torch has an error of its own for it, and the driver another one when it loads a kernel
+            used_up = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+            if used_up or _is_lost(device):
                 raise
             reason = f"{type(error).__name__}: {error}"
         # outside of the handler, so that the error no longer holds what the launcher has allocated
@@ -44,11 +46,6 @@ def with_fallback(
         return result
 
     return launch
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether memory is used up, by torch's own error or by the driver's when it loads a kernel."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def _is_lost(device: torch.device) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..reference.groups import group_count, rows_features
 from .common import STRICT, cast, on, traced
 from .groups import (
-    DTYPES,
     SMALLEST_SCALE,
     bf16_above,
     group_bounds,
@@ -126,7 +125,8 @@ def _fake_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, 
 
 
 @traced(_fake_pack)
-def _float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
+def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
+    """Codes [R, D] of the float8 `dtype` and scales bf16 [R, n], from x [..., D]."""
     codes, scale = _fake_pack(x, dtype, group_size)
     if x.numel() == 0:
         return codes, scale
@@ -144,18 +144,13 @@ def _float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor
     return codes, scale
 
 
-def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
-    """Codes [R, D] of the float8 `dtype` and scales bf16 [R, n], from x [..., D]."""
-    packed: tuple[Tensor, Tensor] = _float8_pack(x, dtype, group_size)
-    return packed
-
-
 def _fake_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
 @traced(_fake_unpack)
-def _float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
+def float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
+    """The rows [R, D] in `dtype`, decoded from what `float8_pack` returned."""
     out = _fake_unpack(codes.contiguous(), scale, dtype, group_size)
     if out.numel() == 0:
         return out
@@ -167,16 +162,10 @@ def _float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size:
             codes.contiguous().view(torch.uint8), scale.contiguous(), out,
             scale.numel(), scale.size(1), features, group,
             E4M3=codes.dtype == torch.float8_e4m3fn, HARDWARE=nvidia_generation() >= 89, DENSE=features % group == 0,
-            INDEX=index_dtype(scale.numel()), WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
+            INDEX=index_dtype(scale.numel()), WORK=tl.float64 if dtype == torch.float64 else tl.float32,
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     return out
-
-
-def float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
-    """The rows [R, D] in `dtype`, decoded from what `float8_pack` returned."""
-    rows: Tensor = _float8_unpack(codes, scale, dtype, group_size)
-    return rows
 
 
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)

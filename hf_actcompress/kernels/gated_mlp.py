@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import OPTIONS, STOCKS, constants, derivative, inputs, is_fast, value
-from .common import DTYPES, POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, pointwise_layout, traced
+from .common import DTYPES, POINTWISE_LAUNCH, POINTWISE_TILE, cast, on, pointwise_layout, traced
 
 
 @triton.jit
@@ -61,11 +61,7 @@ def _activated_dtype(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Any:
     return DTYPES[dtype if widened else gate.dtype]
 
 
-def _fake_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
-    return gate.new_empty(gate.shape, dtype=dtype)
-
-
-@traced(_fake_product)
+@traced(lambda gate, up, kind, options, dtype: gate.new_empty(gate.shape, dtype=dtype))
 def _gated_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dtype: torch.dtype) -> Tensor:
     h = gate.new_empty(gate.shape, dtype=dtype)
     if h.numel() == 0:
@@ -77,8 +73,7 @@ def _gated_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dt
     with on(gate):
         _product_kernel[(rows * tiles,)](
             gate, up, h, gate.stride(0), up.stride(0), width, tiles,
-            KIND=kind, A=low, B=high, ACTIVATED=activated, FAST=is_fast(h),
-            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+            KIND=kind, A=low, B=high, ACTIVATED=activated, FAST=is_fast(h), **POINTWISE_LAUNCH,
         )  # fmt: skip
     return h
 
@@ -92,8 +87,7 @@ def gated_product(
     dtype: torch.dtype,
 ) -> Tensor:
     """act(gate) * up in `dtype`, rounded at the steps at which stock rounds; `kind` is the formula of act."""
-    h: Tensor = _gated_product(gate, up, kind, list(options), dtype)
-    return h
+    return _gated_product(gate, up, kind, list(options), dtype)
 
 
 def _fake_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]) -> tuple[Tensor, Tensor]:
@@ -102,16 +96,16 @@ def _fake_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[flo
 
 @traced(_fake_bwd)
 def _gated_product_bwd(dh: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]) -> tuple[Tensor, Tensor]:
-    dgate, dup = _fake_bwd(dh, gate, up, kind, options)
-    if dh.numel() == 0:
-        return dgate, dup
-    _launch_bwd(dh, gate, up, None, dgate, dup, kind, options)
-    return dgate, dup
+    return _launch_bwd(dh, None, gate, up, kind, options)
 
 
 def _launch_bwd(
-    dh: Tensor, gate: Tensor, up: Tensor, h: Tensor | None, dgate: Tensor, dup: Tensor, kind: str, options: list[float]
-) -> None:
+    dh: Tensor, h: Tensor | None, gate: Tensor, up: Tensor, kind: str, options: list[float]
+) -> tuple[Tensor, Tensor]:
+    """Return dgate and dup, and write h if there is one."""
+    dgate, dup = _fake_bwd(dh, gate, up, kind, options)
+    if dh.numel() == 0:
+        return dgate, dup
     activated = None if h is None else _activated_dtype(gate, up, h.dtype)
     fast = is_fast(dgate, dup) if h is None else is_fast(h, dgate, dup)
     (dh, gate, up), rows, width = pointwise_layout(dh, gate, up)
@@ -122,8 +116,9 @@ def _launch_bwd(
             dh, gate, up, gate if h is None else h, dgate, dup,
             dh.stride(0), gate.stride(0), up.stride(0), width, tiles,
             KIND=kind, A=low, B=high, REBUILD=h is not None, ACTIVATED=activated, FAST=fast,
-            TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+            **POINTWISE_LAUNCH,
         )  # fmt: skip
+    return dgate, dup
 
 
 def gated_product_bwd(
@@ -135,25 +130,15 @@ def gated_product_bwd(
     options: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
     """dgate and dup from dh, all [..., F]."""
-    dgate, dup = _gated_product_bwd(dh, gate, up, kind, list(options))
-    return dgate, dup
+    return _gated_product_bwd(dh, gate, up, kind, list(options))
 
 
-def _fake_all(
-    dh: Tensor, h: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]
-) -> tuple[Tensor, Tensor]:
-    return _fake_bwd(dh, gate, up, kind, options)
-
-
-@traced(_fake_all, mutates=("h",))
+@traced(lambda dh, h, *args: _fake_bwd(dh, *args), mutates=("h",))
 def _gated_product_and_bwd(
     dh: Tensor, h: Tensor, gate: Tensor, up: Tensor, kind: str, options: list[float]
 ) -> tuple[Tensor, Tensor]:
     """Write h, and return dgate and dup. h is dense and may be the memory of dh."""
-    dgate, dup = _fake_bwd(dh, gate, up, kind, options)
-    if dh.numel():
-        _launch_bwd(dh, gate, up, h, dgate, dup, kind, options)
-    return dgate, dup
+    return _launch_bwd(dh, h, gate, up, kind, options)
 
 
 def gated_product_and_bwd(

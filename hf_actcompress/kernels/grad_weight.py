@@ -90,10 +90,6 @@ def options(dy: Tensor, tile: Tile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fake_grad_weight(dy: Tensor, features: int) -> Tensor:
-    return dy.new_empty(dy.size(1), features)
-
-
 @triton.jit
 def place(outputs, across, M: tl.constexpr):
     """This program's row of tiles (of outputs) and column of tiles (of features)."""
@@ -202,13 +198,7 @@ def _decoded(
     return added(sums, dy.dtype)
 
 
-def _fake_int_group(
-    dy: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, features: int, bits: int, group_size: int
-) -> Tensor:
-    return fake_grad_weight(dy, features)
-
-
-@traced(_fake_int_group)
+@traced(lambda dy, packed, scale, zero, features, bits, group_size: dy.new_empty(dy.size(1), features))
 def _int_group_grad_weight(
     dy: Tensor, packed: Tensor, scale: Tensor, zero: Tensor, features: int, bits: int, group_size: int
 ) -> Tensor:
@@ -227,28 +217,19 @@ def int_group_grad_weight(
     channels: Tensor | None = None,
 ) -> Tensor:
     """dW [O, D] from dy [R, O] and what `int_group_pack` returned; `values` [R, k] replace the features `channels`."""
-    dweight: Tensor = _int_group_grad_weight(dy, packed, scale, zero, features, bits, group_size)
+    dweight = _int_group_grad_weight(dy, packed, scale, zero, features, bits, group_size)
     if values is not None and channels is not None:
         # the exact columns get a product of their own; contiguous copies fix the order of its sum
         dweight.index_copy_(1, channels.long(), dy.contiguous().t().mm(values.contiguous()))
     return dweight
 
 
-def _fake_float8(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    return fake_grad_weight(dy, codes.size(1))
-
-
-@traced(_fake_float8)
-def _float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
+@traced(lambda dy, codes, scale, group_size: dy.new_empty(dy.size(1), codes.size(1)))
+def float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """dW [O, D] from dy [R, O] and what `float8_pack` returned."""
     e4m3 = codes.dtype == torch.float8_e4m3fn
     codes = codes.contiguous().view(torch.uint8)
     return _decoded(dy, codes, scale, scale, codes.size(1), 8, e4m3, group_size)
-
-
-def float8_grad_weight(dy: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> Tensor:
-    """dW [O, D] from dy [R, O] and what `float8_pack` returned."""
-    dweight: Tensor = _float8_grad_weight(dy, codes, scale, group_size)
-    return dweight
 
 
 def sample_dy(device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Tensor]:

@@ -15,14 +15,6 @@ from .common import INTERPRETED
 _WIDEST_TILE = 16384
 _PIECE = 4096
 
-DTYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
-
-
 SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
 
 

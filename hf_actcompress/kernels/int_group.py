@@ -22,7 +22,6 @@ from ..reference.groups import group_count, rows_features
 from ..reference.rng import kernel_seed
 from .common import STRICT, cast, on, traced
 from .groups import (
-    DTYPES,
     SMALLEST_SCALE,
     as_code,
     bf16_above,
@@ -166,9 +165,7 @@ def _is_dense(features: int, group: int, width: int, codes: Tensor) -> bool:
     return features % group == 0 and group * width % 8 == 0 and codes.size(1) * 8 == features * width
 
 
-def _fake_pack(
-    x: Tensor, bits: int, group_size: int, seed: Tensor | None, channels: Tensor | None, keep_sign: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_pack(x: Tensor, bits: int, group_size: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     rows, features = rows_features(x)
     scale = x.new_empty(rows, group_count(features, group_size), dtype=torch.bfloat16)
     return x.new_empty(rows, row_bytes(features, bits), dtype=torch.uint8), scale, torch.empty_like(scale)
@@ -178,7 +175,7 @@ def _fake_pack(
 def _int_group_pack(
     x: Tensor, bits: int, group_size: int, seed: Tensor | None, channels: Tensor | None, keep_sign: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale, zero = _fake_pack(x, bits, group_size, seed, channels, keep_sign)
+    codes, scale, zero = _fake_pack(x, bits, group_size)
     if x.numel() == 0:
         return codes, scale, zero
     features = rows_features(x)[1]
@@ -207,23 +204,20 @@ def int_group_pack(
     x: Tensor, bits: int, group_size: int, stochastic: bool, channels: Tensor | None = None, keep_sign: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """codes uint8 [R, ceil(D bits / 8)], scale and zero bf16 [R, n], from x [..., D]; `channels` are int64 [k]."""
-    packed: tuple[Tensor, Tensor, Tensor] = _int_group_pack(
-        x, bits, group_size, kernel_seed(x.device) if stochastic else None, channels, keep_sign
-    )
-    return packed
+    seed = kernel_seed(x.device) if stochastic else None
+    return _int_group_pack(x, bits, group_size, seed, channels, keep_sign)
 
 
-def _fake_unpack(
-    packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
-) -> Tensor:
+def _fake_unpack(packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, *_: int) -> Tensor:
     return packed.new_empty(packed.size(0), features, dtype=dtype)
 
 
 @traced(_fake_unpack)
-def _int_group_unpack(
+def int_group_unpack(
     packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
 ) -> Tensor:
-    out = _fake_unpack(packed, scale, zero, features, dtype, bits, group_size)
+    """The rows [R, D] in `dtype`, decoded from what `int_group_pack` returned."""
+    out = _fake_unpack(packed, scale, zero, features, dtype)
     if out.numel() == 0:
         return out
     group = min(group_size, features)
@@ -237,18 +231,10 @@ def _int_group_unpack(
             packed, scale, zero, out,
             scale.numel(), scale.size(1), features, group, packed.size(1), triton.cdiv(group * width, 8),
             BITS=width, DENSE=_is_dense(features, group, width, packed), INDEX=index_dtype(scale.numel()),
-            WORK=DTYPES[torch.float64 if dtype == torch.float64 else torch.float32],
+            WORK=tl.float64 if dtype == torch.float64 else tl.float32,
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
     return out
-
-
-def int_group_unpack(
-    packed: Tensor, scale: Tensor, zero: Tensor, features: int, dtype: torch.dtype, bits: int, group_size: int
-) -> Tensor:
-    """The rows [R, D] in `dtype`, decoded from what `int_group_pack` returned."""
-    rows: Tensor = _int_group_unpack(packed, scale, zero, features, dtype, bits, group_size)
-    return rows
 
 
 def _sample_pack(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

@@ -64,11 +64,7 @@ def _grad_kernel(
     tl.store(dy_ptr + row * columns + cols, cast(dy, dy_ptr.dtype.element_ty), mask=inside)
 
 
-def _fake_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, picked: Tensor, total: Tensor) -> None:
-    return None
-
-
-@traced(_fake_statistics, mutates=("maximum", "picked", "total"))
+@traced(lambda *_: None, mutates=("maximum", "picked", "total"))
 def _softmax_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, picked: Tensor, total: Tensor) -> None:
     if x.numel() == 0:
         return
@@ -81,13 +77,7 @@ def _softmax_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, 
         )
 
 
-def _fake_grad(
-    y: Tensor, dy: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor
-) -> None:
-    return None
-
-
-@traced(_fake_grad, mutates=("dy",))
+@traced(lambda *_: None, mutates=("dy",))
 def _softmax_grad_into(
     y: Tensor, dy: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor
 ) -> None:

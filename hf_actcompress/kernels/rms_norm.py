@@ -21,8 +21,8 @@ from torch import Tensor
 from ..reference import rms_norm as reference
 from .common import (
     DTYPES,
+    POINTWISE_LAUNCH,
     POINTWISE_TILE,
-    POINTWISE_WARPS,
     STRICT,
     WARPS_PER_PROCESSOR,
     WIDEST_ROW,
@@ -152,7 +152,7 @@ def _rms_norm_square(x: Tensor) -> Tensor:
     if x.numel():
         with on(x):
             grid = (triton.cdiv(x.numel(), POINTWISE_TILE),)
-            _square_kernel[grid](x, square, x.numel(), TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT)
+            _square_kernel[grid](x, square, x.numel(), **POINTWISE_LAUNCH)
     return square
 
 
@@ -259,7 +259,7 @@ def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: st
     """y from x and rstd, bit-equal to y of `rms_norm_fwd`."""
     if x.size(-1) > WIDEST_ROW:
         return reference.rms_norm_rebuild(x, rstd, weight, formula)
-    return _rms_norm_rebuild(x, rstd, weight, formula)  # type: ignore[no-any-return]
+    return _rms_norm_rebuild(x, rstd, weight, formula)
 
 
 def rms_norm_bwd(
@@ -271,7 +271,7 @@ def rms_norm_bwd(
         return reference.rms_norm_bwd(dy, x, weight, rstd, formula, needed, dresidual)
     one_plus = formula == "one_plus_weight"
     grads = norm_bwd(dy, x, weight, None, None, rstd, x.size(-1), False, False, one_plus, [*needed, False], dresidual)
-    return present(grads[:2], (x, weight), needed)  # type: ignore[no-any-return]
+    return present(grads[:2], (x, weight), needed)
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

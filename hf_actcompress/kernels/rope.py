@@ -116,8 +116,7 @@ def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """y like x [B, H, S, D], in the wider dtype of x and angles; cos and sin broadcast to x ([B or 1, 1, S, D])."""
     if not _is_ours(x, cos, sin):
         return reference.rope_fwd(x, cos, sin)
-    y: Tensor = _rope(x, cos, sin, torch.promote_types(x.dtype, cos.dtype), False)
-    return y
+    return _rope(x, cos, sin, torch.promote_types(x.dtype, cos.dtype), False)
 
 
 def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
@@ -125,8 +124,7 @@ def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor
     # products are rounded once, so dy has x's dtype or fp32
     if not _is_ours(dy, cos, sin) or dtype not in DTYPES or dy.dtype not in (dtype, torch.float32):
         return reference.rope_bwd(dy, cos, sin, dtype)
-    dx: Tensor = _rope(dy, cos, sin, dtype, True)
-    return dx
+    return _rope(dy, cos, sin, dtype, True)
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

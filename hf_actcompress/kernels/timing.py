@@ -21,11 +21,6 @@ MARGIN = 0.97
 _Run = Callable[[], Any]
 
 
-def is_faster(kernel: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the kernel's times show that it is faster than the other way."""
-    return statistics.median(kernel) < MARGIN * statistics.median(other)
-
-
 def cuda_milliseconds(ways: Sequence[_Run], device: torch.device) -> list[list[float]]:
     """Times of each way, by events on the current stream. The ways alternate, so other work affects both alike."""
     events = []
@@ -102,7 +97,8 @@ class Decisions:
                     return True
                 try:
                     with torch.no_grad():
-                        self._known[shape] = is_faster(*self._clock((kernel, other), device))
+                        ours, others = map(statistics.median, self._clock((kernel, other), device))
+                    self._known[shape] = ours < MARGIN * others
                 except torch.OutOfMemoryError:
                     self._known[shape] = True
             return self._known[shape]

@@ -2,5 +2,5 @@
 
 The name of a file says to which layer it belongs: `reference.py` and `tables.py` to `reference/`, `kernel.py` to
 `kernels/`, `codec.py` to `codecs/`, `op.py` to `ops/` and `model.py` to `models/`; more words may follow, as in
-`op_rms_norm.py`. A file imports what its layer may import (`tests/test_imports.py`).
+`model_layers.py`. A file imports what its layer may import (`tests/test_imports.py`).
 """

@@ -15,8 +15,7 @@ from ..codecs import IDENTITY
 from ..methods.derivative.op import activation_derivative
 from ..methods.fewbit.op import activation_fewbit
 from ..methods.inverted.op import activation_output
-from ..methods.norm_output.op_layer_norm import layer_norm_output
-from ..methods.norm_output.op_rms_norm import rms_norm_output
+from ..methods.norm_output.op import layer_norm_output, rms_norm_output
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
 from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording

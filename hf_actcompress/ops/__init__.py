@@ -15,13 +15,12 @@ from ._layer_norm import layer_norm
 from ._linear import linear
 from ._linear_attention import linear_attention
 from ._linear_cross_entropy import linear_cross_entropy
-from ._packed_attention import packed_attention
 from ._recomputed import recomputed
 from ._returned_logits import returned_logits
 from ._rms_norm import rms_norm
 from ._rope import rope, rotated, rotates_normed
 from ._tiled import tiled
-from .attention import fused_attention, recomputed_attention
+from .attention import fused_attention, packed_attention, recomputed_attention
 from .deferred_logits import DeferredLogits, plain
 from .experts import experts_down
 from .gated_mlp import gated_product

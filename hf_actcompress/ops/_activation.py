@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,18 +33,14 @@ SIGN_DECIDES = ("relu", "relu6", "leaky_relu")
 _BY_MASK = ("relu", "leaky_relu")
 
 
-class _Rebuild:
-    """Recompute function of the output; it holds no tensor."""
+def _rebuild(x: Tensor, *, stock: SameAutocast, kind: str, options: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    y: Tensor = implementation("activation_value", x, kind)(x, stock, kind, options, dtype)
+    return y
 
-    __slots__ = ("dtype", "kind", "options", "stock")
 
-    def __init__(self, stock: SameAutocast, kind: str, options: tuple[float, ...], dtype: torch.dtype) -> None:
-        self.stock, self.kind, self.options, self.dtype = stock, kind, options, dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        value = implementation("activation_value", x, self.kind)
-        y: Tensor = value(x, self.stock, self.kind, self.options, self.dtype)
-        return y
+def itself(y: Tensor) -> Tensor:
+    """Recompute function of an output that is kept."""
+    return y
 
 
 class ActivationFunction(torch.autograd.Function):
@@ -55,10 +52,11 @@ class ActivationFunction(torch.autograd.Function):
     ) -> Tensor:
         y: Tensor = implementation("activation_fwd", x, kind)(x, stock, kind, options)
         record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
-        rebuild: Callable[..., Tensor] = _Rebuild(SameAutocast(stock, x), kind, options, y.dtype)
+        again = SameAutocast(stock, x)
+        rebuild: Callable[..., Tensor] = partial(_rebuild, stock=again, kind=kind, options=options, dtype=y.dtype)
         if kind == "relu" and codec == IDENTITY and isinstance(record, Stored) and not is_made_again(x):
             # f' can be computed from the output, too, and a stock layer that follows keeps the output anyway
-            record, rebuild = stored_exact(y.detach()), _itself
+            record, rebuild = stored_exact(y.detach()), itself
         # if x is derived from a rounded tensor, such as a BatchNorm's input, the rebuilt x may have a wrong sign
         rounded = kind in _BY_MASK and isinstance(record, Derived) and not is_lossless(record)
         save(ctx, stored_exact(pack_mask(x > 0)) if rounded else record)
@@ -75,10 +73,6 @@ class ActivationFunction(torch.autograd.Function):
             x = unpack_mask(x, dy.shape).to(dy.dtype).sub_(0.5)
         bwd = implementation("activation_bwd", dy, ctx.kind)
         return bwd(dy, x, ctx.kind, ctx.options), None, None, None, None
-
-
-def _itself(y: Tensor) -> Tensor:
-    return y
 
 
 def activation(
@@ -111,5 +105,4 @@ def activation(
         Exact. Bit-equal to stock where torch has one kernel for it (gelu, silu, relu, mish, ...); for compositions the
         derivative is computed in fp32 and rounded once.
     """
-    y: Tensor = applied(ActivationFunction, x, stock, kind, options, codec)
-    return y
+    return applied(ActivationFunction, x, stock, kind, options, codec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..reference.mask_rows import MaskRows
 from ..reference.tiles import tiles
 from .autocast import SameAutocast
 from .first_order import once_differentiable
-from .own_weights import OwnWeights, alias
+from .own_weights import NO_WEIGHTS, OwnWeights, alias
 from .packed_mask import PackedMask
 from .region import result_in_region
 
@@ -31,7 +30,7 @@ class AttentionRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, attend: _Attend, mask: PackedMask, step: int, q: Tensor, k: Tensor, v: Tensor, codec: Codec,
-        own: OwnWeights | None, *weights: Tensor,
+        own: OwnWeights, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         (out,) = result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))
         bounds = mask.bounds()
@@ -49,11 +48,12 @@ class AttentionRowsFunction(torch.autograd.Function):
         sequences, window, dtype = ctx.mask
         mask = MaskRows(sequences, window, dtype, bounds, q.device)
         dq = torch.empty_like(q) if needed[0] else None
-        # all blocks add to these
-        sums = [_zeros(x) if wanted else None for x, wanted in zip((k, v, *weights), needed[1:], strict=True)]
+        # all blocks add to the sums for these
+        shared = (k, v, *weights)
+        sums = [_zeros(x) if wanted else None for x, wanted in zip(shared, needed[1:], strict=True)]
         for rows in tiles(q, ctx.step):
-            leaves = [alias(x, wanted) for x, wanted in zip((q[:, :, rows], k, v, *weights), needed, strict=True)]
-            with torch.enable_grad(), ctx.own.read_as(leaves[3:]) if ctx.own is not None else nullcontext():
+            leaves = [alias(x, wanted) for x, wanted in zip((q[:, :, rows], *shared), needed, strict=True)]
+            with torch.enable_grad(), ctx.own.read_as(leaves[3:]):
                 out = ctx.attend(*leaves[:3], mask(rows.start, rows.stop))
             found = torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout[:, rows], allow_unused=True)
             del out
@@ -63,8 +63,7 @@ class AttentionRowsFunction(torch.autograd.Function):
             for total in sums:
                 if total is not None and (grad := next(grads)) is not None:
                     total.add_(grad)
-        like = (k, v, *weights)
-        dk, dv, *dweights = (None if s is None else s.to(x.dtype) for s, x in zip(sums, like, strict=True))
+        dk, dv, *dweights = (None if s is None else s.to(x.dtype) for s, x in zip(sums, shared, strict=True))
         return None, None, None, dq, dk, dv, None, None, *dweights
 
 
@@ -97,7 +96,7 @@ def attention_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    own: OwnWeights | None = None,
+    own: OwnWeights = NO_WEIGHTS,
     *,
     step: int | None = None,
     codec: Codec = IDENTITY,
@@ -122,10 +121,8 @@ def attention_rows(
     Gradient:
         Exact: stock's own ops compute each block, and sums over blocks are in fp32. First order only.
     """
-    tensors = () if own is None else tuple(own.tensors)
     step = step or _rows_at_a_time(q, k)
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v, *tensors)):
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v, *own.tensors)):
         # this includes the first run of a layer under reentrant checkpointing
         return result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))[0]
-    out: Tensor = applied(AttentionRowsFunction, attend, mask, step, q, k, v, codec, own, *tensors)
-    return out
+    return applied(AttentionRowsFunction, attend, mask, step, q, k, v, codec, own, *own.tensors)

@@ -13,11 +13,6 @@ from ..records import Derived, Record, Stored, applied, declare_as, known_record
 from .first_order import once_differentiable
 
 
-def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Recompute function of a cast."""
-    return x.to(dtype)
-
-
 def cast_record(x: Tensor, dtype: torch.dtype, codec: Codec = IDENTITY) -> Record:
     """The record of ``x.to(dtype)``, one for all consumers of x.
 
@@ -27,7 +22,7 @@ def cast_record(x: Tensor, dtype: torch.dtype, codec: Codec = IDENTITY) -> Recor
     as_it_is = codec == IDENTITY and (known is None or isinstance(known, Stored))
     if as_it_is and dtype.itemsize < x.dtype.itemsize:
         return shared_copy(x, ("cast", dtype), lambda: x.detach().to(dtype))
-    return shared_derivation(x, ("cast", dtype), partial(to_dtype, dtype=dtype), codec)
+    return shared_derivation(x, ("cast", dtype), partial(Tensor.to, dtype=dtype), codec)
 
 
 class CastFunction(torch.autograd.Function):
@@ -52,5 +47,4 @@ def cast(x: Tensor, dtype: torch.dtype, *, codec: Codec = IDENTITY) -> Tensor:
     """``x.to(dtype)`` of any shape. Saves nothing; consumers of the result keep x by its record. Gradient exact."""
     if x.dtype == dtype:
         return x
-    y: Tensor = applied(CastFunction, x, dtype, codec)
-    return y
+    return applied(CastFunction, x, dtype, codec)

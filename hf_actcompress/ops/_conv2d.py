@@ -112,5 +112,4 @@ def conv2d(
     Source:
         Pooled feature maps: arXiv 2409.11902. The largest entries: DropIT, arXiv 2202.13808.
     """
-    y: Tensor = applied(Conv2dFunction, x, weight, bias, geometry, on_feature_maps(codec), derive)
-    return y
+    return applied(Conv2dFunction, x, weight, bias, geometry, on_feature_maps(codec), derive)

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..dispatch import implementation
-from ..records import applied, parameter, record_of, save
-from ._cast import cast_record
-from ._linear import LinearFunction
+from ..records import applied
+from ._linear import LinearFunction, keep_operands
 from ._linear_cross_entropy import linear_cross_entropy
 from .autocast import autocast_dtype
 from .deferred_logits import DeferredLogits
@@ -77,13 +76,7 @@ class DeferredLinearFunction(LinearFunction):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, targets: float
     ) -> Tensor:  # x [..., D], weight [V, D], bias [V]
         head = LinearSource(x, weight, bias, keep_logits, targets)
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        record = None
-        if needs_weight:
-            record = record_of(x) if x.dtype == head.dtype else cast_record(x, head.dtype)
-        save(ctx, record, parameter(weight) if needs_x else None)
-        ctx.dtypes = (head.dtype, x.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        ctx.transposed = False
+        keep_operands(ctx, x, weight, bias)
         shape = (*x.shape[:-1], weight.size(0))
         return DeferredLogits(Values(head), torch.empty(shape, dtype=head.dtype, device="meta"))
 
@@ -112,5 +105,4 @@ def deferred_linear(
     Gradient:
         Exact.
     """
-    y: Tensor = applied(DeferredLinearFunction, x, weight, bias, keep_logits, targets)
-    return y
+    return applied(DeferredLinearFunction, x, weight, bias, keep_logits, targets)

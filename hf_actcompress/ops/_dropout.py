@@ -59,5 +59,4 @@ def dropout(x: Tensor, p: float, *, codec: Codec = IDENTITY) -> Tensor:
     Gradient:
         Exact, bit-equal to stock.
     """
-    y: Tensor = applied(DropoutFunction, x, p, codec)
-    return y
+    return applied(DropoutFunction, x, p, codec)

@@ -104,5 +104,4 @@ def layer_norm(
     Gradient:
         Exact (identity codec): bit-equal to stock by the reference, within stock's own error by a kernel.
     """
-    y: Tensor = applied(LayerNormFunction, x, weight, bias, shape, eps, codec, copy_affine)
-    return y
+    return applied(LayerNormFunction, x, weight, bias, shape, eps, codec, copy_affine)

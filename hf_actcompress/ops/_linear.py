@@ -25,7 +25,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
-        dtype = _keep(ctx, x, weight, bias, transposed, codec, derive)
+        dtype = keep_operands(ctx, x, weight, bias, transposed, codec, derive)
         if autocast_dtype(x) is not None:
             # without autocast nothing is cast: mixed dtypes are an error, as in stock
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
@@ -59,12 +59,18 @@ class UnreadLinearFunction(LinearFunction):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
-        dtype = _keep(ctx, x, weight, bias, transposed, codec, derive)
+        dtype = keep_operands(ctx, x, weight, bias, transposed, codec, derive)
         return x.new_zeros((*x.shape[:-1], weight.shape[1 if transposed else 0]), dtype=dtype)
 
 
-def _keep(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, codec: Codec, derive: bool
+def keep_operands(
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transposed: bool = False,
+    codec: Codec = IDENTITY,
+    derive: bool = True,
 ) -> torch.dtype:
     """Keep what backward needs, and return the dtype of the product."""
     dtype = autocast_dtype(x) or x.dtype
@@ -132,5 +138,4 @@ def linear(
         Exact, bit-equal to stock (identity codec).
     """
     function = UnreadLinearFunction if unread else LinearFunction
-    y: Tensor = applied(function, x, weight, bias, transposed, codec, derive)
-    return y
+    return applied(function, x, weight, bias, transposed, codec, derive)

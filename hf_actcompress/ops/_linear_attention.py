@@ -32,7 +32,8 @@ class LinearAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, needed, strict=True)]
-        parts = _segments(inputs[0], ctx.step)
+        # all segments, also of inputs without data, because backward holds one more state for each segment
+        parts = [slice(start, start + ctx.step) for start in range(0, inputs[0].size(1), ctx.step)]
         before: list[Tensor | None] = [None]
         for part in parts[:-1]:
             before.append(ctx.rule(*(x[:, part] for x in inputs), before[-1])[1])
@@ -53,11 +54,6 @@ class LinearAttentionFunction(torch.autograd.Function):
                     dx[:, part] = result
             dstate = None if start is None else next(results)
         return None, None, *grads
-
-
-def _segments(x: Tensor, step: int) -> list[slice]:
-    """All segments of x [B, T, ...], also if x has no data, because backward holds one more state for each segment."""
-    return [slice(start, start + step) for start in range(0, x.size(1), step)]
 
 
 def linear_attention(rule: _Rule, step: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:

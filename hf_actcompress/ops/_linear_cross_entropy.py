@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..dispatch import implementation
 from ..records import Record, applied, declare, is_dropped, is_lossless, load, parameter, record_of, save, stored_exact
@@ -21,7 +20,7 @@ from ..reference.linear_cross_entropy import NO_TARGET, Pointwise
 from ._cast import cast_record
 from .autocast import autocast_dtype
 from .first_order import once_differentiable
-from .loss_arguments import reduced
+from .loss_arguments import loss_dtype, reduced
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None, None]
 
@@ -55,16 +54,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         if is_dropped(record):
             # backward reads dropped padding rows as zeros, which do not fit their statistics: make their softmax zero
             maximum = maximum.masked_fill(target == NO_TARGET, torch.inf)
-        save(
-            ctx,
-            record,
-            parameter(weight),
-            bias_record,
-            stored_exact(target),
-            stored_exact(maximum),
-            stored_exact(log_sum),
-            rows_record,
-        )
+        save(ctx, record, parameter(weight), bias_record, *map(stored_exact, (target, maximum, log_sum)), rows_record)
         ctx.pointwise, ctx.h_dtype = pointwise, h.dtype
         return losses  # type: ignore[no-any-return]
 
@@ -147,7 +137,7 @@ def linear_cross_entropy(
     On a CPU the rows without a target are left out. On a GPU the host would have to wait for the device to know how
     many such rows there are, so all rows are computed, or `most` rows.
     """
-    loss_dtype = _loss_dtype(h, pointwise, dtype or autocast_dtype(h) or h.dtype)
+    dtype = dtype or autocast_dtype(h) or h.dtype
     counts = target != ignore_index
     outside = ((target < 0) | (target >= weight.size(0))) & counts
     if on_cpu(target):
@@ -156,18 +146,9 @@ def linear_cross_entropy(
     if kept is not None:
         rows, wanted = kept if rows is None else rows[kept], wanted[kept]
         outside = outside | (counts.sum() > kept.numel())
-    losses = applied(
-        LinearCrossEntropyFunction,
-        _selected(h.reshape(-1, h.size(-1)), rows),
-        weight,
-        bias,
-        wanted,
-        logits,
-        rows,
-        tuple(pointwise),
-        dtype or autocast_dtype(h) or h.dtype,
-        loss_dtype,
-    )
+    selected = _selected(h.reshape(-1, h.size(-1)), rows)
+    options = tuple(pointwise), dtype, loss_dtype(h.device, dtype, pointwise)
+    losses = applied(LinearCrossEntropyFunction, selected, weight, bias, wanted, logits, rows, *options)
     if kept is not None:
         losses = losses.new_zeros(target.shape).index_copy(0, kept, losses)
     with torch.autocast(h.device.type, enabled=False):
@@ -190,12 +171,3 @@ def _computed(counts: Tensor, most: int | None) -> Tensor | None:
         # the rows that count come first
         kept = counts.logical_not().to(torch.uint8).argsort(stable=True)[:most]
     return kept if kept.numel() < counts.numel() else None
-
-
-def _loss_dtype(h: Tensor, pointwise: Pointwise, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch computes the loss of such logits under the current autocast, found by a small call."""
-    x = torch.zeros(1, 1, dtype=dtype, device=h.device)
-    with torch.no_grad():
-        for function in pointwise:
-            x = function(x)
-        return F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=h.device)).dtype

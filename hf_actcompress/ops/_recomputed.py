@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..private_apis import not_a_view
 from ..records import applied, declare, load, record_of, save, stored_exact
 from .autocast import SameAutocast
 from .first_order import once_differentiable
-from .own_weights import OwnWeights, alias
+from .own_weights import NO_WEIGHTS, OwnWeights, alias
 
 _Stock = Callable[[Tensor], Tensor]
 
@@ -23,7 +22,7 @@ class RecomputedFunction(torch.autograd.Function):
     """Variant "input": keeps x, and none of the tensors that the ops inside the function would save."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, own: OwnWeights | None, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stock: _Stock, codec: Codec, own: OwnWeights, *weights: Tensor) -> Tensor:
         y = not_a_view(stock(x))
         # the function may contain a ReLU, as experts, a PReLU or a model's own activation do
         record = record_of(x, codec.keeping_sign())
@@ -39,7 +38,7 @@ class RecomputedFunction(torch.autograd.Function):
         x, *weights = load(ctx, dy)
         needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
         aliases = [alias(t, wanted) for t, wanted in zip((x, *weights), needed, strict=True)]
-        with torch.enable_grad(), ctx.own.read_as(aliases[1:]) if ctx.own is not None else nullcontext():
+        with torch.enable_grad(), ctx.own.read_as(aliases[1:]):
             y = ctx.stock(aliases[0])
         wanted = [t for t in aliases if t.requires_grad]
         found = iter(torch.autograd.grad(y, wanted, dy, allow_unused=True))
@@ -47,7 +46,7 @@ class RecomputedFunction(torch.autograd.Function):
         return dx, None, None, None, *dweights
 
 
-def recomputed(x: Tensor, stock: _Stock, own: OwnWeights | None = None, *, codec: Codec = IDENTITY) -> Tensor:
+def recomputed(x: Tensor, stock: _Stock, own: OwnWeights = NO_WEIGHTS, *, codec: Codec = IDENTITY) -> Tensor:
     """``stock(x)`` for a cheap function of x that draws no random numbers.
 
     Args:
@@ -66,5 +65,4 @@ def recomputed(x: Tensor, stock: _Stock, own: OwnWeights | None = None, *, codec
     Gradient:
         Exact, bit-equal to stock with ``codec="identity"``: stock's own ops run again. First order only.
     """
-    y: Tensor = applied(RecomputedFunction, x, stock, codec, own, *(own.tensors if own is not None else ()))
-    return y
+    return applied(RecomputedFunction, x, stock, codec, own, *own.tensors)

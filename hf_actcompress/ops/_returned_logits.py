@@ -8,23 +8,24 @@ the head as a `LogitsGradient`, for which the logits are computed again, a few r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..records import Record, applied, is_dropped, load, parameter, save, stored_exact
+from ..records import applied, is_dropped, load, parameter, save, stored_exact
 from ..reference.linear_rows import linear_rows_bwd
 from ._deferred_linear import LinearSource
 from ._linear_cross_entropy import exact_record
-from .deferred_logits import DeferredLogits
+from .deferred_logits import DeferredLogits, empty_like
 from .deferred_values import Values
 from .first_order import once_differentiable
-from .gradient_parts import Chunk, Read
+from .gradient_parts import Chunk
 from .logits_gradient import LogitsGradient
 from .logits_origin import HeadOrigin, HeldOrigin, ReturnedSource, operands
-from .row_set import Where, rows_at, shifted
+from .row_set import rows_at, shifted
 from .torch_functions import held_row_function, row_function
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
@@ -36,8 +37,11 @@ class ReturnedLogitsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, source: ReturnedSource) -> Tensor:
         origin = source.origin
-        bias_record = parameter(bias) if bias is not None else None
-        save(ctx, _whole_record(h, origin.dtype), parameter(weight), bias_record)
+        record = exact_record(h, origin.dtype)
+        if is_dropped(record):
+            # the logits of padding rows may be asked for
+            record = stored_exact(h.detach().to(origin.dtype))
+        save(ctx, record, parameter(weight), parameter(bias) if bias is not None else None)
         ctx.dtype, ctx.pointwise = origin.dtype, origin.pointwise
         ctx.inputs = (h.shape, h.dtype, weight.dtype, bias.dtype if bias is not None else None)
         return DeferredLogits(Values(source), source.like)
@@ -51,7 +55,9 @@ class ReturnedLogitsFunction(torch.autograd.Function):
             if not isinstance(dy, LogitsGradient):
                 return dy.reshape(-1, dy.size(-1))[part]
             out = torch.zeros((part.stop - part.start, dy.size(-1)), dtype=dy.dtype, device=dy.device)
-            chunk = Chunk(_rows_from(part.start, logits))
+            # the chunk's logits are computed on the first call
+            chunk_logits = cache(logits)
+            chunk = Chunk(lambda rows: rows_at(chunk_logits(), shifted(rows, part.start)))
             return out if dy.part.add_to(out, part.start, chunk) else None
 
         whole = not isinstance(dy, LogitsGradient)
@@ -59,24 +65,6 @@ class ReturnedLogitsFunction(torch.autograd.Function):
         shape, *dtypes = ctx.inputs
         dh, dweight, dbias = (g.to(dtype) if g is not None else None for g, dtype in zip(grads, dtypes, strict=True))
         return dh.view(shape) if dh is not None else None, dweight, dbias, None
-
-
-def _rows_from(first: int, logits: Callable[[], Tensor]) -> Read:
-    """A function that gives rows of a chunk, which begins with row `first` and is computed once, on the first call."""
-    made: list[Tensor] = []
-
-    def read(rows: Where) -> Tensor:
-        if not made:
-            made.append(logits())
-        return rows_at(made[0], shifted(rows, first))
-
-    return read
-
-
-def _whole_record(h: Tensor, dtype: torch.dtype) -> Record:
-    """The record of the head's input with its padding rows, because their logits may be asked for."""
-    record = exact_record(h, dtype)
-    return stored_exact(h.detach().to(dtype)) if is_dropped(record) else record
 
 
 def returned_logits(x: Tensor) -> Tensor | None:
@@ -105,12 +93,12 @@ def returned_logits(x: Tensor) -> Tensor | None:
     head = x.chain.source
     if not isinstance(head, LinearSource) or x.rows is not None or x.chain.written():
         return None
-    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    like = empty_like(x)
     if not torch.is_grad_enabled():
         held = HeldOrigin(head.device, head.dtype, x.pointwise, head.hidden, head.weight, head.bias)
         return DeferredLogits(Values(ReturnedSource(held, None, like, held_row_function)), like)
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
     source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like, row_function)
-    y: Tensor = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
+    y = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     origin.edge = get_gradient_edge(y)
     return y

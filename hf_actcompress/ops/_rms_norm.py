@@ -77,5 +77,4 @@ def rms_norm(
     Gradient:
         Exact (identity codec): bit-equal to the stock modules' by the reference, within their own error by a kernel.
     """
-    y: Tensor = applied(RMSNormFunction, x, weight, eps, formula, codec, copy_affine)
-    return y
+    return applied(RMSNormFunction, x, weight, eps, formula, codec, copy_affine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotate: _Rotate | N
     record = _derived(x)
     if record is not None and _large_sources(record, y.numel()) <= y.nbytes:
         order = y if y.is_contiguous() else y.transpose(1, 2)
-        declare_in_order(y, order, _Rotated(order is not y, rotate), record, stored_exact(cos), stored_exact(sin))
+        again = partial(_rotated, swapped=order is not y, rotate=rotate)
+        declare_in_order(y, order, again, record, stored_exact(cos), stored_exact(sin))
 
 
 def _large_sources(record: Record, count: int) -> int:
@@ -104,22 +106,15 @@ def _large_sources(record: Record, count: int) -> int:
     return sum(_large_sources(source, count) for source in record.sources) if isinstance(record, Derived) else 0
 
 
-class _Rotated:
-    """Recompute function of rotated queries or keys, in their order in memory; it holds no tensor.
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, swapped: bool, rotate: _Rotate | None) -> Tensor:
+    """Recompute function of rotated queries or keys, in their order in memory.
 
     Args:
         swapped: Whether dimensions 1 and 2 are swapped in memory.
         rotate: The model's own rotation; None: Llama's, by `rope_fwd`.
     """
-
-    __slots__ = ("rotate", "swapped")
-
-    def __init__(self, swapped: bool, rotate: _Rotate | None) -> None:
-        self.swapped, self.rotate = swapped, rotate
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y: Tensor = (self.rotate or implementation("rope_fwd", x))(x, cos, sin)
-        return (y.transpose(1, 2) if self.swapped else y).contiguous()
+    y: Tensor = (rotate or implementation("rope_fwd", x))(x, cos, sin)
+    return (y.transpose(1, 2) if swapped else y).contiguous()
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
@@ -143,8 +138,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     if cos.requires_grad or sin.requires_grad or not all(_keep_shape(x, cos, sin) for x in (q, k)):
         return rope_fwd(q, cos, sin), rope_fwd(k, cos, sin)
-    q, k = applied(RopeFunction, q, k, cos, sin)
-    return q, k
+    return applied(RopeFunction, q, k, cos, sin)
 
 
 def rotated(x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
@@ -164,8 +158,7 @@ def rotated(x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
     Gradient:
         Exact, bit-equal to stock: stock's own ops compute it. First order only.
     """
-    y: Tensor = applied(RotatedFunction, x, rotate, cos, sin)
-    return y
+    return applied(RotatedFunction, x, rotate, cos, sin)
 
 
 def rotates_normed(x: Tensor) -> bool:

@@ -106,7 +106,8 @@ class _Sums:
         gradient, x.grad, known = x.grad, None, self._sums[index]
         assert gradient is not None
         if known is None:
-            self._sums[index] = gradient if self._one_tile else _wide(gradient)
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self._sums[index] = gradient if self._one_tile else gradient.to(wide)
         else:
             _add_to(known, gradient)
 
@@ -115,10 +116,6 @@ class _Sums:
         for index, x in enumerate(self.aliases):
             total, self._sums[index] = self._sums[index], None
             yield None if total is None else total.to(x.dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _add_to(total: Tensor, x: Tensor) -> None:
@@ -195,6 +192,5 @@ def tiled(
     """
     if not torch.is_grad_enabled():
         return _forward(stock, x, tile)
-    kept: Tensor = applied(KeptFunction, x, codec) if x.requires_grad else x
-    y: Tensor = applied(TiledFunction, kept, stock, tile, codec, unread, own, *own.tensors)
-    return y
+    kept = applied(KeptFunction, x, codec) if x.requires_grad else x
+    return applied(TiledFunction, kept, stock, tile, codec, unread, own, *own.tensors)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..records import applied, load, record_in_order_of, save, stored_exact
+from ..reference.sequences import Band, Sequences
 from .autocast import SameAutocast, autocast_dtype
 from .first_order import once_differentiable
 from .heads import keep_heads, keep_output_heads, keep_row_heads, output_codec
@@ -87,8 +88,46 @@ def fused_attention(
         # autograd casts here: the cast tensors are kept, and the wider ones are freed
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     options = is_causal, scale
-    out: Tensor = applied(FusedAttentionFunction, "attention", q, k, v, mask, options, is_causal, codec)
-    return out
+    return applied(FusedAttentionFunction, "attention", q, k, v, mask, options, is_causal, codec)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor | None,
+    sequences: Sequences | Band,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    kernel: str = "pieces",
+    codec: Codec = IDENTITY,
+) -> Tensor:
+    """Attention in which each token sees those before it in its sequence, or those in a band. No T x T mask is made.
+
+    Args:
+        q: ``[B, H, T, D]``, of the same dtype as k and v.
+        k, v: ``[B, Hkv, T, D]``, H a multiple of Hkv.
+        bounds: ``sequences.starts`` on the device, ``[N + 1]`` int32; for a band, which tokens are not padding,
+            ``[B, T]`` bool, or None.
+        sequences: Where the sequences of the B rows begin and end; or a band, which only "pieces" supports.
+        scale: Factor on q k^T, or None for ``D ** -0.5``.
+        window: How many keys a query sees to one side, itself included; None: all.
+        kernel: "pieces", the CPU's; "flash" or "efficient", CUDA's.
+        codec: How q, k, v and the output are stored.
+
+    Returns:
+        ``[B, H, T, D]`` with the memory order of ``[B, T, H, D]``.
+
+    Saves:
+        q, k, v, the output and its statistics: 4 bytes per token and head (8 in fp64). Stock keeps the mask, and on a
+        CPU an additive copy of it in each layer.
+
+    Gradient:
+        Exact: that of attention on each sequence alone, and that of attention with a mask.
+    """
+    options = sequences, window, scale, kernel
+    return applied(FusedAttentionFunction, "packed_attention", q, k, v, bounds, options, True, codec)
 
 
 class RecomputedAttentionFunction(torch.autograd.Function):
@@ -184,7 +223,4 @@ def recomputed_attention(
         Exact, bit-equal to stock (identity codec): the same torch calls with the same dropout mask.
     """
     grad_enabled = torch.is_grad_enabled()
-    out: Tensor = applied(
-        RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec, draws, grad_enabled
-    )
-    return out
+    return applied(RecomputedAttentionFunction, attend, q, k, v, mask, bias, is_causal, codec, draws, grad_enabled)

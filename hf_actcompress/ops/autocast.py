@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _NOTHING = nullcontext()
+_has_autocast = cache(torch.amp.is_autocast_available)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -21,11 +22,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not available or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
-
-
-@cache
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
 
 
 def without_autocast(grads: Sequence[Tensor | None]) -> AbstractContextManager[Any]:

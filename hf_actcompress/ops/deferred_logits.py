@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private_apis import without_torch_function
 from ..records import applied
-from .deferred_values import DeferredOp, Values
+from .deferred_values import IN_PLACE, DeferredOp, Values
 from .first_order import once_differentiable
 
 aten = torch.ops.aten
@@ -36,15 +36,7 @@ ROW_OPS = {
 # ops of these whose result has its own memory
 _COPIES = {aten.clone.default, aten._unsafe_view.default}
 # elementwise functions of the logits alone: casts, scales, softcaps
-POINTWISE_OPS = {
-    aten._to_copy.default,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.neg.default,
-    aten.tanh.default,
-}
+POINTWISE_OPS = {aten._to_copy.default, *IN_PLACE}
 # the same functions in place
 _IN_PLACE_OPS = {
     aten.mul_.Tensor: aten.mul.Tensor,
@@ -56,7 +48,7 @@ _IN_PLACE_OPS = {
 _SPLITTING_OPS = {aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default}
 
 # functions that use the memory itself; True: the memory can then be written without autograd's notice
-_MEMORY: dict[Any, bool] = {
+MEMORY: dict[Any, bool] = {
     Tensor.numpy: True,
     Tensor.__array__: True,
     Tensor.__dlpack__: True,
@@ -99,7 +91,7 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _MEMORY:
+        if func in MEMORY:
             return _on_memory(func, args, kwargs)
         x = next((a for a in (*args, *kwargs.values()) if isinstance(a, DeferredLogits)), None)
         better = x.chain.source.function(func) if x is not None else None
@@ -140,7 +132,7 @@ def _on_memory(func: Any, args: Any, kwargs: Any) -> Any:
         with without_torch_function():
             return func(*args)
     for x in _deferred_in((args, kwargs)):
-        if _MEMORY[func]:
+        if MEMORY[func]:
             x.chain.source.exposed = True
             x.chain.source.lend()
     args, kwargs = tree_map_only(DeferredLogits, plain, (args, kwargs))
@@ -160,11 +152,11 @@ def _child(x: DeferredLogits, step: DeferredOp) -> DeferredLogits | None:
     """x after the step, if the result is rows of logits or a function of each logit; else None."""
     pointwise = step.func in POINTWISE_OPS
     if pointwise:
-        if not _keeps_device(step, x) or any(isinstance(a, Tensor) for a in step.args):
+        if not keeps_device(step, x) or any(isinstance(a, Tensor) for a in step.args):
             return None
     elif step.func not in ROW_OPS or x.size(-1) < 2:
         return None
-    like = step(_empty_like(x))
+    like = step(empty_like(x))
     if like.dim() == 0 or like.size(-1) != x.size(-1):
         return None
     return mapped(x, step, like) if pointwise else _selected(x, step, like, step.func not in _COPIES)
@@ -204,7 +196,7 @@ def _selected(x: DeferredLogits, step: Callable[[Tensor], Tensor], like: Tensor,
 
 def _parts(x: DeferredLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The parts that x is split into along a dimension before the last; None for the last."""
-    wholes = func(_empty_like(x), *args, **kwargs)
+    wholes = func(empty_like(x), *args, **kwargs)
     if x.size(-1) < 2 or any(part.dim() == 0 or part.size(-1) != x.size(-1) for part in wholes):
         return None
 
@@ -229,11 +221,12 @@ def _scaled_in_place(x: DeferredLogits, step: DeferredOp) -> DeferredLogits | No
     return x
 
 
-def _empty_like(x: Tensor) -> Tensor:
+def empty_like(x: Tensor) -> Tensor:
+    """A tensor without data in x's layout."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _keeps_device(step: DeferredOp, x: Tensor) -> bool:
+def keeps_device(step: DeferredOp, x: Tensor) -> bool:
     """Drop the step's device, so that the step works on any tensor. False if that device is not x's own."""
     device = step.kwargs.get("device")
     step.kwargs = {name: value for name, value in step.kwargs.items() if name not in ("device", "pin_memory")}
@@ -265,5 +258,4 @@ def plain(x: Tensor) -> Tensor:
     """The values of deferred logits as an ordinary, differentiable tensor; any other tensor as it is."""
     if not isinstance(x, DeferredLogits):
         return x
-    y: Tensor = applied(_ValuesFunction, x)
-    return y
+    return applied(_ValuesFunction, x)

@@ -12,7 +12,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 # elementwise functions and their in-place forms
-_IN_PLACE: dict[Any, Any] = {
+IN_PLACE: dict[Any, Any] = {
     aten.mul.Tensor: aten.mul_.Tensor,
     aten.mul.Scalar: aten.mul_.Scalar,
     aten.div.Tensor: aten.div_.Tensor,
@@ -35,7 +35,7 @@ class DeferredOp:
 
     def written_over(self, x: Tensor) -> Tensor:
         """The op in x's memory, if it has an in-place form: logits are the largest tensor of many training steps."""
-        function: Callable[..., Tensor] = _IN_PLACE.get(self.func, self.func)
+        function: Callable[..., Tensor] = IN_PLACE.get(self.func, self.func)
         return function(x, *self.args, **self.kwargs)
 
 

@@ -137,5 +137,4 @@ def experts_down(
         `bias` are bit-equal; those of h and `routing` use the same factors in another order, with an error like
         stock's. First order only.
     """
-    y: Tensor = applied(ExpertsDownFunction, h, weight, bias, routing, experts, offsets, products, codec)
-    return y
+    return applied(ExpertsDownFunction, h, weight, bias, routing, experts, offsets, products, codec)

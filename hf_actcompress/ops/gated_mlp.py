@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,18 +19,11 @@ from .first_order import once_differentiable
 _Stock = Callable[[Tensor], Tensor]
 
 
-class _Rebuild:
-    """Recompute function of the product; it holds no tensor."""
-
-    __slots__ = ("dtype", "kind", "options", "stock")
-
-    def __init__(self, stock: SameAutocast, kind: str, options: tuple[float, ...], dtype: torch.dtype) -> None:
-        self.stock, self.kind, self.options, self.dtype = stock, kind, options, dtype
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        product = implementation("gated_product", gate, self.kind)
-        h: Tensor = product(gate, up, self.stock, self.kind, self.options, self.dtype)
-        return h
+def _rebuild(
+    gate: Tensor, up: Tensor, *, stock: SameAutocast, kind: str, options: tuple[float, ...], dtype: torch.dtype
+) -> Tensor:
+    h: Tensor = implementation("gated_product", gate, kind)(gate, up, stock, kind, options, dtype)
+    return h
 
 
 class GatedProductFunction(torch.autograd.Function):
@@ -45,7 +39,8 @@ class GatedProductFunction(torch.autograd.Function):
         gate_record, up_record = record_of(gate, of_gate), record_of(up, codec.part("up"))
         save(ctx, gate_record, up_record)
         ctx.stock, ctx.kind, ctx.options = SameAutocast(stock, gate), kind, options
-        declare(h, _Rebuild(ctx.stock, kind, options, h.dtype), gate_record, up_record)
+        rebuild = partial(_rebuild, stock=ctx.stock, kind=kind, options=options, dtype=h.dtype)
+        declare(h, rebuild, gate_record, up_record)
         return h
 
     @staticmethod
@@ -83,5 +78,4 @@ def gated_product(
     Gradient:
         Exact: bit-equal to stock by the reference where the activation's is, within stock's own error by a kernel.
     """
-    h: Tensor = applied(GatedProductFunction, gate, up, stock, kind, options, codec)
-    return h
+    return applied(GatedProductFunction, gate, up, stock, kind, options, codec)

@@ -6,6 +6,9 @@ padding key and value, because no real query attends to them. `load` checks the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -27,23 +30,15 @@ from ..records import (
 )
 
 
-def heads_padding(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Padding | None:
-    """The padding of a self-attention call whose rows need not be kept: q [B, H, S, D], k [B, Hkv, S, D].
-
-    None also if real tokens can attend to padding, or if queries and keys are not of the same tokens.
-    """
-    padding = padding_in(q.transpose(1, 2))
-    if padding is None or padding_in(k.transpose(1, 2)) is None or (mask is None and not is_causal):
-        return None
-    return padding
-
-
 def keep_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, codec: Codec
 ) -> tuple[list[Record], bool]:
     """The records of q, k and v, shaped like them, and whether rows are left out (padding, or copies of others)."""
     parts = [(x, codec.part(name, heads=True)) for name, x in (("q", q), ("k", k), ("v", v))]
-    padding = heads_padding(q, k, mask, is_causal)
+    padding = padding_in(q.transpose(1, 2))
+    if padding is not None and (padding_in(k.transpose(1, 2)) is None or (mask is None and not is_causal)):
+        # queries and keys are not of the same tokens, or real tokens can attend to padding
+        padding = None
     shared = padding is None and all(shares_rows(x.transpose(1, 2)) for x in (q, k))
     if padding is None and not shared:
         # not the record that other consumers made without padding, because attention reads across rows
@@ -51,7 +46,10 @@ def keep_heads(
     q_record, k_record, v_record = (_rows_of(x, of_x) for x, of_x in parts)
     keys = Derived(Recipe(_swap), (k_record,))
     if padding is not None:
-        keys = Derived(Recipe(_Keys(padding)), (k_record, stored_exact(seen_by_real(padding, mask))))
+        keys = Derived(
+            Recipe(partial(_keys, note=padding.guard.note_attention)),
+            (k_record, stored_exact(seen_by_real(padding, mask))),
+        )
     return [Derived(Recipe(_swap), (q_record,)), keys, Derived(Recipe(_swap), (v_record,))], True
 
 
@@ -70,7 +68,7 @@ def _rows_of(x: Tensor, codec: Codec) -> Record:
     if not codec.along_tokens:
         return record_in_order_of(x, order, codec)
     # codecs that group neighbours need the next token beside each row, not the next head
-    return Derived(Recipe(_Apart(x.size(1))), (keep(order.flatten(2), codec),))
+    return Derived(Recipe(partial(_apart, heads=x.size(1))), (keep(order.flatten(2), codec),))
 
 
 def keep_output_heads(out: Tensor, codec: Codec, dropped: bool) -> Record:
@@ -108,29 +106,15 @@ def _swap(rows: Tensor) -> Tensor:
     return rows.transpose(1, 2)
 
 
-class _Apart:
+def _apart(rows: Tensor, *, heads: int) -> Tensor:
     """Recompute function of [B, S, H, D] from [B, S, H D]."""
-
-    __slots__ = ("heads",)
-
-    def __init__(self, heads: int) -> None:
-        self.heads = heads
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return rows.view(*rows.shape[:-1], self.heads, -1)
+    return rows.view(*rows.shape[:-1], heads, -1)
 
 
-class _Keys:
-    """`_swap` for the keys. It also checks that no real token has attended to padding."""
-
-    __slots__ = ("guard",)
-
-    def __init__(self, padding: Padding) -> None:
-        self.guard = padding.guard
-
-    def __call__(self, rows: Tensor, seen: Tensor) -> Tensor:
-        self.guard.note_attention(seen)
-        return rows.transpose(1, 2)
+def _keys(rows: Tensor, seen: Tensor, *, note: Callable[[Tensor], None]) -> Tensor:
+    """`_swap` for the keys. It also checks, by `note`, that no real token has attended to padding."""
+    note(seen)
+    return rows.transpose(1, 2)
 
 
 def seen_by_real(padding: Padding, mask: Tensor | None) -> Tensor:

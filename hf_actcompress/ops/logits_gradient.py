@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..private_apis import without_torch_function
 from ..reference.linear_rows import matrix_slices
-from .deferred_logits import POINTWISE_OPS, ROW_OPS
+from .deferred_logits import MEMORY, POINTWISE_OPS, ROW_OPS, empty_like, keeps_device
 from .deferred_values import DeferredOp
 from .gradient_parts import Chunk, GradientPart, Leaf, Mapped, Total, rows_of
 from .row_set import RowSet, add_at, rows_at, shifted
@@ -65,8 +65,8 @@ class LogitsGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OF_VALUES:
-            args, kwargs = _dense((args, kwargs or {}))
+        if func in MEMORY:
+            args, kwargs = dense((args, kwargs or {}))
             return func(*args, **kwargs)
         with without_torch_function():
             return func(*args, **(kwargs or {}))
@@ -86,34 +86,19 @@ class LogitsGradient(Tensor):
             known = _joined(func, *args, **kwargs)
         if known is not None:
             return known
-        args, kwargs = _dense((args, kwargs))
+        args, kwargs = dense((args, kwargs))
         return func(*args, **kwargs)
 
 
-_OF_VALUES = {
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.__dlpack__,
-    Tensor.__format__,
-    Tensor.__reduce_ex__,
-    Tensor.__deepcopy__,
-    Tensor.data_ptr,
-    Tensor.tolist,
-    Tensor.untyped_storage,
-    Tensor.data.__get__,  # type: ignore[attr-defined]
-}
 _BACKWARD_OPS = {
     aten.slice_backward.default: aten.slice.Tensor,
     aten.select_backward.default: aten.select.int,
 }
 
 
-def _dense(value: Any) -> Any:
+def dense(value: Any) -> Any:
+    """The value with each gradient in it as a plain tensor."""
     return tree_map_only(LogitsGradient, lambda x: x.dense(), value)
-
-
-def _meta(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _of_one(x: LogitsGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsGradient | None:
@@ -121,7 +106,7 @@ def _of_one(x: LogitsGradient, func: Any, args: tuple[Any, ...], kwargs: dict[st
     if func in _BACKWARD_OPS:
         return _spread(x, func, *args)
     if func in ROW_OPS:
-        y = func(_meta(x), *args, **kwargs)
+        y = func(empty_like(x), *args, **kwargs)
         if y.numel() != x.numel() or y.dim() == 0 or y.size(-1) != x.size(-1):
             return None
         return LogitsGradient(x.part, x.origin, y, x.source_rows, x.at)
@@ -142,13 +127,10 @@ def _spread(x: LogitsGradient, func: Any, sizes: Any, dim: int, *place: Any) -> 
 
 def _scaled(x: LogitsGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogitsGradient | None:
     """x cast, or times a number."""
-    device = kwargs.get("device")
-    if any(isinstance(a, Tensor) for a in args) or (device is not None and torch.device(device) != x.device):
+    step = DeferredOp(func, args, kwargs)
+    if any(isinstance(a, Tensor) for a in args) or not keeps_device(step, x):
         return None
-    step = DeferredOp(
-        func, args, {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-    )
-    like = step(_meta(x))
+    like = step(empty_like(x))
     part = Mapped(x.part, lambda dy, chunk, rows: step(dy), like.dtype, None)
     return LogitsGradient(part, x.origin, like, x.source_rows, x.at)
 
@@ -171,7 +153,7 @@ def _joined(func: Any, tensors: Any, dim: int = 0) -> LogitsGradient | None:
     """The gradient of a tensor, from the gradients of its parts. None if their values are needed."""
     if not all(isinstance(x, LogitsGradient) and x.origin is tensors[0].origin for x in tensors):
         return None
-    like = func([_meta(x) for x in tensors], dim)
+    like = func([empty_like(x) for x in tensors], dim)
     if dim in (-1, like.dim() - 1) or len({x.dtype for x in tensors}) > 1:
         return None
     sizes = [x.numel() // x.size(-1) for x in tensors]

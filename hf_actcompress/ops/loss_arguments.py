@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..reference.linear_cross_entropy import Pointwise
 from .deferred_logits import DeferredLogits
 
 # marks a row that does not count, in `reduced`. The caller's `ignore_index` may be 0, which is a class there
@@ -55,6 +56,15 @@ def _class_indices(input: Any, target: Any) -> bool:
         return False
     known = target.dtype == torch.int64 and target.device == input.device
     return known and input.dim() == 2 and target.shape == input.shape[:1] and target.numel() > 0
+
+
+def loss_dtype(device: torch.device, dtype: torch.dtype, pointwise: Pointwise = ()) -> torch.dtype:
+    """The dtype in which torch computes the loss of such logits under the current autocast, found by a small call."""
+    x = torch.zeros(1, 1, dtype=dtype, device=device)
+    with torch.no_grad():
+        for function in pointwise:
+            x = function(x)
+        return F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=device)).dtype
 
 
 def reduced(losses: Tensor, counts: Tensor, outside: Tensor | None, reduction: str) -> Tensor:

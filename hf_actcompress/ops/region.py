@@ -68,25 +68,19 @@ class Region:
             self._sizes = [len(results) for results, _ in made]
             tensors = [x for results, _ in made for x in results]
             anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
-            node: Tensor = applied(KeptResultsFunction, anchor, *tensors)
+            node = applied(KeptResultsFunction, anchor, *tensors)
             self._kept = node.grad_fn
 
     def result(self, compute: Callable[[], _Results]) -> _Results:
-        if self.is_first:
-            # checkpointing compares what both runs save, and in the second run `compute` saves nothing
-            with saved_tensors_hooks(Tensor.detach, _same):
-                found = compute()
-            self._made.append((tuple(x.detach() for x in found), [x._version for x in found]))
-            return found
-        # the calling Function returns these tensors, so they must not be views
         if self._again:
+            # the calling Function returns these tensors, so they must not be views
             return tuple(no_view(x.detach()) for x in self._again.pop(0))
-        with saved_tensors_hooks(Tensor.detach, _same):
-            return compute()
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+        # checkpointing compares what both runs save, and in the second run `compute` saves nothing
+        with saved_tensors_hooks(Tensor.detach, lambda x: x):
+            found = compute()
+        if self.is_first:
+            self._made.append((tuple(x.detach() for x in found), [x._version for x in found]))
+        return found
 
 
 def result_in_region(compute: Callable[[], _Results]) -> _Results:

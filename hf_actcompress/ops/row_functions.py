@@ -26,10 +26,6 @@ from .row_set import RowSet, Where, rows_at
 aten = torch.ops.aten
 
 
-def _logsumexp_bwd(dy: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    return dy * (x.to(y.dtype) - y).exp_()
-
-
 # dx from dy and y, all [K, V], by autograd's formulas; autograd itself does not run below a tensor subclass
 MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "log_softmax": lambda dy, y: aten._log_softmax_backward_data(dy, y, -1, y.dtype),
@@ -42,21 +38,16 @@ LINEAR_REDUCTIONS: dict[str, Callable[[Tensor, int, Any], Tensor]] = {
     "mean": lambda dy, width, index: dy.expand(-1, width) / width,
     "gather": lambda dy, width, index: dy.new_zeros((dy.size(0), width)).scatter_add_(-1, index, dy),
 }
-# dx [K, V] from dy [K, 1], x [K, V] and y [K, 1]
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"logsumexp": _logsumexp_bwd}
 
 
-class RowStep:
+class RowStep(SameAutocast):
     """A function of rows, with its name in one of the tables. It runs under the autocast state of its creation."""
 
-    __slots__ = ("function", "name")
+    __slots__ = ("name",)
 
     def __init__(self, name: str, function: Callable[..., Tensor], x: Tensor) -> None:
-        self.name, self.function = name, SameAutocast(function, x)
-
-    def __call__(self, *args: Tensor) -> Tensor:
-        y: Tensor = self.function(*args)
-        return y
+        super().__init__(function, x)
+        self.name = name
 
 
 class _Place:
@@ -156,7 +147,7 @@ class ReduceFunction(torch.autograd.Function):
         if index is None and _source(x).values is not None:
             # the order of additions in a sum may depend on the number of rows
             whole = Chunk(read).value(x.pointwise, rows.part(slice(0, ctx.place.count)))
-            return step(whole.view(x.shape))
+            return step(whole.view(x.shape))  # type: ignore[no-any-return]
         flat = index.flatten(0, -2) if index is not None else None
         for part in matrix_slices(ctx.place.count, x.size(-1)):
             y = Chunk(read).value(x.pointwise, rows.part(part))
@@ -176,8 +167,11 @@ class ReduceFunction(torch.autograd.Function):
             if step.name in LINEAR_REDUCTIONS:  # the logits themselves are not needed
                 wanted = rows_at(flat_index, own) if flat_index is not None else None
                 return LINEAR_REDUCTIONS[step.name](part, place.shape[-1], wanted).to(place.dtype)
+            # logsumexp is the only other function that has a gradient
             x = chunk.value(place.steps, rows)
-            return REDUCTIONS[step.name](part, x, step(x)[:, None]).to(place.dtype)
+            y = step(x)[:, None]
+            dx: Tensor = part * (x.to(y.dtype) - y).exp_()
+            return dx.to(place.dtype)
 
         return place.gradient(numbers, lambda rows: Leaf(rows, place.dtype, gradient)), None, None
 
@@ -188,17 +182,14 @@ def map_rows(x: DeferredLogits, name: str, function: Callable[[Tensor], Tensor])
     # under autocast the dtype may be another one; a small call of the function tells
     dtype = step(torch.zeros((1, 2), dtype=x.dtype, device=x.device)).dtype
     like = torch.empty(x.shape, dtype=dtype, device="meta")
-    y: Tensor = applied(MapFunction, x, step, like)
-    return y
+    return applied(MapFunction, x, step, like)
 
 
 def multiply_rows(a: DeferredLogits, b: DeferredLogits) -> Tensor:
     """a * b of two functions [..., V] of the same rows, deferred."""
-    y: Tensor = applied(ProductFunction, a, b)
-    return y
+    return applied(ProductFunction, a, b)
 
 
 def reduce_rows(x: DeferredLogits, name: str, function: Callable[..., Tensor], index: Tensor | None = None) -> Tensor:
     """``function(x)`` [...] of x [..., V], or ``function(x, index)`` [..., n]; `name` is its row of a table, if any."""
-    y: Tensor = applied(ReduceFunction, x, RowStep(name, function, x), index)
-    return y
+    return applied(ReduceFunction, x, RowStep(name, function, x), index)

@@ -9,32 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .. import ops
 from ..methods.derivative.op import activation_derivative
 from ..methods.fewbit.op import activation_fewbit
 from ..methods.inverted.op import activation_output
-from ..methods.norm_output.op_layer_norm import layer_norm_output
-from ..methods.norm_output.op_rms_norm import rms_norm_output
+from ..methods.norm_output.op import layer_norm_output, rms_norm_output
 from ..methods.tempo.op import attention_tempo
-from . import (
-    activation,
-    attention_rows,
-    cast,
-    conv2d,
-    dropout,
-    experts_down,
-    fused_attention,
-    gated_product,
-    layer_norm,
-    linear,
-    linear_attention,
-    linear_cross_entropy,
-    packed_attention,
-    recomputed,
-    recomputed_attention,
-    rms_norm,
-    rope,
-    tiled,
-)
 
 
 @dataclass(frozen=True)
@@ -50,45 +30,45 @@ class Op:
 
 
 OPS: tuple[Op, ...] = (
-    Op("linear", "record", linear, "its input's record (nothing if the weight is frozen)", "autocast casts"),
-    Op("conv2d", "record", conv2d, "its input's record (nothing if the weight is frozen)", "autocast casts"),
-    Op("activation", "input", activation, "its input", "its output"),
-    Op("gated_mlp", "gate_up", gated_product, "gate and up", "act(gate) and the product"),
-    Op("recomputed", "input", recomputed, "its input", "all inside of a cheap function, its output"),
+    Op("linear", "record", ops.linear, "its input's record (nothing if the weight is frozen)", "autocast casts"),
+    Op("conv2d", "record", ops.conv2d, "its input's record (nothing if the weight is frozen)", "autocast casts"),
+    Op("activation", "input", ops.activation, "its input", "its output"),
+    Op("gated_mlp", "gate_up", ops.gated_product, "gate and up", "act(gate) and the product"),
+    Op("recomputed", "input", ops.recomputed, "its input", "all inside of a cheap function, its output"),
     Op(
         "experts_down",
         "input",
-        experts_down,
+        ops.experts_down,
         "its input's record, routing weights and order",
         "nothing: the output is not needed",
     ),
-    Op("tiled_mlp", "input", tiled, "its input's record", "all inside of an MLP, a tile of rows at a time"),
-    Op("layer_norm", "input", layer_norm, "its input, mean, rstd", "its output"),
-    Op("rms_norm", "input", rms_norm, "its input, rstd", "its output, the fp32 copies"),
+    Op("tiled_mlp", "input", ops.tiled, "its input's record", "all inside of an MLP, a tile of rows at a time"),
+    Op("layer_norm", "input", ops.layer_norm, "its input, mean, rstd", "its output"),
+    Op("rms_norm", "input", ops.rms_norm, "its input, rstd", "its output, the fp32 copies"),
     Op(
         "dropout",
         "rng",
-        dropout,
+        ops.dropout,
         "the generator's state; the mask (bool) where a CPU's state is more bytes",
         "mask and output",
     ),
-    Op("attention", "fused", fused_attention, "q, k, v, output, logsumexp, the mask once", "repeated k and v"),
+    Op("attention", "fused", ops.fused_attention, "q, k, v, output, logsumexp, the mask once", "repeated k and v"),
     Op(
         "attention",
         "recomputed",
-        recomputed_attention,
+        ops.recomputed_attention,
         "q, k, v, the mask once, the RNG state if it draws",
         "probabilities",
     ),
-    Op("attention", "packed", packed_attention, "q, k, v, output, logsumexp", "repeated k and v"),
-    Op("attention", "rows", attention_rows, "q, k, v", "mask, scores, probabilities, some rows at a time"),
-    Op("linear_attention", "segments", linear_attention, "its inputs", "all inside of a segment"),
-    Op("rope", "angles", rope, "cos and sin, which all layers share", "nothing"),
-    Op("cast", "record", cast, "nothing", "its output"),
+    Op("attention", "packed", ops.packed_attention, "q, k, v, output, logsumexp", "repeated k and v"),
+    Op("attention", "rows", ops.attention_rows, "q, k, v", "mask, scores, probabilities, some rows at a time"),
+    Op("linear_attention", "segments", ops.linear_attention, "its inputs", "all inside of a segment"),
+    Op("rope", "angles", ops.rope, "cos and sin, which all layers share", "nothing"),
+    Op("cast", "record", ops.cast, "nothing", "its output"),
     Op(
         "linear_cross_entropy",
         "vocabulary_chunks",
-        linear_cross_entropy,
+        ops.linear_cross_entropy,
         "the hidden states' record, the targets, two statistics per row",
         "the logits, a chunk at a time",
     ),

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from ..private_apis import transforms_active, without_torch_function
 from ..reference.device_rules import on_cpu
 from .deferred_logits import DeferredLogits, plain
-from .logits_gradient import LogitsGradient
-from .loss_arguments import LossArguments, loss_over_classes, reduced
+from .logits_gradient import dense
+from .loss_arguments import LossArguments, loss_dtype, loss_over_classes, reduced
 from .row_functions import map_rows, multiply_rows, reduce_rows
 
 
@@ -61,11 +61,7 @@ def _gather(input: Any, dim: int, index: Tensor, **options: Any) -> Any:
     known = index.dtype == torch.int64 and index.device == input.device
     if not known or index.dim() != input.dim() or index.shape[:-1] != input.shape[:-1]:
         return NotImplemented
-    return reduce_rows(input, "gather", _gathered, index)
-
-
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(-1, index)
+    return reduce_rows(input, "gather", lambda x, index: x.gather(-1, index), index)
 
 
 def _reduction(name: str, function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -106,7 +102,7 @@ def _cross_entropy(asked: LossArguments) -> Any:
     if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
     # autocast may run a whole cross entropy in fp32 although it leaves a log_softmax alone
-    wide = _loss_dtype(input)
+    wide = loss_dtype(input.device, input.dtype)
     log_probabilities = torch.log_softmax(input, 1, dtype=wide if wide != input.dtype else None)
     loss: Tensor = F.nll_loss(log_probabilities, target, ignore_index=ignore_index, reduction=reduction)
     if asked.label_smoothing == 0.0:
@@ -120,12 +116,6 @@ def _cross_entropy(asked: LossArguments) -> Any:
     return (1 - asked.label_smoothing) * loss + smooth * (asked.label_smoothing / input.size(-1))
 
 
-def _loss_dtype(logits: Tensor) -> torch.dtype:
-    """The dtype in which torch would compute the cross entropy of such logits under the current autocast."""
-    x = torch.zeros(1, 1, dtype=logits.dtype, device=logits.device)
-    return F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=logits.device)).dtype
-
-
 def _detached(input: DeferredLogits) -> Tensor:
     """`detach`, whose result shares the memory of the values, as in stock. Autograd's own `detach` runs below this."""
     input.chain.source.lend()
@@ -134,11 +124,11 @@ def _detached(input: DeferredLogits) -> Tensor:
 
 def _register_hook(input: Tensor, hook: Callable[[Tensor], Any]) -> Any:
     # a hook may keep the gradient for longer than it can be computed
-    return _as_stock(Tensor.register_hook, input, lambda dy: hook(_dense(dy)))
+    return _as_stock(Tensor.register_hook, input, lambda dy: hook(dense(dy)))
 
 
 def _retain_grad(input: Tensor) -> Any:
-    _as_stock(Tensor.register_hook, input, _dense)
+    _as_stock(Tensor.register_hook, input, dense)
     return _as_stock(Tensor.retain_grad, input)
 
 
@@ -147,14 +137,8 @@ def _as_stock(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def _dense(dy: Tensor) -> Tensor:
-    return dy.dense() if isinstance(dy, LogitsGradient) else dy
-
-
-def _same(functions: tuple[Any, ...], ours: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
-    return dict.fromkeys(functions, ours)
-
-
+# one row for each of several functions
+_same = dict.fromkeys
 _TABLE: dict[Any, Callable[..., Any]] = {
     **_same(
         (F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax),

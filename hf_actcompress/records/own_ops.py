@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from .parts import is_part
 from .record import Record
 from .saving import Leaves, own_tensors, slot_of
 
-# the type of `torch.autograd.Function.apply`
-_Function = type[torch.autograd.Function]
+_Result_co = TypeVar("_Result_co", covariant=True)
 # the nodes that may have made a tensor about which the net is asked
 _KINDS = COPIES | CONVOLUTIONS | JOINING_NODES.keys() | POINTWISE_NODES.keys()
 
@@ -80,11 +79,21 @@ class _Off:
         return made(Slotted(slot), found) if len(found) == len(sources) else None
 
 
-def applied(function: _Function, *inputs: Any) -> Any:
+class _Function(Protocol[_Result_co]):
+    """A subclass of `torch.autograd.Function`, whose forward says what `apply` returns."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any: ...
+
+    @staticmethod
+    def forward(*args: Any, **kwargs: Any) -> _Result_co: ...
+
+
+def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
     """``function.apply(*inputs)`` of one of our ops. The net is off, unless outer hooks must get what is kept."""
     net = None if torch.compiler.is_compiling() else current.net
     if net is None or not net.is_innermost():
-        return function.apply(*inputs)  # type: ignore[no-untyped-call]
+        return function.apply(*inputs)  # type: ignore[no-any-return]
     off = _Off(net)
     if net.outside is not None:
         off.on = True
@@ -93,7 +102,7 @@ def applied(function: _Function, *inputs: Any) -> Any:
     own_tensors.asked = off.needed
     before, current.declared = current.declared, []
     try:
-        out = function.apply(*inputs)  # type: ignore[no-untyped-call]
+        out: _Result_co = function.apply(*inputs)
         for y, entry in current.declared:
             net.declared.note(y, entry, off.kept(net), partial(off.held, net, y.grad_fn))
         return out

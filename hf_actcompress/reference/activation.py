@@ -15,6 +15,9 @@ _tanh_backward: Any = aten.tanh_backward.grad_input
 # of `gelu_new`: 0.5 x (1 + tanh(_SCALE (x + _CUBIC x^3)))
 _SCALE, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
+# alpha and scale, as torch has them; mean and deviation
+SELU, LAPLACE = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946), (0.707107, 0.282095)
+
 # kind -> a kind that is the same function with other roundings, whose fitted tables it uses
 SAME_FUNCTION = {"gelu_erf": "gelu", "gelu_new": "gelu_tanh"}
 
@@ -34,10 +37,6 @@ def activation_bwd(dy: Tensor, x: Tensor, kind: str, options: tuple[float, ...] 
         dy, x = dy.to(dtype), x.to(dtype)
     dx: Tensor = ACTIVATIONS[kind](dy, x, *options)
     return dx if dx.dtype == own else dx.to(own)
-
-
-def _gelu(dy: Tensor, x: Tensor) -> Any:
-    return aten.gelu_backward.default(dy, x)
 
 
 def _gelu_tanh(dy: Tensor, x: Tensor) -> Any:
@@ -64,7 +63,8 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return s * (1 + 1.702 * x * (1 - s))
 
 
-def _laplace(x: Tensor, mu: float = 0.707107, sigma: float = 0.282095) -> Tensor:
+def _laplace(x: Tensor) -> Tensor:
+    mu, sigma = LAPLACE
     z = (x - mu) / (sigma * math.sqrt(2.0))
     return torch.exp(-z * z) / (sigma * math.sqrt(2.0 * math.pi))
 
@@ -107,11 +107,8 @@ def _sqrt_softplus(dy: Tensor, x: Tensor) -> Any:
     return aten.softplus_backward(dy.to(wide) / (2 * root), x, 1.0, 20.0)
 
 
-# alpha and scale, as torch has them
-SELU = (1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
-
 ACTIVATIONS: dict[str, Callable[..., Any]] = {
-    "gelu": _gelu,
+    "gelu": aten.gelu_backward.default,
     "gelu_erf": _in_fp32(_gelu_erf),
     "gelu_tanh": _gelu_tanh,
     "gelu_new": _gelu_new,

@@ -24,9 +24,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     flat = codes.reshape(-1)
     if bits == 8:
         return flat.clone()
-    parts = []
-    for shift, width in _fields(bits):
-        parts.append(_pack_field((flat >> shift) & (2**width - 1), width))
+    parts = [_pack_field((flat >> shift) & (2**width - 1), width) for shift, width in _fields(bits)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -141,25 +142,21 @@ def replayed_rng(state: Tensor, device: torch.device) -> Iterator[None]:
     """While the block runs, `device`'s default generator is set to `state`; afterwards it is as before."""
     rules = device_rules()
     if rules is not None:
-        # tensors without data need no numbers, so the process's generator is left alone
-        current = rules.rng_state()
+        # tensors without data need no numbers, so the process's generator is left alone; its state is only counted
+        _current = rules.rng_state()
         yield
         return
     with _lock:
         if state.dtype == _OFFSET:
             generator = _generator(device)
-            before = _seed_and_offset(generator)
+            restore = partial(_set_seed_and_offset, generator, *_seed_and_offset(generator))
             _set_seed_and_offset(generator, *state.tolist())
-            try:
-                yield
-            finally:
-                _set_seed_and_offset(generator, *before)
-            return
-        module = torch if device.type == "cpu" else torch.get_device_module(device)
-        where = () if device.type == "cpu" else (device,)
-        current = module.get_rng_state(*where)
-        module.set_rng_state(state, *where)
+        else:
+            module = torch if device.type == "cpu" else torch.get_device_module(device)
+            where = () if device.type == "cpu" else (device,)
+            restore = partial(module.set_rng_state, module.get_rng_state(*where), *where)
+            module.set_rng_state(state, *where)
         try:
             yield
         finally:
-            module.set_rng_state(current, *where)
+            restore()

@@ -10,54 +10,47 @@ from types import FunctionType
 from typing import Any
 
 from .. import reference
-from ..methods.actnn.reference import int_ranked_pack, int_ranked_unpack
-from ..methods.block_sparse.reference import block_sparse_grad_weight, block_sparse_pack, block_sparse_unpack
-from ..methods.derivative.reference import activation_derivative
-from ..methods.fewbit.reference import fewbit_bwd, fewbit_codes
-from ..methods.inverted.reference import activation_output_bits, activation_output_bwd
-from ..methods.mesa.reference import int_running_pack, int_running_unpack
-from ..methods.norm_output.reference import layer_norm_output_bwd, rms_norm_output_bwd
-from ..methods.pooled.reference import (
-    pooled_grad_weight,
-    pooled_image_pack,
-    pooled_image_unpack,
-    pooled_pack,
-    pooled_real_pack,
-    pooled_unpack,
-)
-from ..methods.row_sample.reference import row_sample_grad_weight, row_sample_pack, row_sample_unpack
-from ..methods.tempo.reference import attention_tempo_bwd, attention_tempo_fwd
-from ..methods.topk.reference import topk_grad_weight, topk_pack, topk_unpack
+from ..methods.actnn import reference as actnn
+from ..methods.block_sparse import reference as block_sparse
+from ..methods.derivative import reference as derivative
+from ..methods.fewbit import reference as fewbit
+from ..methods.inverted import reference as inverted
+from ..methods.mesa import reference as mesa
+from ..methods.norm_output import reference as norm_output
+from ..methods.pooled import reference as pooled
+from ..methods.row_sample import reference as row_sample
+from ..methods.tempo import reference as tempo
+from ..methods.topk import reference as topk
 
 _OF_METHODS = (
-    activation_derivative,
-    activation_output_bits,
-    activation_output_bwd,
-    attention_tempo_bwd,
-    attention_tempo_fwd,
-    block_sparse_grad_weight,
-    block_sparse_pack,
-    block_sparse_unpack,
-    fewbit_bwd,
-    fewbit_codes,
-    int_ranked_pack,
-    int_ranked_unpack,
-    int_running_pack,
-    int_running_unpack,
-    layer_norm_output_bwd,
-    pooled_grad_weight,
-    pooled_image_pack,
-    pooled_image_unpack,
-    pooled_pack,
-    pooled_real_pack,
-    pooled_unpack,
-    rms_norm_output_bwd,
-    row_sample_grad_weight,
-    row_sample_pack,
-    row_sample_unpack,
-    topk_grad_weight,
-    topk_pack,
-    topk_unpack,
+    derivative.activation_derivative,
+    inverted.activation_output_bits,
+    inverted.activation_output_bwd,
+    tempo.attention_tempo_bwd,
+    tempo.attention_tempo_fwd,
+    block_sparse.block_sparse_grad_weight,
+    block_sparse.block_sparse_pack,
+    block_sparse.block_sparse_unpack,
+    fewbit.fewbit_bwd,
+    fewbit.fewbit_codes,
+    actnn.int_ranked_pack,
+    actnn.int_ranked_unpack,
+    mesa.int_running_pack,
+    mesa.int_running_unpack,
+    norm_output.layer_norm_output_bwd,
+    pooled.pooled_grad_weight,
+    pooled.pooled_image_pack,
+    pooled.pooled_image_unpack,
+    pooled.pooled_pack,
+    pooled.pooled_real_pack,
+    pooled.pooled_unpack,
+    norm_output.rms_norm_output_bwd,
+    row_sample.row_sample_grad_weight,
+    row_sample.row_sample_pack,
+    row_sample.row_sample_unpack,
+    topk.topk_grad_weight,
+    topk.topk_pack,
+    topk.topk_unpack,
 )
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

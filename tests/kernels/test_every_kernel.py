@@ -18,8 +18,7 @@ from hf_actcompress.dispatch import use
 from hf_actcompress.kernels import KERNELS
 from hf_actcompress.methods.fewbit.op import activation_fewbit
 from hf_actcompress.methods.inverted.op import activation_output
-from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
-from hf_actcompress.methods.norm_output.op_rms_norm import rms_norm_output
+from hf_actcompress.methods.norm_output.op import layer_norm_output, rms_norm_output
 from hf_actcompress.reference.table import FUNCTIONS
 from tests.kernels.harness import DEVICE, present, run, samples, specified
 from tests.oracle import assert_equal_bits, gradients

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_actcompress import ops
-from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
+from hf_actcompress.methods.norm_output.op import layer_norm_output
 from tests.ops.cases import rand
 from tests.oracle import assert_equal_bits, gradients
 

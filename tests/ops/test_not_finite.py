@@ -15,8 +15,7 @@ from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.config_checks import VARIANTS
 from hf_actcompress.dispatch import use
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
-from hf_actcompress.methods.norm_output.op_rms_norm import rms_norm_output
+from hf_actcompress.methods.norm_output.op import layer_norm_output, rms_norm_output
 from hf_actcompress.methods.tempo.op import attention_tempo
 from hf_actcompress.modules.leaves import ACTIVATION_OPS, ActivationSettings
 from hf_actcompress.reference import ACTIVATIONS

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hf_actcompress import ops
 from hf_actcompress.errors import PaddingError
-from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
+from hf_actcompress.methods.norm_output.op import layer_norm_output
 from hf_actcompress.methods.tempo.op import attention_tempo
 from hf_actcompress.records import dropping, frame, padding_of, record_of
 from tests.oracle import assert_equal_bits

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_actcompress import ops
-from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
-from hf_actcompress.methods.norm_output.op_rms_norm import rms_norm_output
+from hf_actcompress.methods.norm_output.op import layer_norm_output, rms_norm_output
 from hf_actcompress.methods.norm_output.reference import layer_norm_output_reasons, rms_norm_output_reasons
 from hf_actcompress.records import frame
 from hf_actcompress.reference import RMS_NORM_FORMULAS, rms_norm_fwd

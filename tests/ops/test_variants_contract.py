@@ -18,8 +18,7 @@ from transformers.activations import ACT2FN
 from hf_actcompress.methods.derivative.op import activation_derivative
 from hf_actcompress.methods.fewbit.op import activation_fewbit
 from hf_actcompress.methods.inverted.op import activation_output
-from hf_actcompress.methods.norm_output.op_layer_norm import layer_norm_output
-from hf_actcompress.methods.norm_output.op_rms_norm import rms_norm_output
+from hf_actcompress.methods.norm_output.op import layer_norm_output, rms_norm_output
 from hf_actcompress.methods.tempo.op import attention_tempo
 from hf_actcompress.records import frame, live_entries
 from tests.oracle import assert_equal_bits, clones, graph_nodes, pattern, tensors_in

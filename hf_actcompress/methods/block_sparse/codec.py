@@ -37,13 +37,10 @@ class BlockSparse(Codec):
     """
 
     takes_rows = True
+    linear_only = True
     fraction: float = 0.3
     block: tuple[int, int] = (32, 32)
     quota: str = "column"
-
-    @property
-    def linear_only(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         check_fraction(self.fraction)

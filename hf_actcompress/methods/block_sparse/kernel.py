@@ -14,7 +14,6 @@ from ...kernels.common import as_rows, on, traced
 from ...kernels.grad_weight import (
     add_product,
     added,
-    fake_grad_weight,
     launch_of,
     load_dy,
     options,
@@ -79,12 +78,9 @@ def gathered(
     return added(sums, dy.dtype)
 
 
-def _fake_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
-    return fake_grad_weight(dy, features)
-
-
-@traced(_fake_grad_weight)
-def _block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
+@traced(lambda dy, values, index, features, quota: dy.new_empty(dy.size(1), features))
+def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
+    """dW [O, D] from dy [R, O] and the kept tiles [N, br, bc], for any quota."""
     (tiles, br, bc), outputs = values.shape, dy.size(1)
     if dy.numel() == 0 or features == 0 or tiles == 0:
         return dy.new_zeros(outputs, features)
@@ -102,12 +98,6 @@ def _block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, feature
     # with this quota every column has a tile, whose values are NaN if x was not finite; with another, some may have
     # none
     return dweight if quota == "column" else dweight.add_(nothing(values, 1))
-
-
-def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features: int, quota: str) -> Tensor:
-    """dW [O, D] from dy [R, O] and the kept tiles [N, br, bc], for any quota."""
-    dweight: Tensor = _block_sparse_grad_weight(dy, values, index, features, quota)
-    return dweight
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

@@ -25,9 +25,8 @@ def block_sparse_pack(x: Tensor, block: tuple[int, int], k: int, quota: str) -> 
     (br, bc), (rows, features) = block, x.shape
     down, across = -(-rows // br), -(-features // bc)
     x = torch.nn.functional.pad(x, (0, -features % bc, 0, -rows % br)) if features % bc or rows % br else x
-    tiles = torch.unflatten(torch.unflatten(x, 1, (across, bc)), 0, (down, br)).transpose(
-        1, 2
-    )  # a view [nr, nc, br, bc]
+    # a view [nr, nc, br, bc]
+    tiles = torch.unflatten(torch.unflatten(x, 1, (across, bc)), 0, (down, br)).transpose(1, 2)
     norms = torch.linalg.vector_norm(tiles, dim=(2, 3), dtype=work_dtype(x.dtype))
     if quota == "global":
         index = _largest(norms.reshape(1, -1), k)

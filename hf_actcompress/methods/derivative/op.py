@@ -63,5 +63,4 @@ def activation_derivative(
     with torch.no_grad():
         value = partial(implementation("activation_fwd", x, kind), stock=stock, kind=kind, options=options)
         slope = implementation("activation_derivative", x, kind)(x, kind, options)
-    y: Tensor = applied(ActivationDerivativeFunction, x, slope, value, codec)
-    return y
+    return applied(ActivationDerivativeFunction, x, slope, value, codec)

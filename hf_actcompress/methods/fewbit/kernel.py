@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.activation import OPTIONS, constants, derivative, is_fast
-from ...kernels.common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, on, traced
+from ...kernels.common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, on, traced
 from ...kernels.groups import as_code, join_bits, nearest_integer, split_bits
 from ...reference.bits import packed_bytes
 from .kernel_encoding import cells, encoding, known_slopes
-from .reference import TWO_VALUED, UNBOUNDED, fewbit_levels, fewbit_stored_bits
+from .reference import TWO_VALUED, UNBOUNDED, fewbit_levels, fewbit_stored_bits, row_maximum
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
@@ -135,15 +135,6 @@ def _field_bytes(x: Tensor, bits: int) -> tuple[int, int]:
     return (packed_bytes(x.numel(), 2), packed_bytes(x.numel(), 1)) if bits == 3 else (packed_bytes(x.numel(), bits), 0)
 
 
-def _row_scale(x: Tensor, bits: int) -> Tensor:
-    """[..., 1]: the largest slope of each row, 2 relu(x), divided by the largest code."""
-    if x.numel() == 0 or x.dim() == 0:
-        largest = x.new_zeros(x.shape[:-1] + (1,), dtype=torch.float32) if x.dim() else x.float()
-    else:
-        largest = x.amax(-1, keepdim=True).float()
-    return (2.0 * torch.relu(largest)).div_(2**bits - 1)
-
-
 def _fake_codes(x: Tensor, kind: str, options: list[float], bits: int, method: str) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(packed_bytes(x.numel(), fewbit_stored_bits(kind, bits, method)), dtype=torch.uint8)
     shape = (x.shape[:-1] + (1,) if x.dim() else x.shape) if kind in UNBOUNDED else (0 if kind in TWO_VALUED else 1,)
@@ -154,7 +145,8 @@ def _fake_codes(x: Tensor, kind: str, options: list[float], bits: int, method: s
 def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method: str) -> tuple[Tensor, Tensor]:
     codes, scale = _fake_codes(x, kind, options, bits, method)
     if kind in UNBOUNDED:
-        scale = _row_scale(x, bits)
+        # the largest slope of each row, 2 relu(x), divided by the largest code
+        scale = (2.0 * torch.relu(row_maximum(x).float())).div_(2**bits - 1)
     if x.numel():
         stored = fewbit_stored_bits(kind, bits, method)
         mode, numbers = encoding(kind, tuple(options), bits, method)
@@ -165,7 +157,7 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
                 x.contiguous(), table, scale, codes, x.numel(), x.size(-1) if x.dim() else 1, *_field_bytes(x, stored),
                 MODE=mode, TABLE=numbers, KIND=kind, A=low, B=high,
                 KNOWN=known_slopes(kind, tuple(options)), FAST=is_fast(x), WIDE=_is_wide(x, kind), BITS=stored,
-                TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+                **POINTWISE_LAUNCH,
             )  # fmt: skip
     return codes, scale
 
@@ -183,9 +175,7 @@ def _levels(kind: str, options: tuple[float, ...], bits: int, method: str, devic
     return torch.tensor(fewbit_levels(kind, options, bits, method), dtype=torch.float32, device=device)
 
 
-def _fake_bwd(
-    dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: list[float], bits: int, method: str
-) -> Tensor:
+def _fake_bwd(dy: Tensor, *_: Any) -> Tensor:
     return dy.new_empty(dy.shape)
 
 
@@ -202,8 +192,7 @@ def _fewbit_bwd(
             _bwd_kernel[(triton.cdiv(dy.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), codes.contiguous(), levels if scale is None else scale.contiguous(), levels, dx,
                 dy.numel(), dy.size(-1) if dy.dim() else 1, *_field_bytes(dy, stored),
-                FACTOR=factor, WIDE=_is_wide(dy, kind), BITS=stored, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS,
-                **STRICT,
+                FACTOR=factor, WIDE=_is_wide(dy, kind), BITS=stored, **POINTWISE_LAUNCH,
             )  # fmt: skip
     return dx
 
@@ -212,8 +201,7 @@ def fewbit_bwd(
     dy: Tensor, codes: Tensor, scale: Tensor | None, kind: str, options: tuple[float, ...], bits: int, method: str
 ) -> Tensor:
     """dx = dy * q in dy's dtype, rounded once, where q is the level of each code."""
-    dx: Tensor = _fewbit_bwd(dy, codes, scale, kind, list(options), bits, method)
-    return dx
+    return _fewbit_bwd(dy, codes, scale, kind, list(options), bits, method)
 
 
 def _sample_codes(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

@@ -84,5 +84,4 @@ def activation_fewbit(
     fewbit_stored_bits(kind, bits, method)
     if TABLE_OPTIONS.get(kind, options) != options:
         raise UnknownOptionError(f"constants of {kind!r} in few bits", options, [TABLE_OPTIONS[kind]])
-    y: Tensor = applied(ActivationFewbitFunction, x, stock, kind, options, bits, method)
-    return y
+    return applied(ActivationFewbitFunction, x, stock, kind, options, bits, method)

@@ -60,7 +60,7 @@ def fewbit_codes(
         codes = activation_bwd(x.new_ones(()).expand_as(x), x, kind, options) != two_values(kind, options)[0]
     elif kind in UNBOUNDED:
         slope = activation_bwd(torch.ones_like(x), x, kind, options)
-        scale = _row_maximum(slope).div_(2**bits - 1)
+        scale = row_maximum(slope).div_(2**bits - 1)
         # for a row of zeros any factor will do. inf * 0 is NaN: take the code of the largest slope, which decodes to
         # inf
         reciprocal = scale.clamp(min=torch.finfo(scale.dtype).tiny).reciprocal()
@@ -99,10 +99,11 @@ def _one_or_nan(x: Tensor, kind: str, options: tuple[float, ...]) -> Tensor:
     return torch.where(slopes.isnan().any(), torch.nan, torch.ones_like(slopes[:1]))
 
 
-def _row_maximum(slope: Tensor) -> Tensor:
-    if slope.numel() == 0 or slope.dim() == 0:
-        return slope.new_zeros(slope.shape[:-1] + (1,)) if slope.dim() else slope.clone()
-    return slope.amax(-1, keepdim=True)
+def row_maximum(x: Tensor) -> Tensor:
+    """[..., 1]: the largest number of each row, 0 for an empty one; a scalar is its own."""
+    if x.numel() == 0 or x.dim() == 0:
+        return x.new_zeros(x.shape[:-1] + (1,)) if x.dim() else x.clone()
+    return x.amax(-1, keepdim=True)
 
 
 def unpacked_codes(x: Tensor, kind: str, options: tuple[float, ...], bits: int, method: str) -> Tensor:
@@ -128,14 +129,11 @@ def _step_codes(x: Tensor, kind: str, options: tuple[float, ...], bits: int, met
     if kind in CLIPPED:
         low, high = options
         # these activations are increasing where they reach a bound
-        codes = torch.where((x < low) | (x > high), flat_code(kind, options, bits, method), codes)
+        levels = fewbit_levels(kind, options, bits, method)
+        # outside of the bounds f' is 0
+        flat = min(range(len(levels)), key=lambda code: abs(levels[code]))
+        codes = torch.where((x < low) | (x > high), flat, codes)
     return codes
-
-
-def flat_code(kind: str, options: tuple[float, ...], bits: int, method: str) -> int:
-    """The code that is nearest to f' = 0."""
-    levels = fewbit_levels(kind, options, bits, method)
-    return min(range(len(levels)), key=lambda i: abs(levels[i]))
 
 
 def fewbit_borders(kind: str, bits: int, method: str) -> tuple[float, ...]:

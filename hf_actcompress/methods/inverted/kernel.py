@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ...kernels.common import INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, STRICT, cast, divide, on, traced
+from ...kernels.common import INTERPRETED, POINTWISE_LAUNCH, POINTWISE_TILE, cast, divide, on, traced
 from ...kernels.groups import join_bits, nvidia_generation
 from ...reference.bits import packed_bytes
 from .reference import INVERTED
@@ -179,7 +179,8 @@ def _fake_bits(x: Tensor, kind: str) -> Tensor:
 
 
 @traced(_fake_bits)
-def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
+def activation_output_bits(x: Tensor, kind: str) -> Tensor:
+    """Which elements of x are left of the minimum of f, or inf, or NaN: uint8, 8 elements per byte."""
     bits = _fake_bits(x, kind)
     if x.numel():
         x = x.contiguous()
@@ -187,14 +188,8 @@ def _activation_output_bits(x: Tensor, kind: str) -> Tensor:
         limit = torch.tensor(INVERTED[kind].x_min, dtype=x.dtype).item()
         with on(x):
             _bits_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
-                x, bits, x.numel(), bits.numel(), LIMIT=limit, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT
+                x, bits, x.numel(), bits.numel(), LIMIT=limit, **POINTWISE_LAUNCH
             )
-    return bits
-
-
-def activation_output_bits(x: Tensor, kind: str) -> Tensor:
-    """Which elements of x are left of the minimum of f, or inf, or NaN: uint8, 8 elements per byte."""
-    bits: Tensor = _activation_output_bits(x, kind)
     return bits
 
 
@@ -203,7 +198,8 @@ def _fake_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
 
 
 @traced(_fake_bwd)
-def _activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
+def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
+    """dx = dy * f'(x) in y's dtype, rounded once, from y = f(x) and the bits that were made from x."""
     dx = _fake_bwd(dy, y, bits, kind)
     if y.numel():
         degree = _DEGREES.get(dx.dtype, 0)
@@ -212,14 +208,8 @@ def _activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Te
             _bwd_kernel[(triton.cdiv(y.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), y.contiguous(), bits.contiguous(), dx, y.numel(),
                 FIT=fit, LEFT=left, INNER=inner, OUTER=outer, DEGREE=degree,
-                NVIDIA=nvidia_generation() > 0, TILE=POINTWISE_TILE, num_warps=POINTWISE_WARPS, **STRICT,
+                NVIDIA=nvidia_generation() > 0, **POINTWISE_LAUNCH,
             )  # fmt: skip
-    return dx
-
-
-def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Tensor:
-    """dx = dy * f'(x) in y's dtype, rounded once, from y = f(x) and the bits that were made from x."""
-    dx: Tensor = _activation_output_bwd(dy, y, bits, kind)
     return dx
 
 

@@ -12,7 +12,7 @@ from ...dispatch import implementation
 from ...errors import UnknownOptionError
 from ...ops.first_order import once_differentiable
 from ...records import applied, load, save, stored_exact
-from ..norm_output.op_kept import keep_output
+from ..norm_output.op import keep_output
 from .reference import INVERTED
 
 
@@ -67,5 +67,4 @@ def activation_output(x: Tensor, stock: Callable[[Tensor], Tensor], kind: str) -
     """
     if kind not in INVERTED:
         raise UnknownOptionError("activation that can be inverted", kind, INVERTED)
-    y: Tensor = applied(ActivationOutputFunction, x, stock, kind)
-    return y
+    return applied(ActivationOutputFunction, x, stock, kind)

@@ -39,12 +39,9 @@ class Pooled(Codec):
         ValueError: A window below 1.
     """
 
+    linear_only = True
     window: int = 2
     layout: str = "tokens"
-
-    @property
-    def linear_only(self) -> bool:
-        return True
 
     @property
     def for_images(self) -> bool:

@@ -65,12 +65,9 @@ def _pooled_kernel(
     store_tile(out_ptr, sums, out, col, col < features, outputs, features)
 
 
-def _fake_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
-    return dy.new_empty(dy.size(-1), pooled.size(-1))
-
-
-@traced(_fake_grad_weight)
-def _pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
+@traced(lambda dy, pooled, window: dy.new_empty(dy.size(-1), pooled.size(-1)))
+def pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
+    """dW [O, C] from dy [..., T, O] and the means [..., ceil(T / p), C] over p = `window` tokens."""
     tokens, (groups, features) = dy.size(-2), pooled.shape[-2:]
     if dy.numel() == 0 or pooled.numel() == 0:
         return dy.new_zeros(dy.size(-1), features)
@@ -84,12 +81,6 @@ def _pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
             WINDOW=window, **options(rows, tile),
         )  # fmt: skip
     return added(sums, dy.dtype)
-
-
-def pooled_grad_weight(dy: Tensor, pooled: Tensor, window: int) -> Tensor:
-    """dW [O, C] from dy [..., T, O] and the means [..., ceil(T / p), C] over p = `window` tokens."""
-    dweight: Tensor = _pooled_grad_weight(dy, pooled, window)
-    return dweight
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

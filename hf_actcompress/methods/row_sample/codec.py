@@ -51,6 +51,7 @@ class RowSample(Codec):
         ValueError: A fraction outside (0, 1].
     """
 
+    linear_only = True
     fraction: float = 0.3
     winner_take_all: bool = True
     draws: str = "independent"
@@ -61,10 +62,6 @@ class RowSample(Codec):
     def takes_rows(self) -> bool:
         # remembered norms are addressed by the position in a sequence
         return self.norms is None
-
-    @property
-    def linear_only(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         check_fraction(self.fraction)

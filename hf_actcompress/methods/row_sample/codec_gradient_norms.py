@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -117,24 +117,19 @@ class RememberedNorms(SiteNorms):
         self.awaited = pad(self.awaited, (0, wanted - rows), value=True)
 
 
-class _State(threading.local):
-    def __init__(self) -> None:
-        self.samples: Tensor | None = None
-
-
-_state = _State()
+_samples: ContextVar[Tensor | None] = ContextVar("samples", default=None)
 
 
 @contextmanager
 def samples_are(samples: Tensor) -> Iterator[None]:
     """While the block runs in this thread, the sequences of a batch are these samples [B], int64."""
-    before, _state.samples = _state.samples, samples.cpu()
+    token = _samples.set(samples.cpu())
     try:
         yield
     finally:
-        _state.samples = before
+        _samples.reset(token)
 
 
 def samples_now() -> Tensor | None:
     """The samples of the batch in the forward in progress, on the host, or None."""
-    return _state.samples
+    return _samples.get()

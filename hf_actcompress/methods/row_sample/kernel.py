@@ -9,28 +9,19 @@ import torch
 from torch import Tensor
 
 from ...kernels.common import traced
-from ...kernels.grad_weight import fake_grad_weight, sample_dy
+from ...kernels.grad_weight import sample_dy
 from ..block_sparse.kernel import gathered
 
 
-def _fake_grad_weight(dy: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    return fake_grad_weight(dy, rows.size(1))
-
-
-@traced(_fake_grad_weight)
-def _row_sample_grad_weight(dy: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+@traced(lambda dy, rows, index: dy.new_empty(dy.size(1), rows.size(1)))
+def row_sample_grad_weight(dy: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """dW [O, D] from dy [R, O] and the kept rows [k, D] at `index` int32 [k]; sampling weights are in the rows."""
     (kept, features), outputs = rows.shape, dy.size(1)
     if rows.numel() == 0 or outputs == 0:
         return dy.new_zeros(outputs, features)
     # one column of tiles, each of one row
     edges = torch.arange(2, dtype=torch.int32, device=dy.device) * kept
     return gathered(dy, rows.unsqueeze(1), None, index.contiguous(), edges, features, kept)
-
-
-def row_sample_grad_weight(dy: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    """dW [O, D] from dy [R, O] and the kept rows [k, D] at `index` int32 [k]; sampling weights are in the rows."""
-    dweight: Tensor = _row_sample_grad_weight(dy, rows, index)
-    return dweight
 
 
 def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Iterator[tuple[Any, ...]]:

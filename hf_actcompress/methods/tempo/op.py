@@ -105,9 +105,5 @@ def attention_tempo(
     if dtype is not None:
         # autograd casts here: the cast tensors are kept, and the wider ones are freed
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    out: Tensor
-    probs: Tensor
-    out, probs = applied(
-        AttentionTempoFunction, q, k, v, mask, scale, dropout, (softmax_dtype, probs_dtype or softmax_dtype), codec
-    )
-    return out, probs
+    dtypes = softmax_dtype, probs_dtype or softmax_dtype
+    return applied(AttentionTempoFunction, q, k, v, mask, scale, dropout, dtypes, codec)

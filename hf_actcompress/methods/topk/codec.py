@@ -37,12 +37,9 @@ class TopK(Codec):
     """
 
     takes_rows = True
+    linear_only = True
     fraction: float = 0.1
     scope: str = "row"
-
-    @property
-    def linear_only(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         check_fraction(self.fraction)

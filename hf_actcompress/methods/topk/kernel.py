@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.common import POINTWISE_TILE, POINTWISE_WARPS, STRICT, on, traced
+from ...kernels.common import POINTWISE_LAUNCH, POINTWISE_TILE, on, traced
 from ...kernels.groups import split_bits
 from ...reference.not_finite import nothing
 from .reference import chunked_grad_weight, topk_pack
@@ -68,34 +68,24 @@ def _scatter_kernel(values_ptr, index_ptr, out_ptr, kept, features, tiles, TILE:
     tl.store(out_ptr + row * features + index, value, mask=at < kept)
 
 
-def _fake_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
-    return values.new_empty(values.size(0), features)
-
-
-@traced(_fake_unpack)
-def _topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
+@traced(lambda values, where, features, masked: values.new_empty(values.size(0), features))
+def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
+    """The rows [R, D], zero where nothing was kept; all NaN if x had a NaN or inf."""
     (rows, kept), values, where = values.shape, values.contiguous(), where.contiguous()
-    options = {"TILE": POINTWISE_TILE, "num_warps": POINTWISE_WARPS, **STRICT}
     if rows * features == 0 or not masked:
         out, tiles = nothing(values, rows, features), triton.cdiv(kept, POINTWISE_TILE)
         if values.numel():
             with on(values):
-                _scatter_kernel[(rows * tiles,)](values, where, out, kept, features, tiles, **options)
+                _scatter_kernel[(rows * tiles,)](values, where, out, kept, features, tiles, **POINTWISE_LAUNCH)
         return out
     out, tiles = values.new_empty(rows, features), triton.cdiv(features, POINTWISE_TILE)
     count = where.new_empty(rows, tiles, dtype=torch.int32)
     grid = (rows * tiles,)
     with on(values):
-        _count_kernel[grid](where, count, where.size(1), tiles, **options)
+        _count_kernel[grid](where, count, where.size(1), tiles, **POINTWISE_LAUNCH)
         before = count.cumsum(1)
-        _spread_kernel[grid](values, where, before, out, kept, features, where.size(1), tiles, **options)
+        _spread_kernel[grid](values, where, before, out, kept, features, where.size(1), tiles, **POINTWISE_LAUNCH)
     return out
-
-
-def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
-    """The rows [R, D], zero where nothing was kept; all NaN if x had a NaN or inf."""
-    rows: Tensor = _topk_unpack(values, where, features, masked)
-    return rows
 
 
 def topk_grad_weight(dy: Tensor, values: Tensor, where: Tensor, features: int, masked: bool) -> Tensor:
