@@ -20,22 +20,19 @@ _WIDTHS = {
 _RIGHT = ("peak", "kept", "largest batch", "longest")
 
 
-def columns_of(room: int | None, max_context: bool) -> tuple[str, ...]:
-    """Names of the columns. Whether a row fits is only known if there is a card."""
-    left_out: tuple[str, ...] = () if max_context else ("longest",)
-    left_out += ("fits", "largest batch") if room is None else ()
-    return tuple(column for column in _COLUMNS if column not in left_out)
-
-
 @dataclass
 class EstimateTable:
     """The rows, and the question that they answer.
 
     Args:
         model: The model's name.
-        columns: Names of the columns.
+        batch_size, seq_len: Sequences, and tokens per sequence.
+        options: Options of `Estimates`.
         room, gpu: The card's bytes, and the card as it was given.
+        max_context: Whether the longest sequences are searched for as well.
+        presets: The presets that were asked for; empty: the strategies of general use.
         steps: Tokens per sequence of the steps that the allocator is replayed for; empty: all alike.
+        as_json, has_page: Whether the answer is printed as JSON, and whether a page shows it, too.
         rows: The rows that are known so far.
         evaluation_bytes: Bytes that the evaluation of such a batch needs.
         assumed: What the figures depend on.
@@ -44,15 +41,28 @@ class EstimateTable:
     """
 
     model: str
-    columns: tuple[str, ...]
+    batch_size: int
+    seq_len: int
+    options: dict[str, Any]
     room: int | None
     gpu: str | None
-    steps: tuple[int, ...] = ()
+    max_context: bool
+    presets: Sequence[str]
+    steps: tuple[int, ...]
+    as_json: bool
+    has_page: bool
     rows: list[Row] = field(default_factory=list)
     evaluation_bytes: int = 0
     assumed: str = ""
     fits: bool = True
     instead: list[Remedy] = field(default_factory=list)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns. Whether a row fits is only known if there is a card."""
+        left_out: tuple[str, ...] = () if self.max_context else ("longest",)
+        left_out += ("fits", "largest batch") if self.room is None else ()
+        return tuple(column for column in _COLUMNS if column not in left_out)
 
 
 def cells_of(row: Row, table: EstimateTable) -> tuple[str, ...]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from ..quick.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from ..config import CompressionConfig
     from ..memory.estimation.estimates import Estimates
     from ..memory.estimation.result import Estimate
+    from .estimate_table import EstimateTable
 
 TIME_CLASSES = {
     "none": "as stock",
@@ -84,21 +87,10 @@ class Strategy:
         return f"lossy: {min(bits)} bits" if bits else "lossy"
 
 
-DEFAULT = (
-    Strategy("stock", None),
-    Strategy("checkpointing", None, checkpointing=True),
-    Strategy("exact", "exact"),
-    Strategy("exact + checkpointing", "exact", checkpointing=True),
-    Strategy("exact + compressed checkpoint", "exact", checkpointing=True, checkpoint_input="int8_outliers"),
-    Strategy("long", "long"),
-    Strategy("long + checkpointing", "long", checkpointing=True),
-    Strategy("int8", "int8"),
-    Strategy("int4", "int4"),
-    Strategy("offload", "offload"),
-)
+DEFAULT = tuple(Strategy(name, *how) for name, how in STRATEGIES.items())
 
 
-def chosen(presets: list[str]) -> tuple[Strategy, ...]:
+def chosen(presets: Sequence[str]) -> tuple[Strategy, ...]:
     """All strategies of general use, or stock and the presets that were asked for. Raises UnknownOptionError."""
     if not presets:
         return DEFAULT
@@ -144,81 +136,47 @@ class Row:
         return not self.fits(usable(room, HEADROOM)) if share is None else self.estimate.reserved_bytes(share) > room
 
 
-def rows(
-    several: Estimates,
-    strategies: tuple[Strategy, ...],
-    room: int | None,
-    batch_size: int,
-    seq_len: int,
-    max_context: bool = False,
-    steps: Sequence[int] = (),
-    every_share: bool = False,
-    by_role: bool = False,
-) -> Iterator[Row]:
-    """The estimates, one after the other, because each takes seconds.
+def rows(several: Estimates, strategies: tuple[Strategy, ...], table: EstimateTable) -> Iterator[Row]:
+    """The estimates that the table asks for, one after the other, because each takes seconds.
 
-    Args:
-        several: Estimates of the model.
-        strategies: The strategies. An error of the first one is raised; another that fails gets a row that says why.
-        room: Bytes of the card, for which the largest batch sizes are searched; None if there is no card.
-        batch_size, seq_len: Sequences, and tokens per sequence.
-        max_context: Whether to search for the longest sequences as well.
-        steps: Tokens per sequence of the steps that the allocator is replayed for; by default equal ones.
-        every_share: Whether to replay `expandable_segments` also where the default setting's share fits.
-        by_role: Whether to attribute kept bytes to roles.
+    An error of the first strategy is raised; another one that fails gets a row that says why.
     """
     from ..errors import ActCompressError
 
     for index, strategy in enumerate(strategies):
         try:
-            row = _row(several, strategy, room, batch_size, seq_len, steps, every_share, by_role)
-            yield replace(row, longest=_longest(several, row, room)) if room is not None and max_context else row
+            yield _row(several, strategy, table)
         except ActCompressError as error:
             if index == 0:
                 raise
             yield Row(strategy, None, why_not=str(error))
 
 
-def _row(
-    several: Estimates,
-    strategy: Strategy,
-    room: int | None,
-    batch_size: int,
-    seq_len: int,
-    steps: Sequence[int],
-    every_share: bool,
-    by_role: bool,
-) -> Row:
+def _row(several: Estimates, strategy: Strategy, table: EstimateTable) -> Row:
+    from ..memory.estimation.largest import positions_of
+    from ..quick.formula import longest
     from ..quick.headroom import MOST_SHARE
 
-    config = strategy.patched_with
-    found = several.estimate(batch_size, seq_len, config, strategy.checkpointing, by_role=by_role)
-    peaks = {batch_size: found.device_bytes}
+    room, by_role = table.room, table.as_json or table.has_page
+    case = table.batch_size, table.seq_len, strategy.patched_with, strategy.checkpointing
+    found = several.estimate(*case, by_role=by_role)
+    peaks = {table.batch_size: found.device_bytes}
     if room is None:
         return Row(strategy, found, peaks)
     if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
-        enough = 0 if every_share else room
-        case = batch_size, seq_len, config, strategy.checkpointing
-        found = several.replayed(*case, lengths=steps, room=enough, by_role=by_role)
+        # the JSON has both shares, also where the first one fits
+        enough = 0 if table.as_json else room
+        found = several.replayed(*case, lengths=table.steps, room=enough, by_role=by_role)
 
     def peak(batch_size: int) -> int:
-        return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)
+        return several.device_bytes(batch_size, *case[1:])
 
-    guess = several.guess(batch_size, seq_len, config, strategy.checkpointing, room)
-    return Row(strategy, found, peaks, _largest(peaks, room, found.device_bytes - found.step_peak_bytes, peak, guess))
-
-
-def _longest(several: Estimates, row: Row, room: int) -> int:
-    """The longest sequences within `room`, up to the positions that the model has."""
-    from ..memory.estimation.largest import longest
-
-    strategy, found = row.strategy, row.estimate
-    assert found is not None
-
-    def peak(seq_len: int) -> int:
-        return several.device_bytes(found.batch_size, seq_len, strategy.patched_with, strategy.checkpointing)
-
-    return longest(several.model, peak, room)
+    state = found.device_bytes - found.step_peak_bytes
+    most = _largest(peaks, room, state, peak, several.guess(*case, room))
+    if not table.max_context:
+        return Row(strategy, found, peaks, most)
+    tokens = longest(lambda s: several.device_bytes(case[0], s, *case[2:]), room, positions_of(several.model))
+    return Row(strategy, found, peaks, most, tokens)
 
 
 def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int], guess: int | None = None) -> int:

@@ -138,3 +138,12 @@ def largest(needed: Callable[[int], int], room: int, most: int | None = None) ->
             width, slow = (high - low, 0) if halved else (width, slow + 1)
             number = (low + high) // 2 if slow >= _SLOW else min(max(number, low + 1), high - 1)
     return low
+
+
+def longest(needed: Callable[[int], int], room: int, limit: int | None, step: int = 64) -> int:
+    """The longest sequences whose bytes fit into `room`, 0 if none do: a multiple of `step`, or `limit` itself."""
+
+    def length(steps: int) -> int:
+        return steps * step if limit is None else min(steps * step, limit)
+
+    return length(largest(lambda steps: needed(length(steps)), room, None if limit is None else -(-limit // step)))

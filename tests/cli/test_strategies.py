@@ -20,10 +20,10 @@ def rows_of(**peaks: int):
     """Rows as if they had been estimated."""
     by_name = {strategy.name: strategy for strategy in DEFAULT}
 
-    def rows(several, strategies, room, *sizes):
+    def rows(several, strategies, table):
         for name, peak in peaks.items():
             estimated = SimpleNamespace(device_bytes=peak, kept_bytes=peak // 2, notes=(), reserved_share=None)
-            yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= room else 0)
+            yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= table.room else 0)
 
     return rows
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...config import CompressionConfig, resolve
 from ...quick.optimizers import FOREACH
+from ...quick.strategies import STRATEGIES
 from ...records import storage_sizes
 from ..estimation.fake_step.setting import Setting
 from ..estimation.meta_model import skeleton
@@ -40,10 +41,6 @@ _OPTIMIZERS = [name for name in OPTIMIZERS if name != FOREACH]
 # further fields of configs that the formula reads
 _READ = ("tie_word_embeddings", "sliding_window", "use_sliding_window")
 
-# name -> (what the model is patched with, checkpointing, codec of the checkpoints), as in the command's table
-STRATEGIES: dict[str, tuple[str | None, bool, str | None]] = json.loads(
-    (DATA.parent / "strategies.json").read_text(encoding="utf-8")
-)
 # name -> (dtype of the weights, dtype of autocast, whether there is LoRA, quantisation)
 MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
     "fp32": (torch.float32, None, False, None),
