@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelConfigError
+from .common import version_of
 from .quick import config_of
 
 # environment variable with the folder of the answers
@@ -68,7 +68,7 @@ def place_of(model: str, asked: Mapping[str, Any]) -> Path | None:
         "config": config,
         "asked": dict(asked),
         "source": _source(),
-        "versions": {name: _version(name) for name in _LIBRARIES},
+        "versions": {name: version_of(name) for name in _LIBRARIES},
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
         "machine": [platform.machine(), platform.python_version()],
     }
@@ -121,13 +121,6 @@ def _source() -> str:
     """The hash of this package's source files."""
     files = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".json"))
     return _hash(b"\0".join(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() for path in files))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _hash_of(answer: Answer) -> str:

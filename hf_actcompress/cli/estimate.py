@@ -8,44 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from . import flags
 from .assumptions import assumed
 from .cache import Answer, place_of, read, write
-from .common import (
-    BatchSize,
-    Bf16,
-    Device,
-    Dtype,
-    Engine,
-    Exit,
-    Fp16,
-    Fsdp,
-    Gpu,
-    Html,
-    Json,
-    Lora,
-    LoraRank,
-    MaxContext,
-    Model,
-    NoCache,
-    Optimizer,
-    Processes,
-    Qlora,
-    Quantization,
-    Quick,
-    SeqLen,
-    TargetLen,
-    Trl,
-    TrustRemoteCode,
-    Zero,
-    busy,
-    card_option,
-    lora_of,
-    precision,
-    progress,
-    quantization_of,
-    writable,
-)
+from .common import Exit, busy, progress, writable
 from .estimate_table import EstimateTable, as_data, cells_of, explanation, layout, page_of, text_of
+from .flags import card_option, lora_of, precision, quantization_of
 from .lengths import Lengths, lengths_in, steps_of
 from .process import for_estimates
 from .quick import by_formula, check_file
@@ -58,33 +26,33 @@ Preset = Annotated[
 
 
 def estimate(
-    model: Model,
-    batch_size: BatchSize = 1,
-    seq_len: SeqLen = 512,
+    model: flags.Model,
+    batch_size: flags.BatchSize = 1,
+    seq_len: flags.SeqLen = 512,
     lengths: Lengths = None,
-    gpu: Gpu = None,
-    max_context: MaxContext = False,
+    gpu: flags.Gpu = None,
+    max_context: flags.MaxContext = False,
     preset: Preset = None,
-    dtype: Dtype = None,
-    bf16: Bf16 = False,
-    fp16: Fp16 = False,
-    optimizer: Optimizer = "adamw",
-    lora: Lora = False,
-    lora_rank: LoraRank = None,
-    quantization: Quantization = None,
-    qlora: Qlora = False,
-    device: Device = "cuda",
-    engine: Engine = "eager",
-    fsdp: Fsdp = 1,
-    zero: Zero = None,
-    processes: Processes = 1,
-    trl: Trl = False,
-    target_len: TargetLen = None,
-    trust_remote_code: TrustRemoteCode = False,
-    html: Html = None,
-    quick: Quick = False,
-    no_cache: NoCache = False,
-    as_json: Json = False,
+    dtype: flags.Dtype = None,
+    bf16: flags.Bf16 = False,
+    fp16: flags.Fp16 = False,
+    optimizer: flags.Optimizer = "adamw",
+    lora: flags.Lora = False,
+    lora_rank: flags.LoraRank = None,
+    quantization: flags.Quantization = None,
+    qlora: flags.Qlora = False,
+    device: flags.Device = "cuda",
+    engine: flags.Engine = "eager",
+    fsdp: flags.Fsdp = 1,
+    zero: flags.Zero = None,
+    processes: flags.Processes = 1,
+    trl: flags.Trl = False,
+    target_len: flags.TargetLen = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    html: flags.Html = None,
+    quick: flags.Quick = False,
+    no_cache: flags.NoCache = False,
+    as_json: flags.Json = False,
 ) -> None:
     """What a training needs, by strategy, without weights or a GPU.
 
@@ -94,12 +62,13 @@ def estimate(
     """
     room, html, samples = _card(gpu, max_context), writable("--html", html), lengths_in(lengths)
     seq_len = max(samples, default=seq_len)
-    options = _weights(precision(dtype, bf16, fp16), quantization_of(quantization, qlora))
-    options |= _processes(fsdp, zero, processes) | {"lora": lora_of(lora or qlora, lora_rank), "target_len": target_len}
-    options |= {"optimizer": optimizer, "device": device, "engine": engine, "trust_remote_code": trust_remote_code}
-    options["trl"] = trl
-    steps, question = steps_of(samples, batch_size), (model, batch_size, seq_len, options, room, gpu, max_context)
-    table = EstimateTable(*question, preset or [], steps, as_json, html is not None)
+    weights, autocast = precision(dtype, bf16, fp16)
+    options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
+    options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
+    options |= _processes(fsdp, zero, processes) | {"engine": engine, "target_len": target_len, "trl": trl}
+    options["trust_remote_code"] = trust_remote_code
+    asked = model, batch_size, seq_len, options, room, gpu, max_context, preset or [], steps_of(samples, batch_size)
+    table = EstimateTable(*asked, as_json, has_page=html is not None)
     if quick:
         return by_formula(table)
     _answered(table, html, no_cache)
@@ -111,11 +80,6 @@ def _card(gpu: str | None, max_context: bool) -> int | None:
     if max_context and room is None:
         raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
     return room
-
-
-def _weights(precision: tuple[str | None, str | None], quantization: str | None) -> dict[str, Any]:
-    """The options of `Estimates` about weights."""
-    return {"dtype": precision[0], "autocast": precision[1], "quantization": quantization}
 
 
 def _processes(fsdp: int, zero: int | None, processes: int) -> dict[str, Any]:
