@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -62,13 +63,12 @@ def draw_roles(bars: Mapping[str, Mapping[str, int]], target: Target) -> None:
     figure = new_figure("a picture of roles", figsize=(9, 1.6 + 0.4 * len(bars)))
     axes = figure.add_subplot()
     names = list(bars)
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for sizes in bars.values():
-        for role, size in sizes.items():
-            totals[role] = totals.get(role, 0) + size
+        totals.update(sizes)
     scale, unit = _unit(max((sum(sizes.values()) for sizes in bars.values()), default=0))
     left = [0.0] * len(names)
-    for role in sorted(totals, key=lambda role: -totals[role]):
+    for role, _ in totals.most_common():
         widths = [bars[name].get(role, 0) / scale for name in names]
         axes.barh(names, widths, left=left, label=role)
         left = [start + width for start, width in zip(left, widths, strict=True)]

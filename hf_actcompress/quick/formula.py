@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,13 +72,7 @@ def _chunk(total: float, others: float, budget: float) -> float:
 
 def term_values(terms: Sequence[Mapping[str, int]], sizes: Mapping[str, float]) -> list[float]:
     """Each product of sizes."""
-    values = []
-    for term in terms:
-        value = 1.0
-        for name, power in term.items():
-            value *= sizes[name] ** power
-        values.append(value)
-    return values
+    return [math.prod((sizes[name] ** power for name, power in term.items()), start=1.0) for term in terms]
 
 
 def total(polynomial: Terms, values: Sequence[float]) -> float:

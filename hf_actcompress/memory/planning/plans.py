@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,17 +184,14 @@ def _problem(
     measured = {}
     for option in to_measure(allow, may_checkpoint=set(names) <= set(checkpoints)):
         config = PRESETS.get(option) or CompressionConfig(checkpoint=parts, **dict(CHECKPOINTS[option]))  # type: ignore[arg-type]
-        measured[option] = _measured(model, replace(setting, config=config))
+        run = partial(run_step, setting=replace(setting, config=config), roles=True)
+        measured[option] = measure(model, run)
     options = _options(model, names, measured, allow, setting, device, objective)
     exact = measured["exact"]
     inside = sum(found.count * step.kept for found, step in exact.layers.items())
     transients = {name: found.whole.peak - found.whole.kept for name, found in measured.items()}
     outside = exact.whole.kept - inside
     return _Problem(model, setting, optimizer, parts, options, outside, transients, objective, 0.0)
-
-
-def _measured(model: nn.Module, setting: Setting) -> Measured[FakeStep]:
-    return measure(model, lambda part: run_step(part, setting, roles=True))
 
 
 def _options(

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +123,7 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     fake.eval()
     with sharded(fake, mode, setting.ranks, setting.autocast):
         allocator = _allocator(fake, batch, setting)
-        with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting), _failures_named(fake):
+        with _world(setting, mode, allocator), torch.no_grad(), setting.autocast_context(), _failures_named(fake):
             outputs = fake(**batch)
             kept = allocator.live_bytes
         del outputs
@@ -218,7 +217,7 @@ def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Fak
 def _measure(
     model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, Role]
 ) -> FakeStep:
-    forward = _forward(model, batch, setting, mode)
+    forward = CompiledStep(model, batch, mode, setting) if setting.compiled else _Eager(model, batch, setting)
     allocator = _allocator(model, batch, setting)
     # a count of its own, which nobody reads: it makes tensors faster than the mode does
     with mode, FakeAllocator(results=setting.ops):
@@ -253,7 +252,11 @@ def _measure(
 
 
 def _with_roles(
-    step: _Forward, model: nn.Module, batch: dict[str, Any], allocator: FakeAllocator, roles: dict[str, Role]
+    step: CompiledStep | _Eager,
+    model: nn.Module,
+    batch: dict[str, Any],
+    allocator: FakeAllocator,
+    roles: dict[str, Role],
 ) -> tuple[Tensor, list[tuple[str, int]]]:
     """The loss, and role and bytes of each kept tensor if `roles` is not empty."""
     if not roles:
@@ -269,31 +272,15 @@ def _with_roles(
     return held[0], [(role_of(tensor, roles, seen.hidden_from_view), tensor.nbytes) for tensor in seen.tensors]
 
 
-def _forward(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode) -> _Forward:
-    if setting.compiled:
-        return CompiledStep(model, batch, mode, cuda=setting.cuda, autocast=partial(_autocast, setting))
-    return _Eager(model, batch, setting)
-
-
-class _Forward(Protocol):
-    def loss(self, allocator: FakeAllocator) -> Tensor: ...
-
-    def module_of(self, x: Tensor) -> str | None: ...
-
-
 class _Eager:
     def __init__(self, model: nn.Module, batch: dict[str, Any], setting: Setting) -> None:
         self._model, self._batch, self._setting = model, batch, setting
 
     def loss(self, allocator: FakeAllocator) -> Tensor:
-        with _autocast(self._setting), _failures_named(self._model):
+        with self._setting.autocast_context(), _failures_named(self._model):
             if self._setting.trl_head:
                 return trl_loss(self._model, self._batch)
             return loss_of(self._model(**self._batch))
 
     def module_of(self, x: Tensor) -> str | None:
         return None
-
-
-def _autocast(setting: Setting) -> torch.autocast:
-    return torch.autocast("cpu", dtype=setting.autocast or torch.bfloat16, enabled=setting.autocast is not None)

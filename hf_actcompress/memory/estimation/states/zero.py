@@ -104,9 +104,10 @@ class Zero:
         return self.stage == 3 and p.numel() > _PERSISTENT
 
     def _weights(self, model: nn.Module) -> list[int]:
-        whole = [x for x in chain(model.parameters(), model.buffers()) if not self._is_divided(x) or not _is_weight(x)]
+        whole = [p for p in model.parameters() if not self._is_divided(p)]
         divided = [p for p in model.parameters() if self._is_divided(p)]
-        return [*storage_sizes(whole).values(), *(self._share(p.numel()) * p.itemsize for p in divided)]
+        sizes = storage_sizes([*whole, *model.buffers()]).values()
+        return [*sizes, *(self._share(p.numel()) * p.itemsize for p in divided)]
 
     def _gathered(self, model: nn.Module) -> int:
         """The most bytes of weights that are whole at the same time; at least those of one layer."""
@@ -120,7 +121,3 @@ class Zero:
         largest = max(model.parameters(), key=Tensor.numel)
         live = max([_LIVE, largest.numel(), *map(elements, layers)])
         return min(elements(model), live) * largest.itemsize
-
-
-def _is_weight(x: Tensor) -> bool:
-    return isinstance(x, nn.Parameter)
