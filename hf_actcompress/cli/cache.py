@@ -32,12 +32,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Answer:
-    """The command's whole answer.
-
-    Args:
-        text: What is printed on stdout.
-        fits: Whether what was asked for fits on the card.
-        page: The HTML of `--html`, if it was asked for.
+    """The command's whole answer: what is printed on stdout, whether what was asked for fits on the card, and the HTML
+    of `--html`, if it was asked for.
     """
 
     text: str
@@ -46,12 +42,7 @@ class Answer:
 
 
 def place_of(model: str, asked: Mapping[str, Any]) -> Path | None:
-    """The file of an answer, whether it exists or not; None if this answer cannot be stored.
-
-    Args:
-        model: The model as the command got it.
-        asked: Every option.
-    """
+    """The file of the answer to a model and all options, if it exists or not; None if it cannot be stored."""
     if asked["trust_remote_code"]:
         # the model's own code may read anything, so the answer may depend on more
         return None

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from .. import errors
 from .process import only_our_words
 
 # the class that typer uses, whichever library it comes from
@@ -36,29 +37,21 @@ EXIT_CODES = (
     "be had or used, 4 something optional is not installed, 5 a step of the model failed "
     "(set ACTCOMPRESS_TRACEBACK to see where)."
 )
+_CODES = {errors.DoesNotFitError: Exit.DOES_NOT_FIT, errors.MissingExtraError: Exit.MISSING}
+_OF_MODEL = (
+    errors.ModelConfigError, errors.MeasurementError, errors.NothingPatchedError, errors.UnsupportedModelError,
+)  # fmt: skip
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turn errors into a message and an exit code. The console script has it around every command."""
-    from ..errors import (
-        ActCompressError,
-        DoesNotFitError,
-        MeasurementError,
-        MissingExtraError,
-        ModelConfigError,
-        NothingPatchedError,
-        UnsupportedModelError,
-    )
-
-    codes: dict[type[ActCompressError], Exit] = {DoesNotFitError: Exit.DOES_NOT_FIT, MissingExtraError: Exit.MISSING}
-    of_model = (ModelConfigError, MeasurementError, NothingPatchedError, UnsupportedModelError)
     try:
         with only_our_words():
             yield
-    except ActCompressError as error:
-        code = Exit.NO_MODEL if isinstance(error, of_model) else Exit.USAGE
-        fail(str(error), codes.get(type(error), code))
+    except errors.ActCompressError as error:
+        code = Exit.NO_MODEL if isinstance(error, _OF_MODEL) else Exit.USAGE
+        fail(str(error), _CODES.get(type(error), code))
     except (typer.Exit, typer.Abort, UsageError, BrokenPipeError):
         raise
     except Exception as error:
@@ -74,11 +67,8 @@ def fail(message: str, code: Exit) -> None:
 
 
 def writable(name: str, path: Path | None) -> Path | None:
-    """The file to write, with ~ expanded. That it cannot be written is reported before the work starts.
-
-    Args:
-        name: The option that names the file.
-        path: Its value.
+    """The file that the option of this name gives, with ~ expanded. If it cannot be written, that is reported before
+    the work starts.
     """
     if path is None:
         return None

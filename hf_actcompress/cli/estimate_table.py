@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..quick.headroom import ADVICE
+from ..quick.sizes import readable_size
 from .common import Rows
 from .remedies import Remedy, as_lines
 from .strategies import DEFAULT, MOST, TIME_CLASSES, Row
@@ -67,8 +69,6 @@ class EstimateTable:
 
 def cells_of(row: Row, table: EstimateTable) -> tuple[str, ...]:
     """A row as texts, by column."""
-    from ..quick.sizes import readable_size
-
     strategy, columns = row.strategy, table.columns
     if row.estimate is None:
         return (strategy.name, *["-"] * (len(columns) - 2), f"not for this model: {row.why_not}")
@@ -109,8 +109,6 @@ def text_of(table: EstimateTable) -> str:
 
 def explanation(table: EstimateTable) -> Iterator[str]:
     """The lines below the rows."""
-    from ..quick.sizes import readable_size
-
     found, room = table.rows, table.room
     used = {row.strategy.time for row in found}
     yield ""
@@ -130,9 +128,6 @@ def explanation(table: EstimateTable) -> Iterator[str]:
 
 def _advice(rows: list[Row], room: int, steps: Sequence[int]) -> Iterator[str]:
     """For each tight row, what "tight" means and whether the allocator's setting would help."""
-    from ..quick.headroom import ADVICE
-    from ..quick.sizes import readable_size
-
     tight = [row for row in rows if row.tight(room)]
     for row in tight:
         found = row.estimate
@@ -191,4 +186,4 @@ def page_of(table: EstimateTable) -> str:
     from .html_pages import estimates_page
 
     cells = Table(table.columns, [cells_of(row, table) for row in table.rows], _RIGHT)
-    return estimates_page(table.model, table.rows, cells, table.room, table.gpu)
+    return estimates_page(table, cells)

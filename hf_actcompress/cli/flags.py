@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import UnknownOptionError
+from ..quick.cards import card_bytes
+
 # more than any training has, and few enough for bytes to fit into 64 bits
 MOST = 2**24
 
@@ -84,8 +87,6 @@ def lora_of(lora: bool, rank: int | None) -> bool | int | None:
 
 def quantization_of(name: str | None, qlora: bool) -> str | None:
     """The value of `estimate`'s argument `quantization`. Raises UnknownOptionError for another name."""
-    from ..errors import UnknownOptionError
-
     if name is not None and name not in QUANTIZATIONS:
         raise UnknownOptionError("quantization", name, QUANTIZATIONS)
     return name or ("nf4" if qlora else None)
@@ -95,8 +96,6 @@ def card_option(text: str | None) -> int | None:
     """The value of --gpu in bytes."""
     if text is None:
         return None
-    from ..quick.cards import card_bytes
-
     try:
         return card_bytes(text)
     except ValueError as error:

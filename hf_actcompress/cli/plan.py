@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import DoesNotFitError
 from ..quick.headroom import HEADROOM, usable
 from . import flags
 from .assumptions import assumed
@@ -88,7 +89,6 @@ def plan(
 
 def _planned(model: str, asked: Mapping[str, Any], options: Mapping[str, Any], as_json: bool) -> Plan:
     """The plan. If none fits, print which changes would fit, and raise DoesNotFitError."""
-    from ..errors import DoesNotFitError
     from ..memory.estimation.estimates import Estimates
     from ..memory.planning.plans import plan as plan_of
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..errors import ActCompressError
+from ..quick.formula import longest
+from ..quick.headroom import HEADROOM, MOST_SHARE, usable
 from ..quick.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -128,8 +131,6 @@ class Row:
 
     def tight(self, room: int) -> bool:
         """Whether it fits, but not with what the allocator is expected to reserve, or to leave in gaps."""
-        from ..quick.headroom import HEADROOM, usable
-
         if self.estimate is None or not self.fits(room):
             return False
         share = self.estimate.reserved_share
@@ -141,8 +142,6 @@ def rows(several: Estimates, strategies: tuple[Strategy, ...], table: EstimateTa
 
     An error of the first strategy is raised; another one that fails gets a row that says why.
     """
-    from ..errors import ActCompressError
-
     for index, strategy in enumerate(strategies):
         try:
             yield _row(several, strategy, table)
@@ -154,8 +153,6 @@ def rows(several: Estimates, strategies: tuple[Strategy, ...], table: EstimateTa
 
 def _row(several: Estimates, strategy: Strategy, table: EstimateTable) -> Row:
     from ..memory.estimation.largest import positions_of
-    from ..quick.formula import longest
-    from ..quick.headroom import MOST_SHARE
 
     room, by_role = table.room, table.as_json or table.has_page
     case = table.batch_size, table.seq_len, strategy.patched_with, strategy.checkpointing
@@ -180,13 +177,11 @@ def _row(several: Estimates, strategy: Strategy, table: EstimateTable) -> Row:
 
 
 def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int], guess: int | None = None) -> int:
-    """The largest batch size within `room`, by the search that is used on a card. It adds the sizes it tries to
-    `peaks`.
+    """The largest batch size within `room`, by the search that is used on a card.
 
     Args:
-        peaks: Batch size -> bytes, for the sizes that were tried.
-        room: Bytes of the card.
-        state: Bytes that are in use without activations.
+        peaks: Batch size -> bytes, for the sizes that were tried; those tried here are added.
+        room, state: Bytes of the card, and bytes that are in use without activations.
         peak: Gives the bytes for a batch size.
         guess: The first size to try.
     """

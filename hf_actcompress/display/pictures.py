@@ -34,12 +34,7 @@ class Curve(Protocol):
 def new_figure(what: str, **options: Any) -> Any:
     """A matplotlib figure of its own, outside of pyplot.
 
-    Args:
-        what: What is drawn; the error names it.
-        options: Options of the figure.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
+    Raises MissingExtraError, which names what is drawn, if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -51,14 +46,9 @@ def new_figure(what: str, **options: Any) -> Any:
 
 
 def draw_roles(bars: Mapping[str, Mapping[str, int]], target: Target) -> None:
-    """Stacked bars of kept bytes by role, one bar per strategy, in the order given.
+    """Stacked bars of kept bytes (strategy -> role -> bytes), one bar per strategy, in the order given.
 
-    Args:
-        bars: Strategy -> role -> bytes.
-        target: A path, or a binary file for a PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
+    Raises MissingExtraError if matplotlib is not installed.
     """
     figure = new_figure("a picture of roles", figsize=(9, 1.6 + 0.4 * len(bars)))
     axes = figure.add_subplot()
@@ -81,12 +71,7 @@ def draw_roles(bars: Mapping[str, Mapping[str, int]], target: Target) -> None:
 def draw_timelines(timelines: Mapping[str, Curve], target: Target) -> None:
     """Memory over time in a step, one curve per strategy; a dotted line where backward begins.
 
-    Args:
-        timelines: Strategy -> its curve.
-        target: A path, or a binary file for a PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
+    Raises MissingExtraError if matplotlib is not installed.
     """
     figure = new_figure("a picture of a timeline", figsize=(9, 3.6))
     axes = figure.add_subplot()

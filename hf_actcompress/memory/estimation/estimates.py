@@ -12,12 +12,12 @@ from torch import nn
 
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError
-from .assembly import About, assembled, extrapolated, name_of
+from .assembly import About, assembled, name_of
 from .checks import check_processes, is_compiled
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.cuda_rules import BLOCK
 from .fake_step.setting import Setting
-from .fake_step.step import run_evaluation
+from .fake_step.step import FakeStep, run_evaluation
 from .fake_step.trl_head import check_trl
 from .guess import largest_batch
 from .layers import LayerRun, find_runs, with_names
@@ -267,7 +267,11 @@ class Estimates:
         alike = latest.alike if latest else self._alike
         units = latest.units if latest and not (roles or traced) else None
         step = self._copies.run_step(whole, setting, checkpointing, self._runs[single])
-        found = self._latest[key] = extrapolated(whole, setting, self._runs[single], roles, alike, units, step)
+
+        def run(part: nn.Module, wanted: bool) -> FakeStep:
+            return step(part, setting, roles=roles and wanted)
+
+        found = self._latest[key] = whole_step(whole, run, self._runs[single], alike, units)
         self._steps[setting, checkpointing, roles] = found
         return found
 

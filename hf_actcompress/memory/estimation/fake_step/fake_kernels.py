@@ -50,11 +50,8 @@ class KernelResults(Results[Result]):
 
 
 class Kernels:
-    """The functions of `reference` for a step on fake tensors.
-
-    Args:
-        allocator: Counts the results of each function and no temporary tensors.
-        known: Earlier results; new ones are added.
+    """The functions of `reference` for a step on fake tensors. The allocator counts their results and no temporary
+    tensors, and `known` gets new results.
     """
 
     def __init__(self, allocator: FakeAllocator, known: KernelResults) -> None:

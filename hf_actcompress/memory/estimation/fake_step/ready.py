@@ -31,12 +31,8 @@ ONE_AT_A_TIME = threading.RLock()
 
 @dataclass(frozen=True)
 class Ready:
-    """A copy of a model that is ready for a step.
-
-    Args:
-        model: The copy.
-        mode: The FakeTensorMode of its tensors.
-        roles: Module name -> role; empty if roles were not asked for.
+    """A copy of a model that is ready for a step, the FakeTensorMode of its tensors, and the role of each module by
+    name, if these were asked for.
     """
 
     model: nn.Module

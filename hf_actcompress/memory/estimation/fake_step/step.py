@@ -95,12 +95,8 @@ class FakeStep:
 
 
 def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
-    """Run forward and backward of a model on the meta device, counted as on a real device.
-
-    Args:
-        model: The model; the step runs on a copy of it.
-        setting: How to run the step.
-        roles: Whether to attribute kept bytes to roles.
+    """Run forward and backward of a copy of a model on the meta device, counted as on a real device; `roles` says
+    whether to attribute kept bytes to roles.
     """
     return run_again(ready(model, setting, roles=roles), setting, roles=roles)
 

@@ -39,12 +39,7 @@ _BUCKET, _LIVE, _PERSISTENT, _SUB_GROUP = 5 * 10**8, 10**9, 10**5, 10**9
 
 @dataclass(frozen=True)
 class Zero:
-    """How ZeRO divides a model.
-
-    Args:
-        stage: 2 or 3.
-        processes: At least 2.
-    """
+    """How ZeRO divides a model: in stage 2 or 3, among 2 or more processes."""
 
     stage: int
     processes: int
@@ -59,8 +54,7 @@ class Zero:
     def prepare(self, model: nn.Module) -> None:
         """Give all weights of a model on the meta device one dtype, as DeepSpeed does.
 
-        Raises:
-            ModelConfigError: Quantised weights would have to be divided.
+        Raises ModelConfigError if quantised weights would have to be divided.
         """
         floating = [p for p in model.parameters() if p.is_floating_point()]
         if self.stage == 3 and len(floating) < len(list(model.parameters())):
