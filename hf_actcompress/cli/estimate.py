@@ -61,17 +61,14 @@ def estimate(
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
     room, html, samples = _card(gpu, max_context), writable("--html", html), lengths_in(lengths)
-    seq_len = max(samples, default=seq_len)
-    weights, autocast = precision(dtype, bf16, fp16)
+    seq_len, (weights, autocast) = max(samples, default=seq_len), precision(dtype, bf16, fp16)
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
     options |= _processes(fsdp, zero, processes) | {"engine": engine, "target_len": target_len, "trl": trl}
     options["trust_remote_code"] = trust_remote_code
     asked = model, batch_size, seq_len, options, room, gpu, max_context, preset or [], steps_of(samples, batch_size)
     table = EstimateTable(*asked, as_json, has_page=html is not None)
-    if quick:
-        return by_formula(table)
-    _answered(table, html, no_cache)
+    _answered(table, html, quick, no_cache)
 
 
 def _card(gpu: str | None, max_context: bool) -> int | None:
@@ -89,8 +86,10 @@ def _processes(fsdp: int, zero: int | None, processes: int) -> dict[str, Any]:
     return {"fsdp": fsdp, "zero": zero, "processes": processes}
 
 
-def _answered(table: EstimateTable, html: Path | None, no_cache: bool) -> None:
+def _answered(table: EstimateTable, html: Path | None, quick: bool, no_cache: bool) -> None:
     """Print the stored answer, or compute it; write the page; end the program if nothing fits."""
+    if quick:
+        return by_formula(table)
     check_file(table.model)
     sizes = table.batch_size, table.seq_len, table.max_context
     asked = {**table.options, "gpu": table.gpu, "sizes": sizes, "steps": table.steps, "presets": table.presets}

@@ -82,9 +82,7 @@ def plan(
         out.write_text(found.to_json())
     show(found, as_json, assumed(options, batch_size, seq_len, [weights] if weights else []))
     if html is not None:
-        from .html_pages import write_plan
-
-        write_plan(html, f"{model}: batch {batch_size} x {seq_len}", found)
+        _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found)
 
 
 def _planned(model: str, asked: Mapping[str, Any], options: Mapping[str, Any], as_json: bool) -> Plan:
@@ -107,3 +105,9 @@ def _planned(model: str, asked: Mapping[str, Any], options: Mapping[str, Any], a
 def _said(**options: Any) -> dict[str, Any]:
     """The options that the user gave; for the others the function's own defaults hold."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _write_page(path: Path, title: str, found: Plan) -> None:
+    from .html_pages import write_plan
+
+    write_plan(path, title, found)

@@ -53,7 +53,10 @@ MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
 
 
 class Writer:
-    """Numbers terms and sums; equal ones get the same number. It may continue with the data of a class."""
+    """Numbers terms and sums; equal ones get the same number. It may continue with the data of a class.
+
+    Its attributes are the tables of the data.
+    """
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         data = data or {}
@@ -93,14 +96,7 @@ def export(
                 key = f"{flavour}/{'grouped' if grouped else 'single'}/{mode}"
                 key = f"{key}/windowed" if windowed else key
                 cases[key] = {**cases.get(key, {}), **found}
-    return {
-        **described(name),
-        "terms": writer.terms,
-        "sums": writer.sums,
-        "states": writer.states,
-        "steps": writer.steps,
-        "cases": cases,
-    }
+    return {**described(name), **vars(writer), "cases": cases}
 
 
 def _cases(
@@ -207,5 +203,4 @@ def without_unused(data: dict[str, Any]) -> dict[str, Any]:
             kept = {role: sums(number) for role, number in old["kept"].items()}
             new = {"kept": kept, "moments": [sums(number) for number in old["moments"]]}
             cases[key][strategy] = (writer.number(parts, writer.states), writer.number(new, writer.steps))
-    tables = {"terms": writer.terms, "sums": writer.sums, "states": writer.states, "steps": writer.steps}
-    return {**data, **tables, "cases": cases}
+    return {**data, **vars(writer), "cases": cases}

@@ -103,10 +103,6 @@ def calibrate(
             raise MeasurementError("calibrate found no norm, MLP or linear tensor that the model stores")
         groups = tuple(_sensitivities(model, inputs, elements))
     widths = allocate(groups, average_bits)
-    return _calibration(groups, widths, config)
-
-
-def _calibration(groups: tuple[Sensitivity, ...], widths: list[int], config: CompressionConfig) -> Calibration:
     rows = tuple(CalibrationRow(**asdict(group), bits=bits) for group, bits in zip(groups, widths, strict=True))
     overrides = tuple((row.layer, row.role, codec_name(row.bits)) for row in rows)
     total = sum(row.elements for row in rows)

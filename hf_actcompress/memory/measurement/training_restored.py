@@ -34,7 +34,8 @@ def training_restored(model: nn.Module, optimizer: Any = None) -> Iterator[Calla
     Yields:
         A function that restores everything immediately, so that the block can start again from the same state.
     """
-    undo = [*_tensors(model), *_gradients(model)]
+    trained = (p for p in model.parameters() if p.requires_grad)
+    undo = [*map(_content, chain(trained, model.buffers())), *_gradients(model)]
     undo += [partial(setattr, module, "training", module.training) for module in model.modules()]
     if optimizer is not None:
         undo += _optimizer(optimizer)
@@ -72,10 +73,6 @@ def _content(x: Tensor) -> _Undo:
         x.detach().copy_(copied)
 
     return back
-
-
-def _tensors(model: nn.Module) -> list[_Undo]:
-    return [_content(x) for x in chain((p for p in model.parameters() if p.requires_grad), model.buffers())]
 
 
 def _gradients(model: nn.Module) -> list[_Undo]:

@@ -234,7 +234,13 @@ def _solve(problem: _Problem, whole_budget: int) -> Plan:
     exact = _cheapest(problem.exact(), budget) if lossy else None
     if exact is not None and problem.cost(exact[0]) <= problem.cost(best[0]):
         best, exact = exact, None
-    return _plan(problem, *best, whole_budget, None if exact is None else exact[0])
+    picks, found = best
+    rows = tuple(
+        PlanRow(name, option.name, option.nbytes, option.time, option.error)
+        for name, option in zip(problem.names, picks, strict=True)
+    )
+    exact_time = None if exact is None else sum(option.time for option in exact[0]) / len(exact[0])
+    return Plan(whole_budget, problem.objective, rows, problem.config(picks), found, exact_time)
 
 
 def _cheapest(problem: _Problem, budget: int) -> tuple[list[LayerOption], Estimate] | None:
@@ -263,17 +269,6 @@ def _cheapest(problem: _Problem, budget: int) -> tuple[list[LayerOption], Estima
     if best is None:
         best = problem.smallest(), problem.estimate(problem.smallest())
     return best if best[1].device_bytes <= budget else None
-
-
-def _plan(
-    problem: _Problem, picks: list[LayerOption], found: Estimate, budget: int, exact: list[LayerOption] | None
-) -> Plan:
-    rows = tuple(
-        PlanRow(name, option.name, option.nbytes, option.time, option.error)
-        for name, option in zip(problem.names, picks, strict=True)
-    )
-    exact_time = None if exact is None else sum(option.time for option in exact) / len(exact)
-    return Plan(budget, problem.objective, rows, problem.config(picks), found, exact_time)
 
 
 def _does_not_fit(problem: _Problem, found: Estimate, budget: int) -> DoesNotFitError:

@@ -38,10 +38,6 @@ PLAIN = frozenset(
 )
 
 
-class _NotPlain(Exception):
-    """The call has an argument whose effect on the result is not known."""
-
-
 @dataclass(frozen=True, slots=True)
 class Made:
     """Describes a tensor that an op or a kernel returns.
@@ -161,7 +157,7 @@ def _key(func: Any, args: Any, kwargs: Any, arguments: list[Any]) -> Hashable:
     """A value that decides the sizes of the result; None if unknown. The fake tensors are appended to `arguments`."""
     try:
         return func, _part(args, arguments), _part(tuple(kwargs.items()), arguments) if kwargs else None
-    except _NotPlain:
+    except NoKind:
         return None
 
 
@@ -169,14 +165,14 @@ def _part(x: Any, arguments: list[Any]) -> Hashable:
     kind = type(x)
     if kind is FakeTensor:
         if not _is_plain(x):
-            raise _NotPlain
+            raise NoKind
         arguments.append(x)
         return x.shape, x.stride(), x.storage_offset(), x.dtype
     if kind in PLAIN:
         return kind, x
     if kind is list or kind is tuple:
         return (kind, *[_part(part, arguments) for part in x])
-    raise _NotPlain
+    raise NoKind
 
 
 def _is_plain(x: Any) -> bool:

@@ -23,7 +23,7 @@ from ...measurement.saved_tensors import saved_tensors, storages
 from .arithmetic import Operations, Work
 from .batch import fake_batch
 from .compiled import CompiledStep
-from .cuda_rules import BLOCK, IN_FP32, CudaRules
+from .cuda_rules import IN_FP32, CudaRules
 from .fake_allocator import FakeAllocator
 from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
@@ -200,11 +200,8 @@ def _older_collections() -> int:
 
 
 def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
-    allocator = (
-        FakeAllocator(BLOCK, CUDA_WORKSPACES, IN_FP32, setting.ops)
-        if setting.cuda
-        else FakeAllocator(1, CPU_WORKSPACES, results=setting.ops)
-    )
+    rules = (CUDA_WORKSPACES, IN_FP32) if setting.cuda else (CPU_WORKSPACES, {})
+    allocator = FakeAllocator(setting.block, *rules, setting.ops)
     allocator.leave_out(local(chain(model.parameters(), model.buffers(), batch.values())))
     allocator.know(x for x in batch.values() if not isinstance(x, FakeTensor))
     return allocator
