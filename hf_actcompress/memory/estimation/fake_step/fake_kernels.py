@@ -23,7 +23,7 @@ from ....reference.linear_cross_entropy import chunk_sizes
 from ....reference.table import FUNCTIONS
 from .fake_allocator import FakeAllocator
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
-from .op_results import PLAIN, Leaf, Made, described, storages_in
+from .op_results import PLAIN, Leaf, MadeTensor, described, storages_in
 
 # function -> bytes that its kernel takes while it runs, beside the results, computed from its arguments
 _WORKING: dict[str, Callable[..., Sequence[int]]] = {
@@ -42,7 +42,7 @@ class Result:
     form: TreeSpec
 
     def made(self) -> Any:
-        return tree_unflatten([x.empty() if isinstance(x, Made) else x for x in self.leaves], self.form)
+        return tree_unflatten([x.empty() if isinstance(x, MadeTensor) else x for x in self.leaves], self.form)
 
 
 class KernelResults(Results[Result]):
@@ -107,7 +107,7 @@ def _described(made: Any, arguments: Any, is_plain: Callable[[Tensor], bool]) ->
     leaves, form = tree_flatten(made)
     given = storages_in([x for x in tree_leaves(arguments) if isinstance(x, Tensor)])
     found = described(leaves, (), given, is_plain)
-    if found is None or any(isinstance(x, Made) and x.of is not None for x in found):
+    if found is None or any(isinstance(x, MadeTensor) and x.of is not None for x in found):
         return None
     return Result(found, form)
 

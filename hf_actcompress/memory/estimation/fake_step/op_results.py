@@ -39,7 +39,7 @@ PLAIN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeTensor:
     """Describes a tensor that an op or a kernel returns.
 
     Args:
@@ -79,7 +79,7 @@ class _Same:
 
 
 # a plain value or None stands for itself
-Leaf = Made | _Same | Any
+Leaf = MadeTensor | _Same | Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class OpCalls:
             if found is _NEW:
                 kind, found = _kind(func, args, kwargs, arguments), None
                 if func is _EMPTY and kwargs.get("dtype") is not None and kwargs.get("device") in (None, _CPU):
-                    made = Made(tuple(args[0]), tuple(args[1]), 0, kwargs["dtype"], None)
+                    made = MadeTensor(tuple(args[0]), tuple(args[1]), 0, kwargs["dtype"], None)
                     found = self._known[key] = _Result((made,), None)
                 elif self._known.kinds.get(kind):
                     found = self._known[key] = _on_meta(func, args, kwargs)
@@ -146,7 +146,7 @@ class OpCalls:
     def _leaf(self, leaf: Leaf, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
         if type(leaf) is _Same:
             return arguments[leaf.number]
-        if type(leaf) is not Made:
+        if type(leaf) is not MadeTensor:
             return leaf
         if self._template is None or self._template.fake_mode is not mode:
             self._template = FakeTensor(mode, torch.empty(0, device=_META), _CPU)
@@ -249,7 +249,7 @@ def described(
         if not is_plain(x) or x.requires_grad:
             return None
         storage = x.untyped_storage()
-        made = Made(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, owners.get(storage._cdata))
+        made = MadeTensor(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, owners.get(storage._cdata))
         if made.of is None:
             if made.offset or storage.nbytes() != made.nbytes or storage._cdata in fresh:
                 return None
