@@ -12,13 +12,13 @@ from . import flags
 from .assumptions import assumed
 from .cache import Answer, place_of, read, write
 from .common import Exit, busy, progress, writable
-from .estimate_table import EstimateTable, as_data, cells_of, explanation, layout, page_of, text_of
+from .estimate_table import EstimateTable, as_data, cells_of, explanation, layout, rows, text_of
 from .flags import card_option, lora_of, precision, quantization_of
 from .lengths import Lengths, lengths_in, steps_of
 from .process import for_estimates
 from .quick import by_formula, check_file
 from .remedies import remedies
-from .strategies import chosen, rows
+from .strategies import chosen
 
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
@@ -116,7 +116,11 @@ def _computed(table: EstimateTable) -> Answer:
         _fill(table)
         text = json.dumps(as_data(table), indent=2) if table.as_json else text_of(table)
         typer.echo(text if table.as_json else "\n".join(explanation(table)))
-        return Answer(text, table.fits, page_of(table) if table.has_page else None)
+        if not table.has_page:
+            return Answer(text, table.fits, None)
+        from .html_pages import estimates_page
+
+        return Answer(text, table.fits, estimates_page(table))
 
 
 def _fill(table: EstimateTable) -> None:

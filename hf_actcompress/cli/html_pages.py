@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from ..display.html import HtmlBars, HtmlSection, html_page, write_html
 from ..display.tables import Table
 from ..quick.sizes import readable_size
+from .estimate_table import RIGHT, EstimateTable, cells_of
 
 if TYPE_CHECKING:
     from ..memory.planning.plans import Plan
-    from .estimate_table import EstimateTable
 
 
-def estimates_page(found: EstimateTable, cells: Table) -> str:
-    """The page of a table of strategies, whose rows are also given as texts. The card is a line across the peaks."""
+def estimates_page(found: EstimateTable) -> str:
+    """The page of a table of strategies. The card is a line across the bars of the peaks."""
+    cells = Table(found.columns, [cells_of(row, found) for row in found.rows], RIGHT)
     known = [(row.strategy.name, row, row.estimate) for row in found.rows if row.estimate is not None]
     first = known[0][2]
     peaks = {name: dict(estimate.rows()) for name, _, estimate in known}

@@ -18,11 +18,9 @@ from ..quick.headroom import HEADROOM, usable
 from ..quick.question import MOST_UNPACKED, Question, question
 from .assumptions import assumed
 from .common import Exit, Rows, echo_json
-from .estimate_table import EstimateTable
+from .estimate_table import RIGHT, EstimateTable
 from .remedies import STRATEGY, Remedy, as_lines, changes_of
 from .strategies import MOST
-
-_RIGHT = ("peak", "kept", "largest batch", "longest")
 
 
 def _row(strategy: str, asked: Question, table: EstimateTable) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def _echo(rows: list[dict[str, Any]]) -> None:
     shown = [name for name in columns if name in rows[0]]
     texts = [[columns[name] for name in shown], *([_text(name, row) for name in shown] for row in rows)]
     widths = {column: max(len(line[i]) for line in texts) for i, column in enumerate(texts[0])}
-    table = Rows(widths, _RIGHT)
+    table = Rows(widths, RIGHT)
     for line in texts:
         table.echo(line)
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..errors import ActCompressError
-from ..quick.formula import longest
-from ..quick.headroom import HEADROOM, MOST_SHARE, usable
+from ..quick.headroom import HEADROOM, usable
 from ..quick.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from ..config import CompressionConfig
-    from ..memory.estimation.estimates import Estimates
     from ..memory.estimation.result import Estimate
-    from .estimate_table import EstimateTable
 
 TIME_CLASSES = {
     "none": "as stock",
@@ -28,8 +24,6 @@ TIME_CLASSES = {
 
 # a search for the largest batch size ends here: a batch that fits at this size need not be known exactly
 MOST = 1024
-# the most estimates that a search for the largest batch size may take
-_ESTIMATES = 8
 
 
 @dataclass(frozen=True)
@@ -135,70 +129,3 @@ class Row:
             return False
         share = self.estimate.reserved_share
         return not self.fits(usable(room, HEADROOM)) if share is None else self.estimate.reserved_bytes(share) > room
-
-
-def rows(several: Estimates, strategies: tuple[Strategy, ...], table: EstimateTable) -> Iterator[Row]:
-    """The estimates that the table asks for, one after the other, because each takes seconds.
-
-    An error of the first strategy is raised; another one that fails gets a row that says why.
-    """
-    for index, strategy in enumerate(strategies):
-        try:
-            yield _row(several, strategy, table)
-        except ActCompressError as error:
-            if index == 0:
-                raise
-            yield Row(strategy, None, why_not=str(error))
-
-
-def _row(several: Estimates, strategy: Strategy, table: EstimateTable) -> Row:
-    from ..memory.estimation.largest import positions_of
-
-    room, by_role = table.room, table.as_json or table.has_page
-    case = table.batch_size, table.seq_len, strategy.patched_with, strategy.checkpointing
-    found = several.estimate(*case, by_role=by_role)
-    peaks = {table.batch_size: found.device_bytes}
-    if room is None:
-        return Row(strategy, found, peaks)
-    if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
-        # the JSON has both shares, also where the first one fits
-        enough = 0 if table.as_json else room
-        found = several.replayed(*case, lengths=table.steps, room=enough, by_role=by_role)
-
-    def peak(batch_size: int) -> int:
-        return several.device_bytes(batch_size, *case[1:])
-
-    state = found.device_bytes - found.step_peak_bytes
-    most = _largest(peaks, room, state, peak, several.guess(*case, room))
-    if not table.max_context:
-        return Row(strategy, found, peaks, most)
-    tokens = longest(lambda s: several.device_bytes(case[0], s, *case[2:]), room, positions_of(several.model))
-    return Row(strategy, found, peaks, most, tokens)
-
-
-def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int], guess: int | None = None) -> int:
-    """The largest batch size within `room`, by the search that is used on a card.
-
-    Args:
-        peaks: Batch size -> bytes, for the sizes that were tried; those tried here are added.
-        room, state: Bytes of the card, and bytes that are in use without activations.
-        peak: Gives the bytes for a batch size.
-        guess: The first size to try.
-    """
-    from ..memory.batch_size.report import BatchSizeTrial
-    from ..memory.batch_size.search import Search
-
-    start = next(iter(peaks))
-    most = max(MOST, start)
-    search = Search(start, most, _ESTIMATES)
-    while not search.settled(room) and (batch_size := search.candidate(room)) is not None:
-        if len(search.tried) == 1 and guess is not None and (guess > start) == (peaks[start] <= room):
-            batch_size = min(guess, most)
-        elif len(search.tried) == 2 and peaks[start] <= room < peaks[second := search.tried[1].batch_size]:
-            # the point where the line through both peaks meets `room`; a search on a card would not go so far in one
-            # step
-            batch_size = start + max(1, (room - peaks[start]) * (second - start) // (peaks[second] - peaks[start]))
-        if batch_size not in peaks:
-            peaks[batch_size] = peak(batch_size)
-        search.add(BatchSizeTrial(batch_size, peaks[batch_size] <= room, peaks[batch_size]), state)
-    return max((trial.batch_size for trial in search.tried if trial.fits), default=0)

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_actcompress.cli.common import Exit
+from hf_actcompress.cli.estimate_table import _largest
 from hf_actcompress.cli.process import without_bitsandbytes
-from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, _largest, chosen
+from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, chosen
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.memory import estimate
 from tests.cli.invoke import SIZES, run
