@@ -28,11 +28,7 @@ SEEN = _ASKS | {Tensor.to, Tensor.cumsum}
 
 
 class KnownMasks(TorchFunctionMode):
-    """Makes the tensors that transformers checks real.
-
-    Args:
-        allocator: Counts these tensors; None: they are not counted.
-    """
+    """Makes the tensors that transformers checks real. The allocator counts them, if one is given."""
 
     def __init__(self, allocator: FakeAllocator | None = None) -> None:
         super().__init__()

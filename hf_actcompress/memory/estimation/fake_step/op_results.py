@@ -95,11 +95,7 @@ class OpResults(Results[_Result]):
 
 
 class OpCalls:
-    """Calls ops in one step, and remembers their results.
-
-    Args:
-        known: Known results; new ones are added.
-    """
+    """Calls ops in one step, and adds their results to those that are known."""
 
     def __init__(self, known: OpResults) -> None:
         self._known = known
