@@ -11,12 +11,13 @@ from typing import Annotated
 
 import typer
 
-from .common import Exit, Json, echo_json, fail
+from . import flags
+from .common import Exit, echo_json, fail
 
 Recipe = Annotated[Path | None, typer.Option(help="recipes/benchmark.py, where it is not found by itself.")]
 
 
-def bench(context: typer.Context, recipe: Recipe = None, as_json: Json = False) -> None:
+def bench(context: typer.Context, recipe: Recipe = None, as_json: flags.Json = False) -> None:
     """Kept bytes, peak, step time, gradient error: measured here.
 
     It runs recipes/benchmark.py, which is part of a checkout and not of the wheel: the file is looked for in the

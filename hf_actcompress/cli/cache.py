@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelConfigError
+from .common import version_of
 from .quick import config_of
 
 # environment variable with the folder of the answers
@@ -32,12 +32,8 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Answer:
-    """The command's whole answer.
-
-    Args:
-        text: What is printed on stdout.
-        fits: Whether what was asked for fits on the card.
-        page: The HTML of `--html`, if it was asked for.
+    """The command's whole answer: what is printed on stdout, whether what was asked for fits on the card, and the HTML
+    of `--html`, if it was asked for.
     """
 
     text: str
@@ -46,12 +42,7 @@ class Answer:
 
 
 def place_of(model: str, asked: Mapping[str, Any]) -> Path | None:
-    """The file of an answer, whether it exists or not; None if this answer cannot be stored.
-
-    Args:
-        model: The model as the command got it.
-        asked: Every option.
-    """
+    """The file of the answer to a model and all options, if it exists or not; None if it cannot be stored."""
     if asked["trust_remote_code"]:
         # the model's own code may read anything, so the answer may depend on more
         return None
@@ -68,7 +59,7 @@ def place_of(model: str, asked: Mapping[str, Any]) -> Path | None:
         "config": config,
         "asked": dict(asked),
         "source": _source(),
-        "versions": {name: _version(name) for name in _LIBRARIES},
+        "versions": {name: version_of(name) for name in _LIBRARIES},
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
         "machine": [platform.machine(), platform.python_version()],
     }
@@ -121,13 +112,6 @@ def _source() -> str:
     """The hash of this package's source files."""
     files = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".json"))
     return _hash(b"\0".join(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() for path in files))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _hash_of(answer: Answer) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 
-from .common import Json, echo_json
+from . import flags
+from .common import echo_json, version_of
 
 _NAME = "hf-actcompress"
 _PACKAGES = (
@@ -29,7 +30,7 @@ _VARIABLES = (
 )  # fmt: skip
 
 
-def env(as_json: Json = False) -> None:
+def env(as_json: flags.Json = False) -> None:
     """What a bug report needs: versions, machine, kernels, conflicts."""
     found = _environment()
     if as_json:
@@ -54,17 +55,17 @@ def _environment() -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     return {
-        _NAME: _version(_NAME) or "not installed, runs from its source",
+        _NAME: version_of(_NAME) or "not installed, runs from its source",
         "location": str(Path(__file__).resolve().parents[1]),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
         "gpu": "; ".join(map(_gpu, range(torch.cuda.device_count()))) if cuda else "none",
         "cuda of torch": torch.version.cuda or "none",
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version_of(name) for name in _PACKAGES},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "kernels": kernel_status("cuda" if cuda else "xpu" if torch.xpu.is_available() else "cpu"),
-        "conflicts": [*_too_old_or_new(), *_known()],
+        "conflicts": [*_too_old_or_new(), *(f"{name}: {text}" for name, text in _KNOWN.items() if version_of(name))],
     }
 
 
@@ -76,32 +77,19 @@ def _gpu(index: int) -> str:
     return f"{properties.name}, {gib:.1f} GiB, compute capability {properties.major}.{properties.minor}"
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _too_old_or_new() -> Iterator[str]:
     """The packages whose installed version is outside of the range that this package supports."""
     from packaging.requirements import Requirement
 
     ranges = {}
-    for text in (metadata.requires(_NAME) or ()) if _version(_NAME) else ():
+    for text in (metadata.requires(_NAME) or ()) if version_of(_NAME) else ():
         requirement = Requirement(text)
         if requirement.name != _NAME and requirement.specifier:
             ranges[f"{requirement.name}{requirement.specifier}"] = requirement
     for requirement in ranges.values():
-        version = _version(requirement.name)
+        version = version_of(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
             yield f"{requirement.name} {version} is installed, and {requirement.specifier} is what works with {_NAME}"
-
-
-def _known() -> Iterator[str]:
-    for name, text in _KNOWN.items():
-        if _version(name) is not None:
-            yield f"{name}: {text}"
 
 
 def _folded(kernels: dict[str, str]) -> dict[str, str]:

@@ -8,49 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
+from . import flags
 from .assumptions import assumed
 from .cache import Answer, place_of, read, write
-from .common import (
-    BatchSize,
-    Bf16,
-    Device,
-    Dtype,
-    Engine,
-    Exit,
-    Fp16,
-    Fsdp,
-    Gpu,
-    Html,
-    Json,
-    Lora,
-    LoraRank,
-    MaxContext,
-    Model,
-    NoCache,
-    Optimizer,
-    Processes,
-    Qlora,
-    Quantization,
-    Quick,
-    SeqLen,
-    TargetLen,
-    Trl,
-    TrustRemoteCode,
-    Zero,
-    busy,
-    card_option,
-    lora_of,
-    precision,
-    progress,
-    quantization_of,
-    writable,
-)
-from .estimate_table import EstimateTable, as_data, cells_of, columns_of, explanation, layout, page_of, text_of
+from .common import Exit, busy, progress, writable
+from .estimate_table import EstimateTable, as_data, cells_of, explanation, layout, rows, text_of
+from .flags import card_option, lora_of, precision, quantization_of
 from .lengths import Lengths, lengths_in, steps_of
 from .process import for_estimates
 from .quick import by_formula, check_file
 from .remedies import remedies
-from .strategies import chosen, rows
+from .strategies import chosen
 
 Preset = Annotated[
     list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
@@ -58,33 +26,33 @@ Preset = Annotated[
 
 
 def estimate(
-    model: Model,
-    batch_size: BatchSize = 1,
-    seq_len: SeqLen = 512,
+    model: flags.Model,
+    batch_size: flags.BatchSize = 1,
+    seq_len: flags.SeqLen = 512,
     lengths: Lengths = None,
-    gpu: Gpu = None,
-    max_context: MaxContext = False,
+    gpu: flags.Gpu = None,
+    max_context: flags.MaxContext = False,
     preset: Preset = None,
-    dtype: Dtype = None,
-    bf16: Bf16 = False,
-    fp16: Fp16 = False,
-    optimizer: Optimizer = "adamw",
-    lora: Lora = False,
-    lora_rank: LoraRank = None,
-    quantization: Quantization = None,
-    qlora: Qlora = False,
-    device: Device = "cuda",
-    engine: Engine = "eager",
-    fsdp: Fsdp = 1,
-    zero: Zero = None,
-    processes: Processes = 1,
-    trl: Trl = False,
-    target_len: TargetLen = None,
-    trust_remote_code: TrustRemoteCode = False,
-    html: Html = None,
-    quick: Quick = False,
-    no_cache: NoCache = False,
-    as_json: Json = False,
+    dtype: flags.Dtype = None,
+    bf16: flags.Bf16 = False,
+    fp16: flags.Fp16 = False,
+    optimizer: flags.Optimizer = "adamw",
+    lora: flags.Lora = False,
+    lora_rank: flags.LoraRank = None,
+    quantization: flags.Quantization = None,
+    qlora: flags.Qlora = False,
+    device: flags.Device = "cuda",
+    engine: flags.Engine = "eager",
+    fsdp: flags.Fsdp = 1,
+    zero: flags.Zero = None,
+    processes: flags.Processes = 1,
+    trl: flags.Trl = False,
+    target_len: flags.TargetLen = None,
+    trust_remote_code: flags.TrustRemoteCode = False,
+    html: flags.Html = None,
+    quick: flags.Quick = False,
+    no_cache: flags.NoCache = False,
+    as_json: flags.Json = False,
 ) -> None:
     """What a training needs, by strategy, without weights or a GPU.
 
@@ -93,15 +61,14 @@ def estimate(
     time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
     """
     room, html, samples = _card(gpu, max_context), writable("--html", html), lengths_in(lengths)
-    seq_len = max(samples, default=seq_len)
-    options = _weights(precision(dtype, bf16, fp16), quantization_of(quantization, qlora))
-    options |= _processes(fsdp, zero, processes) | {"lora": lora_of(lora or qlora, lora_rank), "target_len": target_len}
-    options |= {"optimizer": optimizer, "device": device, "engine": engine, "trust_remote_code": trust_remote_code}
-    options["trl"] = trl
-    if quick:
-        return by_formula(model, batch_size, seq_len, room, max_context, as_json, options, bool(preset or html))
-    table = EstimateTable(model, columns_of(room, max_context), room, gpu, steps_of(samples, batch_size))
-    _answered(table, (batch_size, seq_len, max_context), preset or [], options, as_json, no_cache, html)
+    seq_len, (weights, autocast) = max(samples, default=seq_len), precision(dtype, bf16, fp16)
+    options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
+    options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
+    options |= _processes(fsdp, zero, processes) | {"engine": engine, "target_len": target_len, "trl": trl}
+    options["trust_remote_code"] = trust_remote_code
+    asked = model, batch_size, seq_len, options, room, gpu, max_context, preset or [], steps_of(samples, batch_size)
+    table = EstimateTable(*asked, as_json, has_page=html is not None)
+    _answered(table, html, quick, no_cache)
 
 
 def _card(gpu: str | None, max_context: bool) -> int | None:
@@ -112,11 +79,6 @@ def _card(gpu: str | None, max_context: bool) -> int | None:
     return room
 
 
-def _weights(precision: tuple[str | None, str | None], quantization: str | None) -> dict[str, Any]:
-    """The options of `Estimates` about weights."""
-    return {"dtype": precision[0], "autocast": precision[1], "quantization": quantization}
-
-
 def _processes(fsdp: int, zero: int | None, processes: int) -> dict[str, Any]:
     """The options of `Estimates` about several processes, which need or exclude each other."""
     if (zero is not None and processes == 1) or (fsdp > 1 and processes > 1):
@@ -124,25 +86,19 @@ def _processes(fsdp: int, zero: int | None, processes: int) -> dict[str, Any]:
     return {"fsdp": fsdp, "zero": zero, "processes": processes}
 
 
-def _answered(
-    table: EstimateTable,
-    sizes: tuple[int, int, bool],
-    presets: list[str],
-    options: dict[str, Any],
-    as_json: bool,
-    no_cache: bool,
-    html: Path | None,
-) -> None:
+def _answered(table: EstimateTable, html: Path | None, quick: bool, no_cache: bool) -> None:
     """Print the stored answer, or compute it; write the page; end the program if nothing fits."""
+    if quick:
+        return by_formula(table)
     check_file(table.model)
-    asked = {**options, "gpu": table.gpu, "sizes": sizes, "steps": table.steps, "presets": presets or None}
-    asked |= {"json": as_json, "html": html is not None}
-    place = None if no_cache else place_of(table.model, asked)
+    sizes = table.batch_size, table.seq_len, table.max_context
+    asked = {**table.options, "gpu": table.gpu, "sizes": sizes, "steps": table.steps, "presets": table.presets}
+    place = None if no_cache else place_of(table.model, {**asked, "json": table.as_json, "html": table.has_page})
     answer = None if place is None else read(place)
     if answer is not None:
         typer.echo(answer.text)
     else:
-        answer = _computed(table, *sizes, presets, options, as_json, html is not None)
+        answer = _computed(table)
         if place is not None:
             write(place, answer)
     if html is not None and answer.page is not None:
@@ -151,64 +107,50 @@ def _answered(
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
 
-def _computed(
-    table: EstimateTable,
-    batch_size: int,
-    seq_len: int,
-    max_context: bool,
-    presets: list[str],
-    options: dict[str, Any],
-    as_json: bool,
-    html: bool,
-) -> Answer:
+def _computed(table: EstimateTable) -> Answer:
     """Compute the answer, and print it row by row."""
     with busy(f"estimating {table.model}"):
         # before `for_estimates`, or each collection goes through all of torch
         from ..memory.estimation import estimates  # noqa: F401
     with for_estimates():
-        _fill(table, not as_json, as_json or html, batch_size, seq_len, max_context, presets, options)
-        text = json.dumps(as_data(table), indent=2) if as_json else text_of(table)
-        typer.echo(text if as_json else "\n".join(explanation(table)))
-        return Answer(text, table.fits, page_of(table) if html else None)
+        _fill(table)
+        text = json.dumps(as_data(table), indent=2) if table.as_json else text_of(table)
+        typer.echo(text if table.as_json else "\n".join(explanation(table)))
+        if not table.has_page:
+            return Answer(text, table.fits, None)
+        from .html_pages import estimates_page
+
+        return Answer(text, table.fits, estimates_page(table))
 
 
-def _fill(
-    table: EstimateTable,
-    printed: bool,
-    by_role: bool,
-    batch_size: int,
-    seq_len: int,
-    max_context: bool,
-    presets: list[str],
-    options: dict[str, Any],
-) -> None:
+def _fill(table: EstimateTable) -> None:
     """Compute the rows and everything below them, and print each row as soon as it is known."""
-    strategies, room = chosen(presets), table.room
+    strategies, room, sizes = chosen(table.presets), table.room, (table.batch_size, table.seq_len)
     names = [strategy.name for strategy in strategies]
     with busy(f"estimating {table.model}: {names[0]}"):
         from ..memory.estimation.estimates import Estimates
         from ..memory.estimation.quantized.model import packed_as
 
-        several = Estimates(table.model, **options)
-        left = rows(several, strategies, room, batch_size, seq_len, max_context, table.steps, not printed, by_role)
+        several = Estimates(table.model, **table.options)
+        left = rows(several, strategies, table)
         row = next(left, None)
     lines = layout(table.columns)
-    if printed:
+    if not table.as_json:
         lines.echo(table.columns)
     while row is not None:
         table.rows.append(row)
-        if printed:
+        if not table.as_json:
             lines.echo(cells_of(row, table))
         done = len(table.rows)
         progress(f"{row.strategy.name}: {done} of {len(names)}")
         with busy(f"estimating {table.model}: {', '.join(names[done : done + 1])}"):
             row = next(left, None)
-    asked = [row for row in table.rows if not presets or row.strategy.name in presets]
+    asked = [row for row in table.rows if not table.presets or row.strategy.name in table.presets]
     table.fits = room is None or any(row.fits(room) for row in asked)
     if room is not None and not table.fits:
         with busy(f"looking for what would fit into {table.gpu}"):
-            table.instead = list(remedies(several, room, batch_size, seq_len, options, names))
-    table.evaluation_bytes = several.evaluation_bytes(batch_size, seq_len)
+            table.instead = list(remedies(several, room, *sizes, table.options, names))
+    table.evaluation_bytes = several.evaluation_bytes(*sizes)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
-    packed = options["quantization"] or packed_as(several.model)
-    table.assumed = assumed({**options, "quantization": packed}, batch_size, seq_len, dtypes)
+    packed = table.options["quantization"] or packed_as(several.model)
+    table.assumed = assumed({**table.options, "quantization": packed}, *sizes, dtypes)

@@ -1,15 +1,22 @@
-"""The table of `hf-actcompress estimate`: its rows, and how they are shown as text, as JSON and on a page."""
+"""The table of `hf-actcompress estimate`: its question, its rows, and how they are shown as text and as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..errors import ActCompressError
+from ..quick.formula import longest
+from ..quick.headroom import ADVICE, MOST_SHARE
+from ..quick.sizes import readable_size
 from .common import Rows
 from .remedies import Remedy, as_lines
-from .strategies import DEFAULT, MOST, TIME_CLASSES, Row
+from .strategies import DEFAULT, MOST, TIME_CLASSES, Row, Strategy
+
+if TYPE_CHECKING:
+    from ..memory.estimation.estimates import Estimates
 
 _COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
 # widths of columns whose content is not known when the first row is printed
@@ -17,14 +24,11 @@ _WIDTHS = {
     "strategy": max(len(strategy.name) for strategy in DEFAULT), "peak": 10, "kept": 10, "fits": 5,
     "extra time": max(map(len, TIME_CLASSES)),
 }  # fmt: skip
-_RIGHT = ("peak", "kept", "largest batch", "longest")
+RIGHT = ("peak", "kept", "largest batch", "longest")
 
 
-def columns_of(room: int | None, max_context: bool) -> tuple[str, ...]:
-    """Names of the columns. Whether a row fits is only known if there is a card."""
-    left_out: tuple[str, ...] = () if max_context else ("longest",)
-    left_out += ("fits", "largest batch") if room is None else ()
-    return tuple(column for column in _COLUMNS if column not in left_out)
+# the most estimates that a search for the largest batch size may take
+_ESTIMATES = 8
 
 
 @dataclass
@@ -33,9 +37,13 @@ class EstimateTable:
 
     Args:
         model: The model's name.
-        columns: Names of the columns.
+        batch_size, seq_len: Sequences, and tokens per sequence.
+        options: Options of `Estimates`.
         room, gpu: The card's bytes, and the card as it was given.
+        max_context: Whether the longest sequences are searched for as well.
+        presets: The presets that were asked for; empty: the strategies of general use.
         steps: Tokens per sequence of the steps that the allocator is replayed for; empty: all alike.
+        as_json, has_page: Whether the answer is printed as JSON, and whether a page shows it, too.
         rows: The rows that are known so far.
         evaluation_bytes: Bytes that the evaluation of such a batch needs.
         assumed: What the figures depend on.
@@ -44,21 +52,99 @@ class EstimateTable:
     """
 
     model: str
-    columns: tuple[str, ...]
+    batch_size: int
+    seq_len: int
+    options: dict[str, Any]
     room: int | None
     gpu: str | None
-    steps: tuple[int, ...] = ()
+    max_context: bool
+    presets: Sequence[str]
+    steps: tuple[int, ...]
+    as_json: bool
+    has_page: bool
     rows: list[Row] = field(default_factory=list)
     evaluation_bytes: int = 0
     assumed: str = ""
     fits: bool = True
     instead: list[Remedy] = field(default_factory=list)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns. Whether a row fits is only known if there is a card."""
+        left_out: tuple[str, ...] = () if self.max_context else ("longest",)
+        left_out += ("fits", "largest batch") if self.room is None else ()
+        return tuple(column for column in _COLUMNS if column not in left_out)
+
+
+def rows(several: Estimates, strategies: tuple[Strategy, ...], table: EstimateTable) -> Iterator[Row]:
+    """The estimates that the table asks for, one after the other, because each takes seconds.
+
+    An error of the first strategy is raised; another one that fails gets a row that says why.
+    """
+    for index, strategy in enumerate(strategies):
+        try:
+            yield _row(several, strategy, table)
+        except ActCompressError as error:
+            if index == 0:
+                raise
+            yield Row(strategy, None, why_not=str(error))
+
+
+def _row(several: Estimates, strategy: Strategy, table: EstimateTable) -> Row:
+    from ..memory.estimation.largest import positions_of
+
+    room, by_role = table.room, table.as_json or table.has_page
+    case = table.batch_size, table.seq_len, strategy.patched_with, strategy.checkpointing
+    found = several.estimate(*case, by_role=by_role)
+    peaks = {table.batch_size: found.device_bytes}
+    if room is None:
+        return Row(strategy, found, peaks)
+    if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
+        # the JSON has both shares, also where the first one fits
+        enough = 0 if table.as_json else room
+        found = several.replayed(*case, lengths=table.steps, room=enough, by_role=by_role)
+
+    def peak(batch_size: int) -> int:
+        return several.device_bytes(batch_size, *case[1:])
+
+    state = found.device_bytes - found.step_peak_bytes
+    most = _largest(peaks, room, state, peak, several.guess(*case, room))
+    if not table.max_context:
+        return Row(strategy, found, peaks, most)
+    tokens = longest(lambda s: several.device_bytes(case[0], s, *case[2:]), room, positions_of(several.model))
+    return Row(strategy, found, peaks, most, tokens)
+
+
+def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int], guess: int | None = None) -> int:
+    """The largest batch size within `room`, by the search that is used on a card.
+
+    Args:
+        peaks: Batch size -> bytes, for the sizes that were tried; those tried here are added.
+        room, state: Bytes of the card, and bytes that are in use without activations.
+        peak: Gives the bytes for a batch size.
+        guess: The first size to try.
+    """
+    from ..memory.batch_size.report import BatchSizeTrial
+    from ..memory.batch_size.search import Search
+
+    start = next(iter(peaks))
+    most = max(MOST, start)
+    search = Search(start, most, _ESTIMATES)
+    while not search.settled(room) and (batch_size := search.candidate(room)) is not None:
+        if len(search.tried) == 1 and guess is not None and (guess > start) == (peaks[start] <= room):
+            batch_size = min(guess, most)
+        elif len(search.tried) == 2 and peaks[start] <= room < peaks[second := search.tried[1].batch_size]:
+            # the point where the line through both peaks meets `room`; a search on a card would not go so far in one
+            # step
+            batch_size = start + max(1, (room - peaks[start]) * (second - start) // (peaks[second] - peaks[start]))
+        if batch_size not in peaks:
+            peaks[batch_size] = peak(batch_size)
+        search.add(BatchSizeTrial(batch_size, peaks[batch_size] <= room, peaks[batch_size]), state)
+    return max((trial.batch_size for trial in search.tried if trial.fits), default=0)
+
 
 def cells_of(row: Row, table: EstimateTable) -> tuple[str, ...]:
     """A row as texts, by column."""
-    from ..quick.sizes import readable_size
-
     strategy, columns = row.strategy, table.columns
     if row.estimate is None:
         return (strategy.name, *["-"] * (len(columns) - 2), f"not for this model: {row.why_not}")
@@ -87,7 +173,7 @@ def _at_least(largest: int | None) -> str:
 
 def layout(columns: tuple[str, ...]) -> Rows:
     """The columns with their widths, before the rows are known."""
-    return Rows({name: _WIDTHS.get(name, 0) for name in columns}, _RIGHT)
+    return Rows({name: _WIDTHS.get(name, 0) for name in columns}, RIGHT)
 
 
 def text_of(table: EstimateTable) -> str:
@@ -99,8 +185,6 @@ def text_of(table: EstimateTable) -> str:
 
 def explanation(table: EstimateTable) -> Iterator[str]:
     """The lines below the rows."""
-    from ..quick.sizes import readable_size
-
     found, room = table.rows, table.room
     used = {row.strategy.time for row in found}
     yield ""
@@ -120,9 +204,6 @@ def explanation(table: EstimateTable) -> Iterator[str]:
 
 def _advice(rows: list[Row], room: int, steps: Sequence[int]) -> Iterator[str]:
     """For each tight row, what "tight" means and whether the allocator's setting would help."""
-    from ..quick.headroom import ADVICE
-    from ..quick.sizes import readable_size
-
     tight = [row for row in rows if row.tight(room)]
     for row in tight:
         found = row.estimate
@@ -173,12 +254,3 @@ def as_data(table: EstimateTable) -> dict[str, Any]:
         "rows": [data(row) for row in table.rows],
         "remedies": [asdict(remedy) for remedy in table.instead],
     }
-
-
-def page_of(table: EstimateTable) -> str:
-    """The page that --html writes."""
-    from ..display.tables import Table
-    from .html_pages import estimates_page
-
-    cells = Table(table.columns, [cells_of(row, table) for row in table.rows], _RIGHT)
-    return estimates_page(table.model, table.rows, cells, table.room, table.gpu)

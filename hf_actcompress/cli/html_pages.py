@@ -10,21 +10,16 @@ from typing import TYPE_CHECKING
 from ..display.html import HtmlBars, HtmlSection, html_page, write_html
 from ..display.tables import Table
 from ..quick.sizes import readable_size
+from .estimate_table import RIGHT, EstimateTable, cells_of
 
 if TYPE_CHECKING:
     from ..memory.planning.plans import Plan
-    from .strategies import Row
 
 
-def estimates_page(model: str, found: Sequence[Row], table: Table, room: int | None, gpu: str | None) -> str:
-    """The page of a table of strategies.
-
-    Args:
-        model: The model's name.
-        found, table: The rows, and the same rows as texts.
-        room, gpu: The card's bytes, which are a line across the bars of the peaks, and the card as it was given.
-    """
-    known = [(row.strategy.name, row, row.estimate) for row in found if row.estimate is not None]
+def estimates_page(found: EstimateTable) -> str:
+    """The page of a table of strategies. The card is a line across the bars of the peaks."""
+    cells = Table(found.columns, [cells_of(row, found) for row in found.rows], RIGHT)
+    known = [(row.strategy.name, row, row.estimate) for row in found.rows if row.estimate is not None]
     first = known[0][2]
     peaks = {name: dict(estimate.rows()) for name, _, estimate in known}
     parts = [
@@ -37,8 +32,8 @@ def estimates_page(model: str, found: Sequence[Row], table: Table, room: int | N
     ]
     kept = {name: estimate.kept_by_role for name, _, estimate in known}
     sections = [
-        HtmlSection("Strategies", tables=[table]),
-        HtmlSection("Peak, by part", bars=[HtmlBars(peaks, room, gpu or "")]),
+        HtmlSection("Strategies", tables=[cells]),
+        HtmlSection("Peak, by part", bars=[HtmlBars(peaks, found.room, found.gpu or "")]),
         HtmlSection("Kept for backward, by role", bars=[HtmlBars(kept)]),
         HtmlSection(
             "Peak by batch size",
@@ -46,7 +41,7 @@ def estimates_page(model: str, found: Sequence[Row], table: Table, room: int | N
         ),
         HtmlSection("Parts of the peak", tables=[Table(("strategy", "part", "bytes"), parts, ("bytes",))]),
     ]
-    return html_page(f"{model}: batch {first.batch_size} x {first.seq_len} on {first.device}", sections)
+    return html_page(f"{found.model}: batch {first.batch_size} x {first.seq_len} on {first.device}", sections)
 
 
 def write_plan(path: Path, title: str, found: Plan) -> None:
@@ -54,12 +49,9 @@ def write_plan(path: Path, title: str, found: Plan) -> None:
     cells = [(row.layer, row.option, readable_size(row.kept_bytes)) for row in found.rows]
     peak = dict(found.estimate.rows())
     parts = [(name, readable_size(size)) for name, size in sorted(peak.items(), key=lambda item: -item[1])]
-    layers = {
-        _several([row.layer for row in rows]): {option: kept}
-        for (option, kept), rows in (
-            (key, list(rows)) for key, rows in groupby(found.rows, lambda row: (row.option, row.kept_bytes))
-        )
-    }
+    layers = {}
+    for (option, kept), rows in groupby(found.rows, lambda row: (row.option, row.kept_bytes)):
+        layers[_several([row.layer for row in rows])] = {option: kept}
     sections = [
         HtmlSection("Plan", str(found), bars=[HtmlBars({"peak": peak}, found.budget_bytes, "the budget")]),
         HtmlSection(

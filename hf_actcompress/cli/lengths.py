@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import MOST, one_length
+from .flags import MOST, one_length
 
 _OPTION = "--lengths"
 Lengths = Annotated[

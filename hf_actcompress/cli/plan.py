@@ -8,34 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import DoesNotFitError
 from ..quick.headroom import HEADROOM, usable
+from . import flags
 from .assumptions import assumed
-from .common import (
-    BatchSize,
-    Bf16,
-    Device,
-    Dtype,
-    Fp16,
-    Gpu,
-    Html,
-    Json,
-    Lora,
-    LoraRank,
-    Model,
-    Optimizer,
-    Qlora,
-    Quantization,
-    SeqLen,
-    TrustRemoteCode,
-    busy,
-    card_option,
-    lora_of,
-    precision,
-    progress,
-    quantization_of,
-    show,
-    writable,
-)
+from .common import busy, progress, show, writable
+from .flags import card_option, lora_of, precision, quantization_of
 from .lengths import Lengths, lengths_in
 from .process import for_estimates
 from .quick import check_file
@@ -61,27 +39,27 @@ Out = Annotated[Path | None, typer.Option(help="Write the plan there as JSON; Pl
 
 
 def plan(
-    model: Model,
-    batch_size: BatchSize = 1,
-    seq_len: SeqLen = 512,
+    model: flags.Model,
+    batch_size: flags.BatchSize = 1,
+    seq_len: flags.SeqLen = 512,
     lengths: Lengths = None,
-    gpu: Gpu = None,
+    gpu: flags.Gpu = None,
     headroom: Headroom = None,
     objective: Objective = "fidelity",
     allow: Allow = None,
-    dtype: Dtype = None,
-    bf16: Bf16 = False,
-    fp16: Fp16 = False,
-    optimizer: Optimizer = "adamw",
-    lora: Lora = False,
-    lora_rank: LoraRank = None,
-    quantization: Quantization = None,
-    qlora: Qlora = False,
-    device: Device = "cuda",
-    trust_remote_code: TrustRemoteCode = False,
+    dtype: flags.Dtype = None,
+    bf16: flags.Bf16 = False,
+    fp16: flags.Fp16 = False,
+    optimizer: flags.Optimizer = "adamw",
+    lora: flags.Lora = False,
+    lora_rank: flags.LoraRank = None,
+    quantization: flags.Quantization = None,
+    qlora: flags.Qlora = False,
+    device: flags.Device = "cuda",
+    trust_remote_code: flags.TrustRemoteCode = False,
     out: Out = None,
-    html: Html = None,
-    as_json: Json = False,
+    html: flags.Html = None,
+    as_json: flags.Json = False,
 ) -> None:
     """How to keep each layer, so that a training fits on --gpu.
 
@@ -109,7 +87,6 @@ def plan(
 
 def _planned(model: str, asked: Mapping[str, Any], options: Mapping[str, Any], as_json: bool) -> Plan:
     """The plan. If none fits, print which changes would fit, and raise DoesNotFitError."""
-    from ..errors import DoesNotFitError
     from ..memory.estimation.estimates import Estimates
     from ..memory.planning.plans import plan as plan_of
 

@@ -1,21 +1,22 @@
-"""What a command changes in its own process while it estimates or measures, so that this takes less time."""
+"""What a command changes in its own process while it runs: estimates take less time, and others' remarks are hidden."""
 
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 _BITSANDBYTES = "bitsandbytes"
 
 
 @contextmanager
 def for_estimates() -> Iterator[None]:
-    """All contexts of this file: estimates are made of thousands of small tensors, and run no kernel."""
-    with ExitStack() as stack:
-        for context in (frozen_imports(), one_thread(), without_bitsandbytes()):
-            stack.enter_context(context)
+    """The three contexts below: estimates are made of thousands of small tensors, and run no kernel."""
+    with frozen_imports(), one_thread(), without_bitsandbytes():
         yield
 
 
@@ -70,3 +71,23 @@ def without_bitsandbytes() -> Iterator[None]:
         for name in ("is_bnb_available", "is_bnb_4bit_available"):
             # they remember their answers
             getattr(getattr(peft, name, None), "cache_clear", lambda: None)()
+
+
+@contextmanager
+def only_our_words() -> Iterator[None]:
+    """Suppress warnings and log messages, which are about a training that does not run here.
+
+    They are of bitsandbytes, peft, transformers and torch, and nobody can act on them. This package's commands write
+    their own words to stderr without a logger. With ACTCOMPRESS_TRACEBACK set everything is shown.
+    """
+    if os.environ.get("ACTCOMPRESS_TRACEBACK"):
+        yield
+        return
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.disable(before)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +13,32 @@ import typer
 
 from ..errors import ModelConfigError
 from ..quick.config_rules import check_config
-from ..quick.formula import QuickEstimate, largest
+from ..quick.formula import QuickEstimate, largest, longest
 from ..quick.headroom import HEADROOM, usable
 from ..quick.question import MOST_UNPACKED, Question, question
 from .assumptions import assumed
 from .common import Exit, Rows, echo_json
+from .estimate_table import RIGHT, EstimateTable
 from .remedies import STRATEGY, Remedy, as_lines, changes_of
 from .strategies import MOST
 
-_STEP = 64
-# the options that the formula is chosen by
-_TRAINING = ("dtype", "autocast", "lora", "quantization")
-_RIGHT = ("peak", "kept", "largest batch", "longest")
 
+def _row(strategy: str, asked: Question, table: EstimateTable) -> dict[str, Any]:
+    """The row of a strategy, with the keys of `estimate --json`."""
 
-def quick_rows(
-    asked: Question, batch_size: int, seq_len: int, optimizer: str, room: int | None, max_context: bool
-) -> list[dict[str, Any]]:
-    """One row for each strategy, with the keys of `estimate --json`."""
-    return [
-        _row(partial(asked.answer, strategy, optimizer=optimizer), asked, batch_size, seq_len, room, max_context)
-        | {"strategy": strategy}
-        for strategy in asked.strategies
-    ]
+    def answer(batch_size: int, seq_len: int) -> QuickEstimate:
+        return asked.answer(strategy, batch_size, seq_len, table.options["optimizer"])
 
-
-def _row(
-    answer: Callable[[int, int], QuickEstimate],
-    asked: Question,
-    batch_size: int,
-    seq_len: int,
-    room: int | None,
-    max_context: bool,
-) -> dict[str, Any]:
-    found = answer(batch_size, seq_len)
+    found, room = answer(table.batch_size, table.seq_len), table.room
     row: dict[str, Any] = {"peak_bytes": found.device_bytes, "kept_bytes": found.kept_bytes, "estimate": asdict(found)}
-    if room is None:
-        return row
-    fits = found.device_bytes <= room
-    row |= {"fits": fits, "tight": fits and found.device_bytes > usable(room, HEADROOM)}
-    row["largest_batch_size"] = largest(lambda b: answer(b, seq_len).device_bytes, room, MOST)
-    if max_context:
-        row["longest_sequences"] = _longest(asked, lambda s: answer(batch_size, s).device_bytes, room)
-    return row
-
-
-def _longest(asked: Question, needed: Callable[[int], int], room: int) -> int:
-    most = asked.most_tokens
-
-    def length(steps: int) -> int:
-        return min(steps * _STEP, most)
-
-    return length(largest(lambda steps: needed(length(steps)), room, -(-most // _STEP)))
+    if room is not None:
+        fits = found.device_bytes <= room
+        row |= {"fits": fits, "tight": fits and found.device_bytes > usable(room, HEADROOM)}
+        row["largest_batch_size"] = largest(lambda b: answer(b, table.seq_len).device_bytes, room, MOST)
+        if table.max_context:
+            most = asked.most_tokens
+            row["longest_sequences"] = longest(lambda s: answer(table.batch_size, s).device_bytes, room, most)
+    return row | {"strategy": strategy}
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -110,50 +83,41 @@ def _of_hub(model: str) -> Path:
         raise ModelConfigError(f"the config of {model!r} cannot be had: {said} Pass a config.json") from error
 
 
-def by_formula(
-    model: str,
-    batch_size: int,
-    seq_len: int,
-    room: int | None,
-    max_context: bool,
-    as_json: bool,
-    options: dict[str, Any],
-    more: bool,
-) -> None:
+def by_formula(table: EstimateTable) -> None:
     """Print the table.
 
-    Args:
-        model, batch_size, seq_len, max_context, as_json: As the command got them.
-        room: Bytes of the card.
-        options: Options of `Estimates`.
-        more: Whether the user asked for something that only the whole estimate gives.
-
     Raises:
+        typer.BadParameter: The user asked for something that only the whole estimate gives.
         typer.Exit: No row fits.
     """
+    options, room, sizes = table.options, table.room, (table.batch_size, table.seq_len)
     asked_for = tuple(options[name] for name in ("device", "engine", "fsdp", "zero", "processes", "target_len", "trl"))
-    if more or asked_for != ("cuda", "eager", 1, None, 1, None, False):
+    if table.presets or table.has_page or asked_for != ("cuda", "eager", 1, None, 1, None, False):
         raise typer.BadParameter(
             "--quick goes without --preset, --html, --fsdp, --zero, --processes, --target-len, --trl, --device cpu and "
             "--engine compile"
         )
-    config = config_of(model)
-    asked = question(config, **{key: options[key] for key in _TRAINING})
-    rows = quick_rows(asked, batch_size, seq_len, options["optimizer"], room, max_context)
+    config = config_of(table.model)
+    asked = _question(config, options)
+    rows = [_row(strategy, asked, table) for strategy in asked.strategies]
     dtype = options["dtype"] or config.get("dtype") or config.get("torch_dtype") or "float32"
-    line = f"{assumed(options, batch_size, seq_len, [dtype])}; a formula, within 3% of the answer without --quick"
+    line = f"{assumed(options, *sizes, [dtype])}; a formula, within 3% of the answer without --quick"
     if asked.packed_share is not None and asked.packed_share < 1 - MOST_UNPACKED:
         line += f"; only {asked.packed_share:.0%} of the frozen weights are packed"
     fits = room is None or any(row["fits"] for row in rows)
-    instead = [] if fits or room is None else list(_remedies(config, batch_size, seq_len, room, options))
-    if as_json:
+    instead = [] if fits or room is None else list(_remedies(config, *sizes, room, options))
+    if table.as_json:
         found = [asdict(remedy) for remedy in instead]
-        echo_json({"model": model, "gpu_bytes": room, "assumed": line, "rows": rows, "remedies": found})
+        echo_json({"model": table.model, "gpu_bytes": room, "assumed": line, "rows": rows, "remedies": found})
     else:
         _echo(rows)
         typer.echo("\n".join([f"\nassumed: {line}", *(() if fits else ("none of these fits", *as_lines(instead)))]))
     if not fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
+
+
+def _question(config: Mapping[str, Any], options: Mapping[str, Any]) -> Question:
+    return question(config, **{name: options[name] for name in ("dtype", "autocast", "lora", "quantization")})
 
 
 def _remedies(
@@ -163,7 +127,7 @@ def _remedies(
     for name, size, changes in changes_of(batch_size, options):
         changed = {**options, **changes}
         try:
-            asked = question(config, **{key: changed[key] for key in _TRAINING})
+            asked = _question(config, changed)
         except ModelConfigError:
             continue
         if STRATEGY in asked.strategies:
@@ -177,7 +141,7 @@ def _echo(rows: list[dict[str, Any]]) -> None:
     shown = [name for name in columns if name in rows[0]]
     texts = [[columns[name] for name in shown], *([_text(name, row) for name in shown] for row in rows)]
     widths = {column: max(len(line[i]) for line in texts) for i, column in enumerate(texts[0])}
-    table = Rows(widths, _RIGHT)
+    table = Rows(widths, RIGHT)
     for line in texts:
         table.echo(line)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ActCompressError
 from ..quick.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -84,8 +85,6 @@ def _needed(
     several: Estimates, batch_size: int, seq_len: int, config: str | None, changes: Mapping[str, Any] | None = None
 ) -> int | None:
     """The bytes of a checkpointed training; None if there is no such training of this model, or peft is missing."""
-    from ..errors import ActCompressError
-
     try:
         changed = several.changed(**changes) if changes else several
         return changed.device_bytes(batch_size, seq_len, config, True)

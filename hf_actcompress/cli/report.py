@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import flags
 from .assumptions import assumed
-from .common import (
-    BatchSize,
-    Dtype,
-    Html,
-    Json,
-    Lora,
-    LoraRank,
-    Model,
-    SeqLen,
-    busy,
-    lora_of,
-    progress,
-    show,
-    writable,
-)
+from .common import busy, progress, show, writable
+from .flags import lora_of
 from .process import frozen_imports
 from .quick import check_file
 
@@ -37,17 +25,17 @@ Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="W
 
 
 def report(
-    model: Model,
-    batch_size: BatchSize = 2,
-    seq_len: SeqLen = 128,
+    model: flags.Model,
+    batch_size: flags.BatchSize = 2,
+    seq_len: flags.SeqLen = 128,
     preset: Preset = "exact",
-    dtype: Dtype = None,
-    lora: Lora = False,
-    lora_rank: LoraRank = None,
+    dtype: flags.Dtype = None,
+    lora: flags.Lora = False,
+    lora_rank: flags.LoraRank = None,
     gradient_checkpointing: Checkpointing = False,
     layers: Layers = None,
-    html: Html = None,
-    as_json: Json = False,
+    html: flags.Html = None,
+    as_json: flags.Json = False,
 ) -> None:
     """What a model keeps for backward, stock beside patched.
 
@@ -59,6 +47,7 @@ def report(
     check_file(model)
     with busy(f"measuring {model}"):
         from ..memory.estimation.random_model import local_model, random_batch
+        from ..memory.measurement.memory_report import memory_report
 
         built = local_model(
             model,
@@ -70,19 +59,13 @@ def report(
         )
         batch = random_batch(built, batch_size, seq_len)
         with frozen_imports():
-            found = _measure(built, batch, preset)
+            found = memory_report(built, batch, preset)
             timelines = _timelines(built, batch, preset) if html is not None else {}
         if html is not None:
             _write_page(html, f"{model}: batch {batch_size} x {seq_len}", found, timelines)
     options = {"lora": lora_of(lora, lora_rank), "device": "cpu"}
     weights = sorted({str(p.dtype).removeprefix("torch.") for p in built.parameters()})
     show(found, as_json, assumed(options, batch_size, seq_len, weights))
-
-
-def _measure(model: Any, batch: dict[str, Any], preset: str) -> MemoryReport:
-    from ..memory.measurement.memory_report import memory_report
-
-    return memory_report(model, batch, preset)
 
 
 def _host_bytes() -> int | None:

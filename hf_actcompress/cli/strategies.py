@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from ..quick.headroom import HEADROOM, usable
+from ..quick.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from ..config import CompressionConfig
-    from ..memory.estimation.estimates import Estimates
     from ..memory.estimation.result import Estimate
 
 TIME_CLASSES = {
@@ -22,8 +24,6 @@ TIME_CLASSES = {
 
 # a search for the largest batch size ends here: a batch that fits at this size need not be known exactly
 MOST = 1024
-# the most estimates that a search for the largest batch size may take
-_ESTIMATES = 8
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,10 @@ class Strategy:
         return f"lossy: {min(bits)} bits" if bits else "lossy"
 
 
-DEFAULT = (
-    Strategy("stock", None),
-    Strategy("checkpointing", None, checkpointing=True),
-    Strategy("exact", "exact"),
-    Strategy("exact + checkpointing", "exact", checkpointing=True),
-    Strategy("exact + compressed checkpoint", "exact", checkpointing=True, checkpoint_input="int8_outliers"),
-    Strategy("long", "long"),
-    Strategy("long + checkpointing", "long", checkpointing=True),
-    Strategy("int8", "int8"),
-    Strategy("int4", "int4"),
-    Strategy("offload", "offload"),
-)
+DEFAULT = tuple(Strategy(name, *how) for name, how in STRATEGIES.items())
 
 
-def chosen(presets: list[str]) -> tuple[Strategy, ...]:
+def chosen(presets: Sequence[str]) -> tuple[Strategy, ...]:
     """All strategies of general use, or stock and the presets that were asked for. Raises UnknownOptionError."""
     if not presets:
         return DEFAULT
@@ -136,116 +125,7 @@ class Row:
 
     def tight(self, room: int) -> bool:
         """Whether it fits, but not with what the allocator is expected to reserve, or to leave in gaps."""
-        from ..quick.headroom import HEADROOM, usable
-
         if self.estimate is None or not self.fits(room):
             return False
         share = self.estimate.reserved_share
         return not self.fits(usable(room, HEADROOM)) if share is None else self.estimate.reserved_bytes(share) > room
-
-
-def rows(
-    several: Estimates,
-    strategies: tuple[Strategy, ...],
-    room: int | None,
-    batch_size: int,
-    seq_len: int,
-    max_context: bool = False,
-    steps: Sequence[int] = (),
-    every_share: bool = False,
-    by_role: bool = False,
-) -> Iterator[Row]:
-    """The estimates, one after the other, because each takes seconds.
-
-    Args:
-        several: Estimates of the model.
-        strategies: The strategies. An error of the first one is raised; another that fails gets a row that says why.
-        room: Bytes of the card, for which the largest batch sizes are searched; None if there is no card.
-        batch_size, seq_len: Sequences, and tokens per sequence.
-        max_context: Whether to search for the longest sequences as well.
-        steps: Tokens per sequence of the steps that the allocator is replayed for; by default equal ones.
-        every_share: Whether to replay `expandable_segments` also where the default setting's share fits.
-        by_role: Whether to attribute kept bytes to roles.
-    """
-    from ..errors import ActCompressError
-
-    for index, strategy in enumerate(strategies):
-        try:
-            row = _row(several, strategy, room, batch_size, seq_len, steps, every_share, by_role)
-            yield replace(row, longest=_longest(several, row, room)) if room is not None and max_context else row
-        except ActCompressError as error:
-            if index == 0:
-                raise
-            yield Row(strategy, None, why_not=str(error))
-
-
-def _row(
-    several: Estimates,
-    strategy: Strategy,
-    room: int | None,
-    batch_size: int,
-    seq_len: int,
-    steps: Sequence[int],
-    every_share: bool,
-    by_role: bool,
-) -> Row:
-    from ..quick.headroom import MOST_SHARE
-
-    config = strategy.patched_with
-    found = several.estimate(batch_size, seq_len, config, strategy.checkpointing, by_role=by_role)
-    peaks = {batch_size: found.device_bytes}
-    if room is None:
-        return Row(strategy, found, peaks)
-    if found.device_bytes <= room < MOST_SHARE * found.device_bytes:
-        enough = 0 if every_share else room
-        case = batch_size, seq_len, config, strategy.checkpointing
-        found = several.replayed(*case, lengths=steps, room=enough, by_role=by_role)
-
-    def peak(batch_size: int) -> int:
-        return several.device_bytes(batch_size, seq_len, config, strategy.checkpointing)
-
-    guess = several.guess(batch_size, seq_len, config, strategy.checkpointing, room)
-    return Row(strategy, found, peaks, _largest(peaks, room, found.device_bytes - found.step_peak_bytes, peak, guess))
-
-
-def _longest(several: Estimates, row: Row, room: int) -> int:
-    """The longest sequences within `room`, up to the positions that the model has."""
-    from ..memory.estimation.largest import longest
-
-    strategy, found = row.strategy, row.estimate
-    assert found is not None
-
-    def peak(seq_len: int) -> int:
-        return several.device_bytes(found.batch_size, seq_len, strategy.patched_with, strategy.checkpointing)
-
-    return longest(several.model, peak, room)
-
-
-def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int], int], guess: int | None = None) -> int:
-    """The largest batch size within `room`, by the search that is used on a card. It adds the sizes it tries to
-    `peaks`.
-
-    Args:
-        peaks: Batch size -> bytes, for the sizes that were tried.
-        room: Bytes of the card.
-        state: Bytes that are in use without activations.
-        peak: Gives the bytes for a batch size.
-        guess: The first size to try.
-    """
-    from ..memory.batch_size.report import BatchSizeTrial
-    from ..memory.batch_size.search import Search
-
-    start = next(iter(peaks))
-    most = max(MOST, start)
-    search = Search(start, most, _ESTIMATES)
-    while not search.settled(room) and (batch_size := search.candidate(room)) is not None:
-        if len(search.tried) == 1 and guess is not None and (guess > start) == (peaks[start] <= room):
-            batch_size = min(guess, most)
-        elif len(search.tried) == 2 and peaks[start] <= room < peaks[second := search.tried[1].batch_size]:
-            # the point where the line through both peaks meets `room`; a search on a card would not go so far in one
-            # step
-            batch_size = start + max(1, (room - peaks[start]) * (second - start) // (peaks[second] - peaks[start]))
-        if batch_size not in peaks:
-            peaks[batch_size] = peak(batch_size)
-        search.add(BatchSizeTrial(batch_size, peaks[batch_size] <= room, peaks[batch_size]), state)
-    return max((trial.batch_size for trial in search.tried if trial.fits), default=0)

@@ -103,12 +103,7 @@ class HtmlSection:
 
 
 def html_page(title: str, sections: Sequence[HtmlSection]) -> str:
-    """The page. Nothing in it is fetched from elsewhere.
-
-    Args:
-        title: The page's title.
-        sections: The sections in order.
-    """
+    """The page. Nothing in it is fetched from elsewhere."""
     body = "\n".join(map(_section, sections))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -33,12 +34,7 @@ class Curve(Protocol):
 def new_figure(what: str, **options: Any) -> Any:
     """A matplotlib figure of its own, outside of pyplot.
 
-    Args:
-        what: What is drawn; the error names it.
-        options: Options of the figure.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
+    Raises MissingExtraError, which names what is drawn, if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -50,25 +46,19 @@ def new_figure(what: str, **options: Any) -> Any:
 
 
 def draw_roles(bars: Mapping[str, Mapping[str, int]], target: Target) -> None:
-    """Stacked bars of kept bytes by role, one bar per strategy, in the order given.
+    """Stacked bars of kept bytes (strategy -> role -> bytes), one bar per strategy, in the order given.
 
-    Args:
-        bars: Strategy -> role -> bytes.
-        target: A path, or a binary file for a PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
+    Raises MissingExtraError if matplotlib is not installed.
     """
     figure = new_figure("a picture of roles", figsize=(9, 1.6 + 0.4 * len(bars)))
     axes = figure.add_subplot()
     names = list(bars)
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for sizes in bars.values():
-        for role, size in sizes.items():
-            totals[role] = totals.get(role, 0) + size
+        totals.update(sizes)
     scale, unit = _unit(max((sum(sizes.values()) for sizes in bars.values()), default=0))
     left = [0.0] * len(names)
-    for role in sorted(totals, key=lambda role: -totals[role]):
+    for role, _ in totals.most_common():
         widths = [bars[name].get(role, 0) / scale for name in names]
         axes.barh(names, widths, left=left, label=role)
         left = [start + width for start, width in zip(left, widths, strict=True)]
@@ -81,12 +71,7 @@ def draw_roles(bars: Mapping[str, Mapping[str, int]], target: Target) -> None:
 def draw_timelines(timelines: Mapping[str, Curve], target: Target) -> None:
     """Memory over time in a step, one curve per strategy; a dotted line where backward begins.
 
-    Args:
-        timelines: Strategy -> its curve.
-        target: A path, or a binary file for a PNG.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
+    Raises MissingExtraError if matplotlib is not installed.
     """
     figure = new_figure("a picture of a timeline", figsize=(9, 3.6))
     axes = figure.add_subplot()

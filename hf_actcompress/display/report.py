@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .pictures import Target
@@ -72,7 +72,7 @@ def _built(kind: Any, data: Any) -> Any:
     if is_dataclass(kind):
         assert isinstance(kind, type)
         hints = get_type_hints(kind)
-        missing = [f.name for f in fields(kind) if f.name not in data and not _has_default(f)]
+        missing = [f.name for f in fields(kind) if f.name not in data and f.default is f.default_factory is MISSING]
         if missing:
             raise ValueError(f"no JSON of a {kind.__name__}: it has no {', '.join(missing)}")
         return kind(**{f.name: _built(hints[f.name], data[f.name]) for f in fields(kind) if f.name in data})
@@ -85,9 +85,3 @@ def _built(kind: Any, data: Any) -> Any:
         found = next((part for part in get_args(kind) if get_origin(part) is tuple), None)
         return data if found is None else _built(found, data)
     return data
-
-
-def _has_default(field: Any) -> bool:
-    from dataclasses import MISSING
-
-    return field.default is not MISSING or field.default_factory is not MISSING

@@ -50,15 +50,8 @@ class Table:
         """A tabular with lines of booktabs, for papers."""
         form = "".join("r" if column in self.numbers else "l" for column in self.columns)
         head, *rows = (" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows))
-        lines = [
-            rf"\begin{{tabular}}{{{form}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *rows,
-            r"\bottomrule",
-            r"\end{tabular}",
-        ]
+        begin, end = rf"\begin{{tabular}}{{{form}}}", r"\end{tabular}"
+        lines = [begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end]
         return "\n".join(lines) + "\n"
 
 

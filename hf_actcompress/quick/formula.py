@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,13 +72,7 @@ def _chunk(total: float, others: float, budget: float) -> float:
 
 def term_values(terms: Sequence[Mapping[str, int]], sizes: Mapping[str, float]) -> list[float]:
     """Each product of sizes."""
-    values = []
-    for term in terms:
-        value = 1.0
-        for name, power in term.items():
-            value *= sizes[name] ** power
-        values.append(value)
-    return values
+    return [math.prod((sizes[name] ** power for name, power in term.items()), start=1.0) for term in terms]
 
 
 def total(polynomial: Terms, values: Sequence[float]) -> float:
@@ -138,3 +133,12 @@ def largest(needed: Callable[[int], int], room: int, most: int | None = None) ->
             width, slow = (high - low, 0) if halved else (width, slow + 1)
             number = (low + high) // 2 if slow >= _SLOW else min(max(number, low + 1), high - 1)
     return low
+
+
+def longest(needed: Callable[[int], int], room: int, limit: int | None, step: int = 64) -> int:
+    """The longest sequences whose bytes fit into `room`, 0 if none do: a multiple of `step`, or `limit` itself."""
+
+    def length(steps: int) -> int:
+        return steps * step if limit is None else min(steps * step, limit)
+
+    return length(largest(lambda steps: needed(length(steps)), room, None if limit is None else -(-limit // step)))

@@ -9,6 +9,7 @@ from .cards import CARDS
 from .config_rules import rules
 from .headroom import HEADROOM
 from .question import classes
+from .strategies import STRATEGIES
 
 _HERE = Path(__file__).parent
 
@@ -18,8 +19,8 @@ def page() -> str:
     data = {
         "classes": classes(),
         "rules": rules(),
-        "presets": _json("presets.json"),
-        "strategies": _json("strategies.json"),
+        "presets": json.loads((_HERE / "presets.json").read_text(encoding="utf-8")),
+        "strategies": STRATEGIES,
         "cards": {name: mebibytes * 2**20 for name, mebibytes in CARDS.items()},
         "headroom": HEADROOM,
     }
@@ -38,7 +39,3 @@ def page() -> str:
 
 def _resource(name: str) -> str:
     return (_HERE / "resources" / name).read_text(encoding="utf-8")
-
-
-def _json(name: str) -> object:
-    return json.loads((_HERE / name).read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ from .optimizers import FOREACH, OF_TRAINER
 
 _FOLDER = Path(__file__).parent / "data"
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
 # an answer says so if a larger share of the frozen weights is not packed
 MOST_UNPACKED = 0.2
@@ -266,15 +266,15 @@ def _adafactor_step(sizes: Mapping[str, int], mode: str) -> int:
 
 def _mode(dtype: str | None, autocast: str | None, lora: bool, quantization: str | None) -> str:
     name = str(dtype or "float32").removeprefix("torch.")
-    half = _DTYPES.get(name, name) in ("bfloat16", "float16")
+    half = SHORT_DTYPES.get(name, name) in ("bfloat16", "float16")
     if quantization is not None and (quantization not in _QUANTIZED or not lora or not half):
         raise ModelConfigError("the formula for quantised weights is that of LoRA over nf4 or int8 with bf16 or fp16")
     if half and not autocast:
         return _QUANTIZED[quantization] if quantization else "lora" if lora else "bf16"
-    if not lora and (autocast or _DTYPES.get(name, name) == "float32"):
+    if not lora and (autocast or SHORT_DTYPES.get(name, name) == "float32"):
         return "autocast" if autocast else "fp32"
-    if _DTYPES.get(name, name) not in (*_DTYPES.values(), "float64"):
-        raise UnknownOptionError("dtype", name, [*dict.fromkeys(_DTYPES.values()), *_DTYPES])
+    if SHORT_DTYPES.get(name, name) not in (*SHORT_DTYPES.values(), "float64"):
+        raise UnknownOptionError("dtype", name, [*dict.fromkeys(SHORT_DTYPES.values()), *SHORT_DTYPES])
     raise ModelConfigError(
         f"there is no formula for weights in {name}{' with LoRA' if lora else ''}: "
         "use bf16 or fp16 weights, or fp32 ones without LoRA"

@@ -9,7 +9,8 @@ import torch
 from transformers import TrainerCallback
 
 from ..errors import MeasurementError
-from ..memory.measurement.timeline import memory_profiler, timeline_of
+from ..memory.measurement.allocator import memory_profiler
+from ..memory.measurement.timeline import timeline_of
 from ..memory.measurement.training_restored import resident_bytes
 from ..quick.sizes import readable_size
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from hf_actcompress.cli.common import QUANTIZATIONS, Exit
-from hf_actcompress.cli.quiet import only_our_words
+from hf_actcompress.cli.common import Exit
+from hf_actcompress.cli.flags import QUANTIZATIONS
+from hf_actcompress.cli.process import only_our_words
 from hf_actcompress.memory.estimation.quantized.formats import FORMATS
 from tests.cli.invoke import SIZES, run
 from tests.quick.test_config_rules import FAMILIES, LLAMA, changed

@@ -76,7 +76,7 @@ def test_another_config_under_the_same_name_is_computed(model, computed):
     assert len(computed) == 2
 
 
-@pytest.mark.parametrize("what", ("_source", "_version"))
+@pytest.mark.parametrize("what", ("_source", "version_of"))
 def test_other_code_is_asked_anew(model, computed, monkeypatch, what):
     run("estimate", model)
     monkeypatch.setattr(cache, what, lambda *name: "another one")

@@ -48,9 +48,10 @@ def test_the_allocator_is_replayed_with_these_lengths(model: str, tmp_path: Path
     peak = several.device_bytes(2, 128, "exact")
     row = found(model, "--lengths", str(path), "--gpu", f"{peak + 1000}B")["rows"][1]
     assert row["peak_bytes"] == peak and row["tight"]
-    steps = (40, 96, 3, 128)
-    for expandable, name in ((False, "reserved_share"), (True, "reserved_share_expandable")):
-        assert row["estimate"][name] == several.reserved_share(2, 128, "exact", expandable=expandable, lengths=steps)
+    replayed = several.replayed(2, 128, "exact", lengths=(40, 96, 3, 128))
+    for name in ("reserved_share", "reserved_share_expandable"):
+        assert row["estimate"][name] == getattr(replayed, name)
+    assert replayed.reserved_share is not None
     options = ("--batch-size", "2", "--preset", "exact", "--lengths", str(path), "--gpu", f"{peak + 1000}B")
     assert "the shares are those of batches of 40, 96, 3, 128 tokens" in run("estimate", model, *options).stdout
 

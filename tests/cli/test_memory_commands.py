@@ -152,7 +152,8 @@ def test_gradient_checkpointing_is_offered_where_it_alone_is_enough(model):
     for others in (offered(both - 1), offered(alone, *(strategy.name for strategy in DEFAULT))):
         assert not set(pair) & set(others)
     first = next(remedies(several, alone, 8, 128, options, ("stock", "int8")))
-    lines = list(explanation(EstimateTable(model, (), alone, "this card", instead=[first])))
+    asked = model, 8, 128, options, alone, "this card", False, (), (), False, False
+    lines = list(explanation(EstimateTable(*asked, instead=[first])))
     assert lines[-1] == f"  gradient checkpointing alone, checkpointing: {readable_size(alone)}, would fit"
 
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_actcompress.cli.common import Exit
+from hf_actcompress.cli.estimate_table import _largest
 from hf_actcompress.cli.process import without_bitsandbytes
-from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, _largest, chosen
+from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, chosen
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.memory import estimate
 from tests.cli.invoke import SIZES, run
@@ -20,10 +21,10 @@ def rows_of(**peaks: int):
     """Rows as if they had been estimated."""
     by_name = {strategy.name: strategy for strategy in DEFAULT}
 
-    def rows(several, strategies, room, *sizes):
+    def rows(several, strategies, table):
         for name, peak in peaks.items():
             estimated = SimpleNamespace(device_bytes=peak, kept_bytes=peak // 2, notes=(), reserved_share=None)
-            yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= room else 0)
+            yield Row(by_name[name], estimated, {1: peak}, 1 if peak <= table.room else 0)
 
     return rows
 

@@ -60,7 +60,7 @@ def _mistral(batch_size: int) -> float:
 
 def _mistral_reserved(batch_size: int) -> float:
     several = Estimates(hf.MistralConfig(), dtype="bf16", lora=_ATTENTION)
-    found = several.reserved_share(batch_size, 4096, None, True)
+    found = several.replayed(batch_size, 4096, None, True).reserved_share
     assert found is not None
     return found
 
@@ -154,13 +154,10 @@ def test_the_ratio(name: str) -> None:
 def test_batches_of_different_lengths_reserve_more(batch_size: int) -> None:
     several = Estimates(hf.MistralConfig(), dtype="bf16", lora=_ATTENTION)
     lengths = [4096 * eighths // 8 for eighths in (6, 4, 8, 5, 7)] * 2
-    shares = {
-        (mixed, expandable): several.reserved_share(
-            batch_size, 4096, None, True, expandable=expandable, lengths=lengths if mixed else ()
-        )
-        for mixed in (False, True)
-        for expandable in (False, True)
-    }
+    shares = {}
+    for mixed in (False, True):
+        found = several.replayed(batch_size, 4096, None, True, lengths=lengths if mixed else ())
+        shares |= {(mixed, False): found.reserved_share, (mixed, True): found.reserved_share_expandable}
     print(f"\nbatch {batch_size}, (different lengths, expandable_segments): {shares}")
     assert shares[True, False] > shares[False, False] + 0.05
     assert shares[True, True] < shares[False, True] + 0.01

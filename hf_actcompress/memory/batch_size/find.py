@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import statistics
 import time
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ...errors import MeasurementError, UnsupportedModelError
 from ...quick.sizes import parse_size, readable_size
 from ..measurement.allocator import measure_step
-from ..measurement.training_restored import resident_bytes, training_restored
+from ..measurement.training_restored import collect, resident_bytes, training_restored
 from .report import BatchSizeReport, BatchSizeTrial
 from .search import Search
 
@@ -83,7 +82,7 @@ def find_batch_size(
             trial, state = _try(batch_size, make_batch, step, _Ruler(device, limit, base, timed_steps))
             # a step that ran out of memory may have left anything behind
             restore()
-            _free(device)
+            collect()
             search.add(trial, max(state, base))
             logger.info("%s", trial)
     report = BatchSizeReport(tuple(search.tried), limit, search.settled(aim))
@@ -175,9 +174,3 @@ def _tokens(batch: Any) -> int | None:
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return int((mask != 0).sum())
     return ids.numel() if isinstance(ids, Tensor) else None
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .export import DATA, MODES, STRATEGIES, write
+from ...quick.strategies import STRATEGIES
+from .export import DATA, MODES, write
 from .probes import FAMILIES
 
 parser = argparse.ArgumentParser(description=__doc__)

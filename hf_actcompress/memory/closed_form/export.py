@@ -15,6 +15,7 @@ from torch import nn
 
 from ...config import CompressionConfig, resolve
 from ...quick.optimizers import FOREACH
+from ...quick.strategies import STRATEGIES
 from ...records import storage_sizes
 from ..estimation.fake_step.setting import Setting
 from ..estimation.meta_model import skeleton
@@ -40,10 +41,6 @@ _OPTIMIZERS = [name for name in OPTIMIZERS if name != FOREACH]
 # further fields of configs that the formula reads
 _READ = ("tie_word_embeddings", "sliding_window", "use_sliding_window")
 
-# name -> (what the model is patched with, checkpointing, codec of the checkpoints), as in the command's table
-STRATEGIES: dict[str, tuple[str | None, bool, str | None]] = json.loads(
-    (DATA.parent / "strategies.json").read_text(encoding="utf-8")
-)
 # name -> (dtype of the weights, dtype of autocast, whether there is LoRA, quantisation)
 MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
     "fp32": (torch.float32, None, False, None),
@@ -56,7 +53,10 @@ MODES: dict[str, tuple[torch.dtype, torch.dtype | None, bool, str | None]] = {
 
 
 class Writer:
-    """Numbers terms and sums; equal ones get the same number. It may continue with the data of a class."""
+    """Numbers terms and sums; equal ones get the same number. It may continue with the data of a class.
+
+    Its attributes are the tables of the data.
+    """
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         data = data or {}
@@ -96,14 +96,7 @@ def export(
                 key = f"{flavour}/{'grouped' if grouped else 'single'}/{mode}"
                 key = f"{key}/windowed" if windowed else key
                 cases[key] = {**cases.get(key, {}), **found}
-    return {
-        **described(name),
-        "terms": writer.terms,
-        "sums": writer.sums,
-        "states": writer.states,
-        "steps": writer.steps,
-        "cases": cases,
-    }
+    return {**described(name), **vars(writer), "cases": cases}
 
 
 def _cases(
@@ -210,5 +203,4 @@ def without_unused(data: dict[str, Any]) -> dict[str, Any]:
             kept = {role: sums(number) for role, number in old["kept"].items()}
             new = {"kept": kept, "moments": [sums(number) for number in old["moments"]]}
             cases[key][strategy] = (writer.number(parts, writer.states), writer.number(new, writer.steps))
-    tables = {"terms": writer.terms, "sums": writer.sums, "states": writer.states, "steps": writer.steps}
-    return {**data, **tables, "cases": cases}
+    return {**data, **vars(writer), "cases": cases}

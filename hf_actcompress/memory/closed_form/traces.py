@@ -19,11 +19,8 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class SymbolicTrace:
-    """Bytes of a step as polynomials in the sizes, of which the number of layers is one.
-
-    Args:
-        kept: Role -> kept bytes.
-        moments: Live bytes at each allocation.
+    """Kept bytes by role, and live bytes at each allocation of a step, as polynomials in the sizes, of which the number
+    of layers is one.
     """
 
     kept: dict[str, Polynomial]

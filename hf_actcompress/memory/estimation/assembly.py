@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,9 @@ from ..measurement.saved_tensors import layer_names
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.pictures import described, takes_pictures
 from .fake_step.setting import Setting
-from .fake_step.step import FakeStep, run_step
-from .growth import UnitPlaces
+from .fake_step.step import run_step
 from .guess import widths
-from .layers import LayerRun, find_runs, with_names
-from .model_copies import RunStep
+from .layers import find_runs, with_names
 from .quantized.model import notes_of
 from .result import Estimate
 from .states.held import States, context_bytes, state_bytes
@@ -50,27 +48,10 @@ class About:
         return cls(type(root_module(whole)).__name__, layers, (*notes, *notes_of(whole)), widths(whole.parameters()))
 
 
-def extrapolated(
-    whole: nn.Module,
-    setting: Setting,
-    layers: Sequence[LayerRun],
-    roles: bool,
-    alike: bool | None = None,
-    units: Mapping[LayerRun, UnitPlaces] | None = None,
-    step: RunStep = run_step,
-) -> Extrapolated:
-    """The step of a model on the meta device. Other arguments: see `whole_step` and `ModelCopies.run_step`."""
-
-    def run(part: nn.Module, wanted: bool) -> FakeStep:
-        return step(part, setting, roles=roles and wanted)
-
-    return whole_step(whole, run, layers, alike, units)
-
-
 def estimate_of(whole: nn.Module, setting: Setting, rule: OptimizerRule, name: str) -> Estimate:
     """The estimate of a model on the meta device; `name` is the name that the estimate shows for its config."""
     setting, config = with_names(setting, whole)
-    found = extrapolated(whole, setting, find_runs(whole, config), True)
+    found = whole_step(whole, lambda part, roles: run_step(part, setting, roles=roles), find_runs(whole, config))
     return assembled(found, About.of(whole), setting, state_bytes(whole, setting, rule), name)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError
-from .assembly import About, assembled, extrapolated, name_of
+from .assembly import About, assembled, name_of
 from .checks import check_processes, is_compiled
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.cuda_rules import BLOCK
 from .fake_step.setting import Setting
-from .fake_step.step import run_evaluation
+from .fake_step.step import FakeStep, run_evaluation
 from .fake_step.trl_head import check_trl
 from .guess import largest_batch
 from .layers import LayerRun, find_runs, with_names
@@ -30,6 +30,9 @@ from .result import Estimate
 from .states import held
 from .states.optimizers import optimizer_rule
 from .states.zero import Zero
+
+# what a model is patched with; None and "stock": it is not patched
+Asked: TypeAlias = CompressionConfig | Configured | str | None
 
 
 class Estimates:
@@ -114,7 +117,7 @@ class Estimates:
         self,
         batch_size: int,
         seq_len: int,
-        config: CompressionConfig | Configured | str | None,
+        config: Asked,
         gradient_checkpointing: bool = False,
         *,
         by_role: bool = True,
@@ -132,13 +135,7 @@ class Estimates:
         notes += [held.TILES_NOTE] if self._sharded and asked is not None and asked.tiled_mlp else []
         return assembled(found, self._described(gradient_checkpointing), setting, states, name_of(config), notes)
 
-    def device_bytes(
-        self,
-        batch_size: int,
-        seq_len: int,
-        config: CompressionConfig | Configured | str | None,
-        gradient_checkpointing: bool = False,
-    ) -> int:
+    def device_bytes(self, batch_size: int, seq_len: int, config: Asked, gradient_checkpointing: bool = False) -> int:
         """`Estimate.device_bytes` alone, which takes less time than the whole estimate."""
         setting = self._case(batch_size, seq_len, config)
         found = self._step(setting, gradient_checkpointing)
@@ -148,14 +145,23 @@ class Estimates:
         self,
         batch_size: int,
         seq_len: int,
-        config: CompressionConfig | Configured | str | None,
+        config: Asked,
         gradient_checkpointing: bool = False,
         *,
         lengths: Sequence[int] = (),
         room: int = 0,
         by_role: bool = True,
     ) -> Estimate:
-        """The estimate, with the shares of `reserved_share`; only with the first one if that fits in `room` bytes."""
+        """The estimate with the bytes that CUDA's caching allocator reserves for each byte of tensors, by a replay of
+        the training's steps.
+
+        On a CPU, compiled, with several processes, and if the layers are not alike, no step can be replayed.
+
+        Args:
+            batch_size, seq_len, config, gradient_checkpointing, by_role: As for `estimate`.
+            lengths: Tokens per sequence in each of the steps; by default all have `seq_len`.
+            room: Bytes; if the share without `expandable_segments` fits into them, the other one is not computed.
+        """
         case = batch_size, seq_len, config, gradient_checkpointing
         found, training = self.estimate(*case, by_role=by_role), self._training(*case, lengths)
         if training is None:
@@ -165,32 +171,8 @@ class Estimates:
             return found
         return replace(found, reserved_share_expandable=reserved_share(*training, True))
 
-    def reserved_share(
-        self,
-        batch_size: int,
-        seq_len: int,
-        config: CompressionConfig | Configured | str | None,
-        gradient_checkpointing: bool = False,
-        *,
-        expandable: bool = False,
-        lengths: Sequence[int] = (),
-    ) -> float | None:
-        """Bytes that CUDA's caching allocator reserves for each byte of tensors, by a replay of the training's steps.
-
-        Args:
-            batch_size, seq_len, config, gradient_checkpointing: As for `estimate`.
-            expandable: Whether `expandable_segments` is on.
-            lengths: Tokens per sequence in each of the steps; by default all have `seq_len`.
-
-        Returns:
-            The share, 1 or more; None where no step can be replayed: on a CPU, compiled, with several processes, or if
-            the layers are not alike.
-        """
-        training = self._training(batch_size, seq_len, config, gradient_checkpointing, lengths)
-        return None if training is None else reserved_share(*training, expandable)
-
     def _training(
-        self, batch_size: int, seq_len: int, config: Any, gradient_checkpointing: bool, lengths: Sequence[int]
+        self, batch_size: int, seq_len: int, config: Asked, gradient_checkpointing: bool, lengths: Sequence[int]
     ) -> tuple[Held, list[Trace]] | None:
         """What `reserved_share` replays; None where no step can be replayed."""
         setting = self._case(batch_size, seq_len, config)
@@ -206,12 +188,7 @@ class Estimates:
         return held.held_by(self._model(gradient_checkpointing), self._rule), steps
 
     def guess(
-        self,
-        batch_size: int,
-        seq_len: int,
-        config: CompressionConfig | Configured | str | None,
-        gradient_checkpointing: bool,
-        room: int,
+        self, batch_size: int, seq_len: int, config: Asked, gradient_checkpointing: bool, room: int
     ) -> int | None:
         """The largest batch within `room` bytes, roughly, from the step of this batch; None if it does not tell."""
         setting, states = self._case(batch_size, seq_len, config), self._state_bytes(gradient_checkpointing)
@@ -234,7 +211,7 @@ class Estimates:
         """Bytes of frozen weights that could stay on the host if the device holds those of two layers at a time."""
         return held.frozen_elsewhere(self._model(False))
 
-    def _case(self, batch_size: int, seq_len: int, config: CompressionConfig | Configured | str | None) -> Setting:
+    def _case(self, batch_size: int, seq_len: int, config: Asked) -> Setting:
         resolved = _resolved(config)
         if self._setting.compiled and resolved is not None and resolved.offloads:
             raise ModelConfigError('what offloading keeps under torch.compile is not estimated; use engine="eager"')
@@ -267,7 +244,8 @@ class Estimates:
         if checkpointing not in self._states:
             of = held.state_bytes if self._zero is None else self._zero.states
             found = of(self._model(checkpointing), self._setting, self._rule)
-            self._states[checkpointing] = held.in_buckets(found) if self._ddp else found
+            # DistributedDataParallel copies each gradient into a bucket
+            self._states[checkpointing] = found._replace(gradients=2 * found.gradients) if self._ddp else found
         return self._states[checkpointing]
 
     def _step(
@@ -289,10 +267,14 @@ class Estimates:
         alike = latest.alike if latest else self._alike
         units = latest.units if latest and not (roles or traced) else None
         step = self._copies.run_step(whole, setting, checkpointing, self._runs[single])
-        found = self._latest[key] = extrapolated(whole, setting, self._runs[single], roles, alike, units, step)
+
+        def run(part: nn.Module, wanted: bool) -> FakeStep:
+            return step(part, setting, roles=roles and wanted)
+
+        found = self._latest[key] = whole_step(whole, run, self._runs[single], alike, units)
         self._steps[setting, checkpointing, roles] = found
         return found
 
 
-def _resolved(config: CompressionConfig | Configured | str | None) -> CompressionConfig | None:
+def _resolved(config: Asked) -> CompressionConfig | None:
     return None if config is None or config == "stock" else resolve(config)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...quick.formula import largest
+from ...quick.formula import largest, longest
 from ...quick.sizes import parse_size
 from .estimates import Estimates
-
-_STEP = 64
 
 
 def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: Any) -> int:
@@ -27,13 +25,12 @@ def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: An
     Raises:
         The errors of `estimate`.
     """
-
     needed = _needed(model, **options)
     return largest(lambda batch_size: needed(batch_size, seq_len), parse_size(budget))
 
 
 def max_seq_len(
-    model: Any, *, batch_size: int, budget: int | str, limit: int | None = None, step: int = _STEP, **options: Any
+    model: Any, *, batch_size: int, budget: int | str, limit: int | None = None, step: int = 64, **options: Any
 ) -> int:
     """The longest sequences that fit, found with a few estimates.
 
@@ -52,18 +49,8 @@ def max_seq_len(
         The errors of `estimate`.
     """
     needed = _needed(model, **options)
-    return longest(model, lambda seq_len: needed(batch_size, seq_len), parse_size(budget), limit, step)
-
-
-def longest(model: Any, needed: Callable[[int], int], budget: int, limit: int | None = None, step: int = _STEP) -> int:
-    """The longest sequences with ``needed(seq_len) <= budget``; `limit` and `step` are as for `max_seq_len`."""
-    limit = limit or _positions(model)
-
-    def length(steps: int) -> int:
-        return steps * step if limit is None else min(steps * step, limit)
-
-    most = None if limit is None else -(-limit // step)
-    return length(largest(lambda steps: needed(length(steps)), budget, most))
+    most = limit or positions_of(model)
+    return longest(lambda seq_len: needed(batch_size, seq_len), parse_size(budget), most, step)
 
 
 def _needed(
@@ -74,7 +61,8 @@ def _needed(
     return lambda batch_size, seq_len: several.device_bytes(batch_size, seq_len, config, gradient_checkpointing)
 
 
-def _positions(model: Any) -> int | None:
+def positions_of(model: Any) -> int | None:
+    """How many positions the model's config states; None if it states none."""
     config = getattr(model, "config", model)
     found = getattr(config, "max_position_embeddings", None)
     return int(found) if isinstance(found, int) and found > 0 else None

@@ -141,13 +141,8 @@ def shortened(
     try:
         for run, count in units.items():
             layers = list((lists or before)[run])[: run.prefix + count * run.period]
-            _set(model, run.name, nn.ModuleList(layers))
+            model.set_submodule(run.name, nn.ModuleList(layers))
         yield
     finally:
         for run, whole in before.items():
-            _set(model, run.name, whole)
-
-
-def _set(model: nn.Module, name: str, value: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, value)
+            model.set_submodule(run.name, whole)

@@ -22,6 +22,7 @@ from transformers.utils import CONFIG_NAME
 from ...errors import ActCompressError, ModelConfigError, UnknownOptionError
 from ...models.adapters import with_lora
 from ...quick.config_rules import QUANTIZATION, check_config
+from ...quick.question import SHORT_DTYPES
 from ..measurement.compiled import uncompiled
 from .meta_device import OnMeta
 from .quantized.model import packed_weights, quantize, stand_ins
@@ -48,7 +49,6 @@ _TRUST = (
 _PATIENCE = 5
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -56,7 +56,7 @@ def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     name = dtype.removeprefix("torch.")
-    name = _SHORT.get(name, name)
+    name = SHORT_DTYPES.get(name, name)
     if name not in DTYPES:
         raise UnknownOptionError("dtype", dtype, DTYPES)
     return DTYPES[name]
@@ -126,18 +126,14 @@ def _on_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
                 f"{name} is a sparse tensor ({x.layout}), whose size depends on its values, and an estimate has none; "
                 "memory_report(model, batch) measures the model as it is"
             )
-        wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
-        memo[id(x)] = _empty_like(x, wanted, "meta")
+        wanted = dtype if x.is_floating_point() else None
+        memo[id(x)] = empty_like(x, "meta", wanted)
     return copy.deepcopy(module, memo)
 
 
-def empty_like(x: Tensor, device: str) -> Tensor:
-    """An empty tensor like x on `device`; a parameter if x is one."""
-    return _empty_like(x, x.dtype, device)
-
-
-def _empty_like(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
+def empty_like(x: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor like x on `device`, by default of the same dtype; a parameter if x is one."""
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device=device)
     return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 

@@ -62,16 +62,11 @@ class ModelCopies:
                 with shortened(model, deep, lists):
                     copy = _Copy(ready(model, setting, roles=roles), deep)
             with shortened(copy.ready.model, units):
-                _note_patched(copy.ready.model)
+                if (root := root_of(copy.ready.model)) is not None:
+                    # its modules are all patched, so it need not look again because it was shortened
+                    root.note_structure()
                 found = run_again(copy.ready, setting, roles=roles)
             self._copy = copy
             return found
 
         return step
-
-
-def _note_patched(model: nn.Module) -> None:
-    """Tell a patched model that has been shortened that all its modules are patched, so that it does not look again."""
-    root = root_of(model)
-    if root is not None:
-        root.note_structure()

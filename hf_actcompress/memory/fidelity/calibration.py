@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...codecs.bit_allocation import Sensitivity, allocate, layer_of
 from ...codecs.int_group import BITS
@@ -18,7 +18,7 @@ from ...display.tables import Table
 from ...errors import MeasurementError
 from ...models.root import root_module
 from ...patching import patch_model, unpatch_model
-from ...reporting import PatchReport, patch_report
+from ...reporting import patch_report
 from ...roles import Role
 from ..measurement.allocator import loss_of
 from ..measurement.restore import patch_restored, training_forward
@@ -103,10 +103,6 @@ def calibrate(
             raise MeasurementError("calibrate found no norm, MLP or linear tensor that the model stores")
         groups = tuple(_sensitivities(model, inputs, elements))
     widths = allocate(groups, average_bits)
-    return _calibration(groups, widths, config)
-
-
-def _calibration(groups: tuple[Sensitivity, ...], widths: list[int], config: CompressionConfig) -> Calibration:
     rows = tuple(CalibrationRow(**asdict(group), bits=bits) for group, bits in zip(groups, widths, strict=True))
     overrides = tuple((row.layer, row.role, codec_name(row.bits)) for row in rows)
     total = sum(row.elements for row in rows)
@@ -135,11 +131,11 @@ def _kept(
 ) -> dict[tuple[str, str], int]:
     unpatch_model(model)
     patch_model(model, replace(config, linear=codec, norm=codec, mlp=codec), strict=False)
-    roles = _roles(patch_report(model))
+    roles = {row.name: Role(row.role).field for row in patch_report(model).patched if row.role in _VARIED}
     # names as the transformers model itself has them, without a wrapper's prefix: `patch_model` uses these names, also
     # where adapters are added after the calibration
     outer = next((f"{name}." for name, module in model.named_modules() if name and module is root_module(model)), "")
-    before = storages(value for value in inputs.values() if isinstance(value, Tensor))
+    before = storages(inputs.values())
     found: dict[tuple[str, str], int] = defaultdict(int)
     seen = saved_tensors(model, lambda: model(**inputs), loss_of, before)
     if seen.hidden_from_view:
@@ -151,10 +147,6 @@ def _kept(
         if tensor.module in roles:
             found[layer_of(tensor.module.removeprefix(outer)), roles[tensor.module]] += tensor.nbytes
     return found
-
-
-def _roles(report: PatchReport) -> dict[str, str]:
-    return {row.name: Role(row.role).field for row in report.patched if row.role in _VARIED}
 
 
 def _sensitivities(

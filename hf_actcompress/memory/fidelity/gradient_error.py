@@ -17,7 +17,7 @@ from ...display.tables import Table
 from ...models.root import root_of
 from ...patching import patch_model, unpatch_model
 from ..measurement.allocator import kept_bytes, loss_of
-from ..measurement.restore import patch_restored, training_forward
+from ..measurement.restore import forked_generators, patch_restored, training_forward
 
 _Gradients = dict[str, Tensor]
 
@@ -66,9 +66,9 @@ class FidelityReport(Report):
         return f"{self.relative_error:.3%}", f"{self.cosine:.6f}", f"{self.bias:.3%}"
 
     def __str__(self) -> str:
-        error = f"gradient error {self.relative_error:.3%}, cosine {self.cosine:.6f}, bias {self.bias:.3%}"
+        error, cosine, bias = self.figures()
         kept = f"keeps {self.kept_bytes:,} bytes, {self.kept_bytes / self.stock_bytes:.3f} of stock"
-        return f"{self.preset}: {error} over {self.seeds} seeds; {kept}"
+        return f"{self.preset}: gradient error {error}, cosine {cosine}, bias {bias} over {self.seeds} seeds; {kept}"
 
     def tables(self, worst: int = 12) -> tuple[Table, ...]:
         """The parameters with the largest errors."""
@@ -185,17 +185,15 @@ def compare_presets(
 def gradients(model: nn.Module, inputs: dict[str, Any]) -> _Gradients:
     """Gradients by parameter name. `.grad` is not touched; the generators are restored, so all calls draw the same."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    devices = {p.device.index or 0 for p in parameters.values() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
+    with forked_generators(model):
         loss = loss_of(model(**inputs))
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: g.detach() for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
 def _kept(model: nn.Module, inputs: dict[str, Any]) -> int:
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
-        return kept_bytes(lambda: model(**inputs), device)
+    with forked_generators(model):
+        return kept_bytes(lambda: model(**inputs), next(model.parameters()).device)
 
 
 def _compare(name: str, draws: list[list[Tensor]], exact: list[Tensor]) -> ParameterFidelity:

@@ -103,18 +103,14 @@ def _adapters(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:
         base = next((p.dtype for n, p in tuner.named_parameters() if n.startswith("base_layer.")), None)
         adapter = next((p.dtype for n, p in tuner.named_parameters() if ".lora_A." in f".{n}"), None)
         if base is not None and adapter is not None and adapter.itemsize > base.itemsize:
-            wide[name] = adapter
-    copies = [t for t in seen.tensors if any(_within(t.module, n) and t.dtype == d for n, d in wide.items())]
+            wide[f"{name}."] = adapter
+    copies = [t for t in seen.tensors if any(f"{t.module}.".startswith(n) and t.dtype == d for n, d in wide.items())]
     narrow = "get_peft_model(..., autocast_adapter_dtype=False)"
     yield Advice(
         "adapters in fp32 keep their inputs and low-rank activations in fp32",
         sum(t.nbytes for t in copies),
         narrow if root_of(model) is not None else f"call patch_model, which keeps no copy of the inputs, or {narrow}",
     )
-
-
-def _within(module: str, outer: str) -> bool:
-    return module == outer or module.startswith(f"{outer}.")
 
 
 def _logits(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:

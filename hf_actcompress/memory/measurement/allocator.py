@@ -65,11 +65,17 @@ def allocator_trace(fn: Callable[[], Any]) -> AllocatorTrace:
     Raises:
         MeasurementError: This torch reports no allocator events, or not in a form that is known here.
     """
-    with collected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with collected(), memory_profiler() as profiler:
         held = fn()
         gc.collect()
     del held
-    return _summed(allocator_events(profiler)[0])
+    sums = list(running_sums(allocator_events(profiler)[0]))
+    return AllocatorTrace(sums[-1] if sums else 0, max(sums, default=0), len(sums))
+
+
+def memory_profiler() -> Any:
+    """A profiler that sees allocations on every device."""
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 @contextmanager
@@ -147,11 +153,6 @@ def running_sums(allocations: list[Allocation]) -> Iterator[int]:
         yield net
 
 
-def _summed(allocations: list[Allocation]) -> AllocatorTrace:
-    sums = list(running_sums(allocations))
-    return AllocatorTrace(sums[-1] if sums else 0, max(sums, default=0), len(allocations))
-
-
 def measure_step(step: Callable[[], object], device: torch.device | str) -> StepMemory:
     """Memory of one step (forward and backward, perhaps the optimizer) above what is allocated before it.
 
@@ -165,7 +166,7 @@ def measure_step(step: Callable[[], object], device: torch.device | str) -> Step
     Raises:
         MeasurementError: Another kind of device, or no allocator events.
     """
-    device = torch.device(device)
+    device = measurable(device)
     if device.type == "cpu":
         seen = allocator_trace(lambda: _drop(step()))
         return StepMemory(seen.peak_bytes, seen.net_bytes)
@@ -190,7 +191,7 @@ def kept_bytes(forward: Callable[[], Any], device: torch.device | str) -> int:
     Raises:
         MeasurementError: Another kind of device, no allocator events, or an output without a loss.
     """
-    device = torch.device(device)
+    device = measurable(device)
     if device.type == "cpu":
         return allocator_trace(lambda: loss_of(forward())).net_bytes
     with _cuda_start(device) as before:
@@ -199,6 +200,14 @@ def kept_bytes(forward: Callable[[], Any], device: torch.device | str) -> int:
         kept = torch.cuda.memory_allocated(device) - before
         del held
         return kept
+
+
+def measurable(device: torch.device | str) -> torch.device:
+    """The device. Raises MeasurementError for one that is neither a CPU nor a CUDA device."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise MeasurementError(f"memory was asked for on {device}; it can be measured on a CPU or a CUDA device")
+    return device
 
 
 def _drop(_: object) -> None:
@@ -217,8 +226,6 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def _cuda_start(device: torch.device) -> Iterator[int]:
-    if device.type != "cuda":
-        raise MeasurementError(f"memory was asked for on {device}; it can be measured on a CPU or a CUDA device")
     with collected():
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

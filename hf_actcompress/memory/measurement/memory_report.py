@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...config import CompressionConfig, resolve
 from ...models.probe import answers_kept
@@ -83,7 +83,7 @@ def _run(model: nn.Module, compiled: list[nn.Module], inputs: dict[str, Any], **
     def forward() -> Any:
         return model(**{**inputs, **options})
 
-    before = storages(_tensors(inputs))
+    before = storages(inputs.values())
     if not compiled:
         return saved_tensors(model, forward, loss_of, before)
     with calls_exchanged(compiled), torch.no_grad():
@@ -96,10 +96,6 @@ def _run(model: nn.Module, compiled: list[nn.Module], inputs: dict[str, Any], **
             model, forward, loss_of, before, module_of=names.module_of, left_out=inside - set(compiled)
         )
     return replace(found, tokens=eager.tokens, hidden_size=eager.hidden_size, hidden_from_view=False)
-
-
-def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
-    return [value for value in inputs.values() if isinstance(value, Tensor)]
 
 
 def module_roles(model: nn.Module, config: CompressionConfig) -> dict[str, Role]:

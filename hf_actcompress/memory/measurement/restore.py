@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +48,12 @@ def _roots(model: nn.Module) -> list[PatchedForward]:
     return [root for root in found if isinstance(root, PatchedForward)]
 
 
+def forked_generators(model: nn.Module) -> AbstractContextManager[None]:
+    """The block changes neither torch's generator nor those of the model's CUDA devices."""
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    return torch.random.fork_rng(devices=list(devices))
+
+
 @contextmanager
 def draws_restored(model: nn.Module) -> Iterator[None]:
     """Draws of stochastic codecs in the block change neither the model's generators nor those of the process."""
@@ -64,10 +70,8 @@ def training_forward(model: nn.Module) -> Iterator[None]:
     """The block runs in train mode with gradients; afterwards modes, buffers and generators are restored."""
     modes = [(module, module.training) for module in model.modules()]
     buffers: list[tuple[Any, Any]] = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     try:
-        forked = torch.random.fork_rng(devices=[device.index or 0 for device in devices])
-        with forked, draws_restored(model), torch.enable_grad():
+        with forked_generators(model), draws_restored(model), torch.enable_grad():
             model.train()
             yield
     finally:

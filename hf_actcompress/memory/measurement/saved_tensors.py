@@ -225,17 +225,13 @@ def storages(tensors: Iterable[Any]) -> set[int]:
     return set(storage_sizes(tensors))
 
 
-def _unknown(x: Tensor) -> None:
-    return None
-
-
 def saved_tensors(
     model: nn.Module,
     forward: Callable[[], Any],
     loss_of: Callable[[Any], Tensor],
     before: set[int],
     size_of: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes,
-    module_of: Callable[[Tensor], str | None] = _unknown,
+    module_of: Callable[[Tensor], str | None] = lambda x: None,
     left_out: Container[nn.Module] = (),
 ) -> SavedTensors:
     """Run `forward` once and list what backward would need. Of the output only the loss is held.

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ...display.pictures import Target, draw_timelines
 from ...display.report import Report
-from ...errors import MeasurementError
 from ...quick.sizes import readable_size
-from .allocator import BACKWARD, OPTIMIZER, allocator_events, collected, running_sums
+from .allocator import BACKWARD, OPTIMIZER, allocator_events, collected, measurable, memory_profiler, running_sums
 
 
 @dataclass(frozen=True)
@@ -90,17 +88,10 @@ def memory_timeline(step: Callable[[], object], device: torch.device | str) -> M
     Raises:
         MeasurementError: Another kind of device, or no allocator events.
     """
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise MeasurementError(f"memory was asked for on {device}; it can be measured on a CPU or a CUDA device")
+    kind = measurable(device).type
     with collected(), memory_profiler() as profiler:
         step()
-    return timeline_of(profiler, device.type)
-
-
-def memory_profiler() -> Any:
-    """A profiler that sees allocations on every device."""
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    return timeline_of(profiler, kind)
 
 
 def timeline_of(profiler: Any, kind: str) -> MemoryTimeline:

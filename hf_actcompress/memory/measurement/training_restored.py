@@ -6,8 +6,9 @@ import copy
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...records import storage_sizes
-from .restore import draws_restored
+from .restore import draws_restored, forked_generators
 
 _Undo = Callable[[], None]
 
@@ -33,7 +34,9 @@ def training_restored(model: nn.Module, optimizer: Any = None) -> Iterator[Calla
     Yields:
         A function that restores everything immediately, so that the block can start again from the same state.
     """
-    undo = [*_tensors(model), *_gradients(model), *_modes(model)]
+    trained = (p for p in model.parameters() if p.requires_grad)
+    undo = [*map(_content, chain(trained, model.buffers())), *_gradients(model)]
+    undo += [partial(setattr, module, "training", module.training) for module in model.modules()]
     if optimizer is not None:
         undo += _optimizer(optimizer)
 
@@ -44,13 +47,13 @@ def training_restored(model: nn.Module, optimizer: Any = None) -> Iterator[Calla
 
     with ExitStack() as stack:
         stack.enter_context(_generators(model))
-        stack.callback(_collect)
+        stack.callback(collect)
         stack.callback(restore)
         yield restore
 
 
-def resident_bytes(model: nn.Module, optimizer: Any = None, others: Iterable[Any] = ()) -> int:
-    """Bytes of the storages of parameters, buffers, gradients, the optimizer's states and other tensors, each once.
+def resident_bytes(model: nn.Module, optimizer: Any = None) -> int:
+    """Bytes of the storages of parameters, buffers, gradients and the optimizer's states, each once.
 
     Only storages on the device of the model's first parameter count.
     """
@@ -58,7 +61,7 @@ def resident_bytes(model: nn.Module, optimizer: Any = None, others: Iterable[Any
     states = (
         [state for states in optimizer.state.values() for state in states.values()] if optimizer is not None else []
     )
-    found = chain(parameters, model.buffers(), (p.grad for p in parameters), states, others)
+    found = chain(parameters, model.buffers(), (p.grad for p in parameters), states)
     device = parameters[0].device
     return sum(storage_sizes(x for x in found if isinstance(x, Tensor) and x.device == device).values())
 
@@ -72,32 +75,10 @@ def _content(x: Tensor) -> _Undo:
     return back
 
 
-def _tensors(model: nn.Module) -> list[_Undo]:
-    return [_content(x) for x in chain((p for p in model.parameters() if p.requires_grad), model.buffers())]
-
-
 def _gradients(model: nn.Module) -> list[_Undo]:
     parameters = list(model.parameters())
-
-    def gradient(p: nn.Parameter) -> _Undo:
-        before = p.grad
-
-        def back() -> None:
-            p.grad = before
-
-        return back
-
-    return [*map(gradient, parameters), *(_content(p.grad) for p in parameters if p.grad is not None)]
-
-
-def _modes(model: nn.Module) -> list[_Undo]:
-    modes = [(module, module.training) for module in model.modules()]
-
-    def back() -> None:
-        for module, training in modes:
-            module.training = training
-
-    return [back]
+    objects = [partial(setattr, p, "grad", p.grad) for p in parameters]
+    return [*objects, *(_content(p.grad) for p in parameters if p.grad is not None)]
 
 
 def _optimizer(optimizer: Any) -> list[_Undo]:
@@ -124,11 +105,10 @@ def _optimizer(optimizer: Any) -> list[_Undo]:
 @contextmanager
 def _generators(model: nn.Module) -> Iterator[None]:
     """Restore the random generators of torch, of the codecs, of Python, and of numpy if it is loaded."""
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     numpy = sys.modules.get("numpy")
     plain, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
-        with torch.random.fork_rng(devices=list(devices)), draws_restored(model):
+        with forked_generators(model), draws_restored(model):
             yield
     finally:
         random.setstate(plain)
@@ -136,7 +116,8 @@ def _generators(model: nn.Module) -> Iterator[None]:
             numpy.random.set_state(of_numpy)
 
 
-def _collect() -> None:
+def collect() -> None:
+    """Free the garbage, and what CUDA's caching allocator holds without a tensor."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -14,12 +14,7 @@ _UNITS = 1 << 15
 
 @dataclass(frozen=True)
 class Weighed:
-    """An option of a layer, as the choice sees it.
-
-    Args:
-        nbytes: Bytes that the layer keeps.
-        cost: A number that is not negative.
-    """
+    """An option of a layer, as the choice sees it: the bytes that the layer keeps, and a cost of 0 or more."""
 
     nbytes: int
     cost: float

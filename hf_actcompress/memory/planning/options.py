@@ -70,12 +70,7 @@ _Step = TypeVar("_Step", FakeStep, Work)
 
 @dataclass(frozen=True)
 class Measured(Generic[_Step]):
-    """What a model's step takes.
-
-    Args:
-        whole: The step of the whole model.
-        layers: What one more layer of each run of equal layers adds.
-    """
+    """What the step of a whole model takes, and what one more layer of each run of equal layers adds to it."""
 
     whole: _Step
     layers: dict[LayerRun, _Step]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,17 +184,14 @@ def _problem(
     measured = {}
     for option in to_measure(allow, may_checkpoint=set(names) <= set(checkpoints)):
         config = PRESETS.get(option) or CompressionConfig(checkpoint=parts, **dict(CHECKPOINTS[option]))  # type: ignore[arg-type]
-        measured[option] = _measured(model, replace(setting, config=config))
+        run = partial(run_step, setting=replace(setting, config=config), roles=True)
+        measured[option] = measure(model, run)
     options = _options(model, names, measured, allow, setting, device, objective)
     exact = measured["exact"]
     inside = sum(found.count * step.kept for found, step in exact.layers.items())
     transients = {name: found.whole.peak - found.whole.kept for name, found in measured.items()}
     outside = exact.whole.kept - inside
     return _Problem(model, setting, optimizer, parts, options, outside, transients, objective, 0.0)
-
-
-def _measured(model: nn.Module, setting: Setting) -> Measured[FakeStep]:
-    return measure(model, lambda part: run_step(part, setting, roles=True))
 
 
 def _options(
@@ -236,7 +234,13 @@ def _solve(problem: _Problem, whole_budget: int) -> Plan:
     exact = _cheapest(problem.exact(), budget) if lossy else None
     if exact is not None and problem.cost(exact[0]) <= problem.cost(best[0]):
         best, exact = exact, None
-    return _plan(problem, *best, whole_budget, None if exact is None else exact[0])
+    picks, found = best
+    rows = tuple(
+        PlanRow(name, option.name, option.nbytes, option.time, option.error)
+        for name, option in zip(problem.names, picks, strict=True)
+    )
+    exact_time = None if exact is None else sum(option.time for option in exact[0]) / len(exact[0])
+    return Plan(whole_budget, problem.objective, rows, problem.config(picks), found, exact_time)
 
 
 def _cheapest(problem: _Problem, budget: int) -> tuple[list[LayerOption], Estimate] | None:
@@ -265,17 +269,6 @@ def _cheapest(problem: _Problem, budget: int) -> tuple[list[LayerOption], Estima
     if best is None:
         best = problem.smallest(), problem.estimate(problem.smallest())
     return best if best[1].device_bytes <= budget else None
-
-
-def _plan(
-    problem: _Problem, picks: list[LayerOption], found: Estimate, budget: int, exact: list[LayerOption] | None
-) -> Plan:
-    rows = tuple(
-        PlanRow(name, option.name, option.nbytes, option.time, option.error)
-        for name, option in zip(problem.names, picks, strict=True)
-    )
-    exact_time = None if exact is None else sum(option.time for option in exact) / len(exact)
-    return Plan(budget, problem.objective, rows, problem.config(picks), found, exact_time)
 
 
 def _does_not_fit(problem: _Problem, found: Estimate, budget: int) -> DoesNotFitError:

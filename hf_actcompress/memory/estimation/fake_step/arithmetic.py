@@ -65,31 +65,28 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         packet = getattr(func, "overloadpacket", None)
-        if packet in _FORMULAS:
-            self._add(packet, _FORMULAS[packet](*args))
-        elif packet in flop_registry:
-            self._add(packet, flop_registry[packet](*args, **(kwargs or {}), out_val=result))
+        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+        if formula is not None:
+            count = formula(*args, **(kwargs or {}), out_val=result)
+            # of attention that is written out, both products are of batches of matrices
+            if packet is aten.bmm or "attention" in str(packet):
+                self.attention += count
+            else:
+                self.products += count
         return result
 
-    def _add(self, packet: Any, count: int) -> None:
-        # of attention that is written out, both products are of batches of matrices
-        if packet is aten.bmm or "attention" in str(packet):
-            self.attention += count
-        else:
-            self.products += count
 
-
-def _grouped(a: Tensor, b: Tensor, *_: Any) -> int:
+def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """Products of groups of rows or columns: each group's size is a part of the dimension that has them all."""
     groups = a.size(0) if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.size(-2) * a.size(-1) * b.size(-1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
 
 
-def _attention_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> int:
+def _attention_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
     return int(sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ....errors import ModelConfigError
 from ....private_apis import FakeTensorMode
-from .pictures import pictures, takes_pictures, unwrapped
+from .pictures import pair, pictures, pixels, takes_pictures, unwrapped
 from .setting import Setting
 
 
@@ -38,8 +38,5 @@ def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode, *, text_only:
         if main == "input_ids" or takes_pictures(outer):
             text = {"input_ids": torch.empty(b, s, dtype=torch.int64), "labels": labels}
             return {**text, **pictures(outer, b, s)} if takes_pictures(outer) and not text_only else text
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        size = outer.config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        channels = getattr(outer.config, "num_channels", 3)
-        return {main: torch.empty(b, channels, height, width, dtype=dtype), "labels": labels}
+        size = pair(outer.config.image_size)
+        return {main: pixels(model, b, getattr(outer.config, "num_channels", 3), *size), "labels": labels}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from ...measurement.allocator import loss_of
 from ...measurement.compiled import Names, of_its_own_code
 from .cuda_rules import CudaCalls
 from .fake_allocator import FakeAllocator
-
-Batch = dict[str, Any]
+from .setting import Setting
 
 
 class CompiledStep:
@@ -27,22 +26,13 @@ class CompiledStep:
         model: The model on fake tensors, patched or not. It is traced; no code is generated.
         batch: The inputs, on fake tensors.
         mode: The FakeTensorMode of these tensors.
-        cuda: Whether to trace the calls of a CUDA device.
-        autocast: The context in which the forward runs.
+        setting: Whether to trace the calls of a CUDA device, and the forward's autocast.
 
     Raises:
         ModelConfigError: torch.compile cannot trace the model as one graph.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        mode: FakeTensorMode,
-        *,
-        cuda: bool,
-        autocast: Callable[[], AbstractContextManager[object]],
-    ) -> None:
+    def __init__(self, model: nn.Module, batch: dict[str, Any], mode: FakeTensorMode, setting: Setting) -> None:
         self._mode = mode
         self._watcher = _Watcher()
         self._call: Callable[..., Any] | None = None
@@ -53,9 +43,7 @@ class CompiledStep:
         def capture(graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
             return self._first_call(backend(graph, inputs))
 
-        with ExitStack() as stack:
-            stack.enter_context(CudaCalls() if cuda else nullcontext())
-            stack.enter_context(autocast())
+        with CudaCalls() if setting.cuda else nullcontext(), setting.autocast_context():
             try:
                 compiled = torch.compile(of_its_own_code(model), backend=capture, fullgraph=True, dynamic=False)
                 loss = loss_of(compiled(**batch))

@@ -35,32 +35,22 @@ IN_FP32 = {aten.native_layer_norm.default: (1, 2)}
 # a mask is padded to a multiple of this many keys
 _MASK_ALIGNMENT = 16
 _FLASH_HEAD = 256
-_SEEN = SEEN | {functional.dropout, functional.scaled_dot_product_attention}
 
 
 class CudaCalls(TorchFunctionMode):
     """The CUDA ops for a model that a compiler traces. Masks get no values here: the compiled code makes them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.dropout:
-            return _dropout(*args, **(kwargs or {}))
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return _FUSED.get(func, func)(*args, **(kwargs or {}))
 
 
 class CudaRules(KnownMasks):
     """Replaces calls on fake tensors that a CPU composes of several ops by CUDA's fused ops."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _SEEN:
-            return func(*args, **kwargs)
-        if func is functional.dropout:
-            return _dropout(*args, **kwargs)
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        if func in SEEN:
+            return super().__torch_function__(func, types, args, kwargs)
+        return _FUSED.get(func, func)(*args, **(kwargs or {}))
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -115,3 +105,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+# what is replaced -> what a CUDA device runs
+_FUSED = {functional.dropout: _dropout, functional.scaled_dot_product_attention: _attention}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -56,6 +56,12 @@ _OPS: dict[int, _Op] = {}
 def _op(func: Any) -> _Op:
     draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     return _OPS.setdefault(id(func), _Op(func, draws, func in ASKS, func in TELLS))
+
+
+def all_known(arguments: Any, known: Container[Any]) -> bool:
+    """Whether there are tensors among the arguments, and all of them are known."""
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    return bool(tensors) and all(x in known for x in tensors)
 
 
 class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -118,7 +124,7 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # this is more than half of all calls: autograd asks it for every tensor that it touches
             return args[0].fake_device
         kwargs = kwargs or {}
-        if self._known and (func in _LITERALS or self._all_known((args, kwargs))):
+        if self._known and (func in _LITERALS or all_known((args, kwargs), self._known)):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
             tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -220,10 +226,6 @@ class FakeAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def know(self, tensors: Iterable[Tensor]) -> None:
         """Note that these tensors have real values, uncounted. Results of ops on such tensors alone have them, too."""
         self._known.update((x, None) for x in tensors)
-
-    def _all_known(self, arguments: Any) -> bool:
-        tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
-        return bool(tensors) and all(x in self._known for x in tensors)
 
     @contextmanager
     def results_only(self, note: bool = True) -> Iterator[None]:

@@ -23,6 +23,7 @@ from ....reference.linear_cross_entropy import chunk_sizes
 from ....reference.table import FUNCTIONS
 from .fake_allocator import FakeAllocator
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
+from .op_results import PLAIN, Leaf, MadeTensor, described, storages_in
 
 # function -> bytes that its kernel takes while it runs, beside the results, computed from its arguments
 _WORKING: dict[str, Callable[..., Sequence[int]]] = {
@@ -32,36 +33,16 @@ _WORKING: dict[str, Callable[..., Sequence[int]]] = {
     ),
 }
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """Describes a tensor that a kernel made with a storage of its own."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the smallest storage that holds it."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
-
-    def made(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-
 
 @dataclass(frozen=True)
 class Result:
     """What a function returned: plain values as they are, and a description in place of each tensor."""
 
-    leaves: tuple[Any, ...]
+    leaves: tuple[Leaf, ...]
     form: TreeSpec
 
     def made(self) -> Any:
-        return tree_unflatten([x.made() if isinstance(x, Fresh) else x for x in self.leaves], self.form)
+        return tree_unflatten([x.empty() if isinstance(x, MadeTensor) else x for x in self.leaves], self.form)
 
 
 class KernelResults(Results[Result]):
@@ -69,11 +50,8 @@ class KernelResults(Results[Result]):
 
 
 class Kernels:
-    """The functions of `reference` for a step on fake tensors.
-
-    Args:
-        allocator: Counts the results of each function and no temporary tensors.
-        known: Earlier results; new ones are added.
+    """The functions of `reference` for a step on fake tensors. The allocator counts their results and no temporary
+    tensors, and `known` gets new results.
     """
 
     def __init__(self, allocator: FakeAllocator, known: KernelResults) -> None:
@@ -117,32 +95,21 @@ class Kernels:
         """Describe the results; None if one shares memory with another tensor, or has another size on the device."""
 
         def counted(x: Tensor) -> bool:
-            nbytes = x.untyped_storage().nbytes()
-            return type(x) is FakeTensor and self._allocator.size_of(x.untyped_storage()) == self._allocator.rounded(
-                nbytes
-            )
+            if type(x) is not FakeTensor:
+                return False
+            storage = x.untyped_storage()
+            return self._allocator.size_of(storage) == self._allocator.rounded(storage.nbytes())
 
         return _described(made, arguments, counted)
 
 
 def _described(made: Any, arguments: Any, is_plain: Callable[[Tensor], bool]) -> Result | None:
     leaves, form = tree_flatten(made)
-    taken = {x.untyped_storage()._cdata for x in tree_leaves(arguments) if isinstance(x, Tensor)}
-    found: list[Any] = []
-    for x in leaves:
-        if not isinstance(x, Tensor):
-            if not isinstance(x, _PLAIN):
-                return None
-            found.append(x)
-            continue
-        fresh = Fresh(tuple(x.shape), x.stride(), x.dtype)
-        storage = x.untyped_storage()
-        whole = is_plain(x) and not x.requires_grad and fresh.nbytes == storage.nbytes()
-        if storage._cdata in taken or not whole:
-            return None
-        taken.add(storage._cdata)
-        found.append(fresh)
-    return Result(tuple(found), form)
+    given = storages_in([x for x in tree_leaves(arguments) if isinstance(x, Tensor)])
+    found = described(leaves, (), given, is_plain)
+    if found is None or any(isinstance(x, MadeTensor) and x.of is not None for x in found):
+        return None
+    return Result(found, form)
 
 
 def _kind(name: str, args: Any, kwargs: Any) -> Hashable | None:
@@ -171,7 +138,7 @@ def _key(name: str, args: Any, kwargs: Any) -> Hashable:
             if x.requires_grad and torch.is_grad_enabled():
                 return None
             parts.append((type(x), x.shape, x.stride(), x.dtype))
-        elif isinstance(x, _PLAIN):
+        elif type(x) in PLAIN:
             parts.append((type(x), x))
         elif callable(x):
             # a function of a chunk's elements does not change any size

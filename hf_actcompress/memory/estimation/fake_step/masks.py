@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ....private_apis import FakeTensor, unset_fake_temporarily
-from .fake_allocator import FakeAllocator
+from .fake_allocator import FakeAllocator, all_known
 
 # the functions with which transformers checks; all other functions get fake tensors
 _ASKS = frozenset({
@@ -29,11 +28,7 @@ SEEN = _ASKS | {Tensor.to, Tensor.cumsum}
 
 
 class KnownMasks(TorchFunctionMode):
-    """Makes the tensors that transformers checks real.
-
-    Args:
-        allocator: Counts these tensors; None: they are not counted.
-    """
+    """Makes the tensors that transformers checks real. The allocator counts them, if one is given."""
 
     def __init__(self, allocator: FakeAllocator | None = None) -> None:
         super().__init__()
@@ -44,9 +39,12 @@ class KnownMasks(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in SEEN:
             return func(*args, **kwargs)
-        if func in _ASKS and self._all_known(args, kwargs):
+        if func in _ASKS and all_known((args, kwargs), self._known):
             with unset_fake_temporarily():
-                return self._noted(func(*args, **kwargs))
+                result = func(*args, **kwargs)
+            if isinstance(result, Tensor):
+                self._known[result] = None
+            return result
         result = func(*args, **kwargs)
         if func is Tensor.to and _is_padding_mask(result, kwargs):
             # no token is padding
@@ -56,10 +54,6 @@ class KnownMasks(TorchFunctionMode):
             return self._real(result, torch.zeros)
         return result
 
-    def _all_known(self, args: Any, kwargs: Any) -> bool:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        return bool(tensors) and all(x in self._known for x in tensors)
-
     def _real(self, fake: Tensor, fill: Any) -> Tensor:
         with unset_fake_temporarily():
             # one element, expanded to all places
@@ -68,11 +62,6 @@ class KnownMasks(TorchFunctionMode):
             self._allocator.count(real, fake.untyped_storage().nbytes())
         self._known[real] = None
         return real
-
-    def _noted(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            self._known[x] = None
-        return x
 
 
 def _is_padding_mask(x: Any, kwargs: Any) -> bool:

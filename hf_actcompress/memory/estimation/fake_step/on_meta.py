@@ -33,7 +33,7 @@ class Results(dict[Hashable, _Found | None], Generic[_Found]):
 
 
 class NoKind(Exception):
-    """The call has an argument that cannot be passed on the meta device."""
+    """The call has an argument whose effect on the result is not known, or that the meta device does not take."""
 
 
 def kind_of(x: Any) -> Hashable:

@@ -33,18 +33,14 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _EMPTY = torch.ops.aten.empty_strided.default
 # stands for the result of a call that is not known yet
 _NEW: Any = object()
-_PLAIN = frozenset(
+PLAIN = frozenset(
     (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 )
 
 
-class _NotPlain(Exception):
-    """The call has an argument whose effect on the result is not known."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """Describes a tensor that an op returns.
+class MadeTensor:
+    """Describes a tensor that an op or a kernel returns.
 
     Args:
         shape, stride, offset, dtype: The tensor's own.
@@ -63,10 +59,14 @@ class _Made:
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
+    def empty(self, device: torch.device = _CPU) -> Tensor:
+        """Make such a tensor with its own storage."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
     def tensor(self, arguments: Sequence[Any]) -> Tensor:
         """Make such a tensor on the meta device."""
         if self.of is None:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
+            return self.empty(_META)
         storage = arguments[self.of].untyped_storage()
         return torch.empty(0, dtype=self.dtype, device=_META).set_(storage, self.offset, self.shape, self.stride)
 
@@ -79,14 +79,14 @@ class _Same:
 
 
 # a plain value or None stands for itself
-_Leaf = _Made | _Same | Any
+Leaf = MadeTensor | _Same | Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
     """What an op returns: one leaf, or a tuple or list of leaves."""
 
-    leaves: tuple[_Leaf, ...]
+    leaves: tuple[Leaf, ...]
     several: type | None
 
 
@@ -95,11 +95,7 @@ class OpResults(Results[_Result]):
 
 
 class OpCalls:
-    """Calls ops in one step, and remembers their results.
-
-    Args:
-        known: Known results; new ones are added.
-    """
+    """Calls ops in one step, and adds their results to those that are known."""
 
     def __init__(self, known: OpResults) -> None:
         self._known = known
@@ -121,18 +117,18 @@ class OpCalls:
             if found is _NEW:
                 kind, found = _kind(func, args, kwargs, arguments), None
                 if func is _EMPTY and kwargs.get("dtype") is not None and kwargs.get("device") in (None, _CPU):
-                    made = _Made(tuple(args[0]), tuple(args[1]), 0, kwargs["dtype"], None)
+                    made = MadeTensor(tuple(args[0]), tuple(args[1]), 0, kwargs["dtype"], None)
                     found = self._known[key] = _Result((made,), None)
                 elif self._known.kinds.get(kind):
                     found = self._known[key] = _on_meta(func, args, kwargs)
             if found is not None and mode is not None:
                 return self._made(found, arguments, mode)
-            before = _storages(arguments)
+            before = storages_in(arguments)
         result = func(*args, **kwargs)
         if key is not None and key not in self._known:
             with without_torch_function_modes():
                 # the result is not noted if the op gave an argument another shape or other memory
-                same = _storages(arguments) == before and _key(func, args, kwargs, []) == key
+                same = storages_in(arguments) == before and _key(func, args, kwargs, []) == key
                 found = self._known[key] = _described(result, arguments, before) if same else None
                 if kind is not None and kind not in self._known.kinds:
                     self._known.kinds[kind] = found is not None and _on_meta(func, args, kwargs) == found
@@ -143,10 +139,10 @@ class OpCalls:
             found = [self._leaf(leaf, arguments, mode) for leaf in result.leaves]
         return found[0] if result.several is None else result.several(found)
 
-    def _leaf(self, leaf: _Leaf, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
+    def _leaf(self, leaf: Leaf, arguments: Sequence[Any], mode: FakeTensorMode) -> Any:
         if type(leaf) is _Same:
             return arguments[leaf.number]
-        if type(leaf) is not _Made:
+        if type(leaf) is not MadeTensor:
             return leaf
         if self._template is None or self._template.fake_mode is not mode:
             self._template = FakeTensor(mode, torch.empty(0, device=_META), _CPU)
@@ -157,7 +153,7 @@ def _key(func: Any, args: Any, kwargs: Any, arguments: list[Any]) -> Hashable:
     """A value that decides the sizes of the result; None if unknown. The fake tensors are appended to `arguments`."""
     try:
         return func, _part(args, arguments), _part(tuple(kwargs.items()), arguments) if kwargs else None
-    except _NotPlain:
+    except NoKind:
         return None
 
 
@@ -165,14 +161,14 @@ def _part(x: Any, arguments: list[Any]) -> Hashable:
     kind = type(x)
     if kind is FakeTensor:
         if not _is_plain(x):
-            raise _NotPlain
+            raise NoKind
         arguments.append(x)
         return x.shape, x.stride(), x.storage_offset(), x.dtype
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return kind, x
     if kind is list or kind is tuple:
         return (kind, *[_part(part, arguments) for part in x])
-    raise _NotPlain
+    raise NoKind
 
 
 def _is_plain(x: Any) -> bool:
@@ -185,7 +181,7 @@ def _is_plain(x: Any) -> bool:
     )
 
 
-def _storages(arguments: Sequence[Any]) -> list[tuple[int, int]]:
+def storages_in(arguments: Sequence[Any]) -> list[tuple[int, int]]:
     return [(storage._cdata, storage.nbytes()) for storage in (x.untyped_storage() for x in arguments)]
 
 
@@ -206,9 +202,9 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> _Result | None:
     over: list[Tensor] = []
     with unset_fake_temporarily(), suppress(*REFUSALS):
         args, kwargs = aliases(args, over), aliases(kwargs, over)
-        before, shapes = _storages(over), [(x.shape, x.stride()) for x in over]
+        before, shapes = storages_in(over), [(x.shape, x.stride()) for x in over]
         result = func(*args, **kwargs)
-        if _storages(over) == before and [(x.shape, x.stride()) for x in over] == shapes:
+        if storages_in(over) == before and [(x.shape, x.stride()) for x in over] == shapes:
             return _described(result, over, before, is_plain_meta)
     return None
 
@@ -219,23 +215,40 @@ def _described(
     storages: Sequence[tuple[int, int]],
     is_plain: Callable[[Any], bool] = _is_plain,
 ) -> _Result | None:
-    """Describe the result; None if it has a subclass of tensor, or shares storage in another way than a view does."""
     several = type(result) if type(result) in (tuple, list) else None
+    leaves = described((result,) if several is None else result, arguments, storages, is_plain)
+    return None if leaves is None else _Result(leaves, several)
+
+
+def described(
+    results: Sequence[Any],
+    arguments: Sequence[Any],
+    storages: Sequence[tuple[int, int]],
+    is_plain: Callable[[Any], bool],
+) -> tuple[Leaf, ...] | None:
+    """Describe what a call returned; None if it has a subclass of tensor, or shares storage in another way than a view
+    does.
+
+    Args:
+        results: The tensors and plain values.
+        arguments, storages: The call's tensors, and their storages before the call.
+        is_plain: Whether a tensor can be made from its description.
+    """
     owners = {key: index for index, (key, _) in reversed(list(enumerate(storages)))}
-    leaves: list[_Leaf] = []
+    leaves: list[Leaf] = []
     fresh: set[int] = set()
-    for x in (result,) if several is None else result:
+    for x in results:
         position = next((index for index, argument in enumerate(arguments) if argument is x), None)
-        if position is not None or type(x) in _PLAIN:
+        if position is not None or type(x) in PLAIN:
             leaves.append(x if position is None else _Same(position))
             continue
         if not is_plain(x) or x.requires_grad:
             return None
         storage = x.untyped_storage()
-        made = _Made(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, owners.get(storage._cdata))
+        made = MadeTensor(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, owners.get(storage._cdata))
         if made.of is None:
             if made.offset or storage.nbytes() != made.nbytes or storage._cdata in fresh:
                 return None
             fresh.add(storage._cdata)
         leaves.append(made)
-    return _Result(tuple(leaves), several)
+    return tuple(leaves)

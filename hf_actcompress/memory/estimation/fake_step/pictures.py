@@ -67,29 +67,30 @@ def pictures(model: Any, rows: int, seq_len: int) -> dict[str, Tensor]:
             "cross_attention_mask": (seq_len, 1, tiles),
         }
         places = {name: torch.empty(rows, *shape, dtype=torch.int64) for name, shape in shapes.items()}
-        return {**marks, **places, "pixel_values": _pixels(model, rows, 1, tiles, *one)}
+        return {**marks, **places, "pixel_values": pixels(model, rows, 1, tiles, *one)}
     if hasattr(model.config, "image_grid_pinpoints"):
         # height and width of the whole picture, which is its only tile
         sizes = {"image_sizes": _real([list(one[1:])] * rows)}
-        return {**marks, **sizes, "pixel_values": _pixels(model, rows, 2, *one)}
+        return {**marks, **sizes, "pixel_values": pixels(model, rows, 2, *one)}
     # models that cut a picture into tiles get one tile
     tiles = (1,) if "pixel_attention_mask" in names else ()
-    return {**marks, "pixel_values": _pixels(model, rows, *tiles, *one)}
+    return {**marks, "pixel_values": pixels(model, rows, *tiles, *one)}
 
 
 def _patches(model: Any, vision: Any, rows: int, seq_len: int) -> dict[str, Tensor]:
     """The patches of all pictures in one list, and the number of patches of each."""
     down, across = _size(model)[1]
-    height, width = _pair(vision.patch_size)
+    height, width = pair(vision.patch_size)
     depth = _channels(vision) * getattr(vision, "temporal_patch_size", 1) * height * width
-    found = {"pixel_values": _pixels(model, rows * down * across, depth), _GRID: _real([[1, down, across]] * rows)}
+    found = {"pixel_values": pixels(model, rows * down * across, depth), _GRID: _real([[1, down, across]] * rows)}
     if hasattr(getattr(model, "model", None), "get_rope_index"):
         # time, height and width of each token, which the model would compute from the tokens' values
         found["position_ids"] = torch.empty(3, rows, seq_len, dtype=torch.int64)
     return found
 
 
-def _pixels(model: Any, *shape: int) -> Tensor:
+def pixels(model: Any, *shape: int) -> Tensor:
+    """An empty picture in the dtype of the model's weights."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return torch.empty(shape, dtype=dtype)
 
@@ -106,9 +107,9 @@ def _real(values: Any) -> Tensor:
 def _size(model: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """Height and width of a picture, and the number of patches in each direction."""
     vision = _vision(model)
-    patch = _pair(getattr(vision, "patch_size", 14))
+    patch = pair(getattr(vision, "patch_size", 14))
     any_size = _GRID in inspect.signature(type(model).forward).parameters
-    size = _pair(_SIDE if any_size else vision.image_size)
+    size = pair(_SIDE if any_size else vision.image_size)
     count = size[0] // patch[0], size[1] // patch[1]
     return ((count[0] * patch[0], count[1] * patch[1]) if any_size else size), count
 
@@ -118,5 +119,6 @@ def _vision(model: Any) -> Any:
     return next((getattr(config, name) for name in _VISION if getattr(config, name, None) is not None), None)
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def pair(size: Any) -> tuple[int, int]:
+    """Height and width, of which a config states one if they are equal."""
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

@@ -31,12 +31,8 @@ ONE_AT_A_TIME = threading.RLock()
 
 @dataclass(frozen=True)
 class Ready:
-    """A copy of a model that is ready for a step.
-
-    Args:
-        model: The copy.
-        mode: The FakeTensorMode of its tensors.
-        roles: Module name -> role; empty if roles were not asked for.
+    """A copy of a model that is ready for a step, the FakeTensorMode of its tensors, and the role of each module by
+    name, if these were asked for.
     """
 
     model: nn.Module
@@ -51,18 +47,13 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
     with ONE_AT_A_TIME, FakeAllocator(), answers_kept(setting.answers):
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
-            apply_config(fake, without_copies(_present(setting.config, fake)))
+            apply_config(fake, _present(setting.config, fake))
     if setting.compiled:
         # with this, a compiled stock model has as many graphs as the patched one that it is compared with
         name_default_loss(fake)
     else:
         counted_checkpoints(fake, cuda=setting.cuda)
     return Ready(fake, mode, names)
-
-
-def without_copies(config: CompressionConfig) -> CompressionConfig:
-    """The config without `share_prompts`, because no two sequences of a fake batch are known to begin alike."""
-    return replace(config, share_prompts=False) if config.share_prompts else config
 
 
 def is_reusable(setting: Setting) -> bool:
@@ -88,7 +79,9 @@ def fake_copy(model: nn.Module, setting: Setting) -> tuple[FakeTensorMode, nn.Mo
 
 
 def _present(config: CompressionConfig, model: nn.Module) -> CompressionConfig:
-    """The config without checkpoints of layers that the shortened model does not have."""
+    """The config without checkpoints of layers that the shortened model does not have, and without `share_prompts`,
+    because no two sequences of a fake batch are known to begin alike.
+    """
     layers = checkpointable(model)
     parts = (part for part in config.checkpoint if any(below(name, part) for name in layers))
-    return replace(config, checkpoint=tuple(parts))
+    return replace(config, checkpoint=tuple(parts), share_prompts=False)

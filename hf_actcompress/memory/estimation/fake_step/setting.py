@@ -49,6 +49,10 @@ class Setting:
         """Bytes of the allocator's smallest block."""
         return BLOCK if self.cuda else 1
 
+    def autocast_context(self) -> torch.autocast:
+        """The context in which the forward runs."""
+        return torch.autocast("cpu", dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+
     def rounded(self, nbytes: int) -> int:
         """The size of the block that the allocator gives for so many bytes."""
         return -(-nbytes // self.block) * self.block

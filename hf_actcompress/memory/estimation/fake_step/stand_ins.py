@@ -25,11 +25,8 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 
 
 class StepRules:
-    """The rules of the device for which the estimate is made.
-
-    Args:
-        allocator: Counts the step's bytes.
-        kernels: For a CUDA device, the known results of its kernels; new ones are added. None for a CPU.
+    """The rules of the device for which the estimate is made: a CPU, or a CUDA device, for which `kernels` are the
+    known results of its kernels. New ones are added.
     """
 
     def __init__(self, allocator: FakeAllocator, kernels: KernelResults | None) -> None:

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from ...measurement.saved_tensors import saved_tensors, storages
 from .arithmetic import Operations, Work
 from .batch import fake_batch
 from .compiled import CompiledStep
-from .cuda_rules import BLOCK, IN_FP32, CudaRules
+from .cuda_rules import IN_FP32, CudaRules
 from .fake_allocator import FakeAllocator
 from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
@@ -96,12 +95,8 @@ class FakeStep:
 
 
 def run_step(model: nn.Module, setting: Setting, *, roles: bool) -> FakeStep:
-    """Run forward and backward of a model on the meta device, counted as on a real device.
-
-    Args:
-        model: The model; the step runs on a copy of it.
-        setting: How to run the step.
-        roles: Whether to attribute kept bytes to roles.
+    """Run forward and backward of a copy of a model on the meta device, counted as on a real device; `roles` says
+    whether to attribute kept bytes to roles.
     """
     return run_again(ready(model, setting, roles=roles), setting, roles=roles)
 
@@ -124,7 +119,7 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     fake.eval()
     with sharded(fake, mode, setting.ranks, setting.autocast):
         allocator = _allocator(fake, batch, setting)
-        with _world(setting, mode, allocator), torch.no_grad(), _autocast(setting), _failures_named(fake):
+        with _world(setting, mode, allocator), torch.no_grad(), setting.autocast_context(), _failures_named(fake):
             outputs = fake(**batch)
             kept = allocator.live_bytes
         del outputs
@@ -205,11 +200,8 @@ def _older_collections() -> int:
 
 
 def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
-    allocator = (
-        FakeAllocator(BLOCK, CUDA_WORKSPACES, IN_FP32, setting.ops)
-        if setting.cuda
-        else FakeAllocator(1, CPU_WORKSPACES, results=setting.ops)
-    )
+    rules = (CUDA_WORKSPACES, IN_FP32) if setting.cuda else (CPU_WORKSPACES, {})
+    allocator = FakeAllocator(setting.block, *rules, setting.ops)
     allocator.leave_out(local(chain(model.parameters(), model.buffers(), batch.values())))
     allocator.know(x for x in batch.values() if not isinstance(x, FakeTensor))
     return allocator
@@ -218,7 +210,7 @@ def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> Fak
 def _measure(
     model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode, roles: dict[str, Role]
 ) -> FakeStep:
-    forward = _forward(model, batch, setting, mode)
+    forward = CompiledStep(model, batch, mode, setting) if setting.compiled else _Eager(model, batch, setting)
     allocator = _allocator(model, batch, setting)
     # a count of its own, which nobody reads: it makes tensors faster than the mode does
     with mode, FakeAllocator(results=setting.ops):
@@ -253,7 +245,11 @@ def _measure(
 
 
 def _with_roles(
-    step: _Forward, model: nn.Module, batch: dict[str, Any], allocator: FakeAllocator, roles: dict[str, Role]
+    step: CompiledStep | _Eager,
+    model: nn.Module,
+    batch: dict[str, Any],
+    allocator: FakeAllocator,
+    roles: dict[str, Role],
 ) -> tuple[Tensor, list[tuple[str, int]]]:
     """The loss, and role and bytes of each kept tensor if `roles` is not empty."""
     if not roles:
@@ -269,31 +265,15 @@ def _with_roles(
     return held[0], [(role_of(tensor, roles, seen.hidden_from_view), tensor.nbytes) for tensor in seen.tensors]
 
 
-def _forward(model: nn.Module, batch: dict[str, Any], setting: Setting, mode: FakeTensorMode) -> _Forward:
-    if setting.compiled:
-        return CompiledStep(model, batch, mode, cuda=setting.cuda, autocast=partial(_autocast, setting))
-    return _Eager(model, batch, setting)
-
-
-class _Forward(Protocol):
-    def loss(self, allocator: FakeAllocator) -> Tensor: ...
-
-    def module_of(self, x: Tensor) -> str | None: ...
-
-
 class _Eager:
     def __init__(self, model: nn.Module, batch: dict[str, Any], setting: Setting) -> None:
         self._model, self._batch, self._setting = model, batch, setting
 
     def loss(self, allocator: FakeAllocator) -> Tensor:
-        with _autocast(self._setting), _failures_named(self._model):
+        with self._setting.autocast_context(), _failures_named(self._model):
             if self._setting.trl_head:
                 return trl_loss(self._model, self._batch)
             return loss_of(self._model(**self._batch))
 
     def module_of(self, x: Tensor) -> str | None:
         return None
-
-
-def _autocast(setting: Setting) -> torch.autocast:
-    return torch.autocast("cpu", dtype=setting.autocast or torch.bfloat16, enabled=setting.autocast is not None)

@@ -61,11 +61,8 @@ def packed_layers(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.Modul
 
 
 def unpacked_note(model: nn.Module, packed: int) -> Iterator[str]:
-    """Says that a large share of the frozen weights is not packed, and which kind of module has the most of these.
-
-    Args:
-        model: A model with packed layers.
-        packed: How many weights they have; 0: no note.
+    """Says that a large share of the frozen weights is not packed, and which kind of module has the most of these;
+    nothing if no weight is packed.
     """
     left: Counter[str] = Counter()
     owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}

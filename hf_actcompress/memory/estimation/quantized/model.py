@@ -138,11 +138,8 @@ def packed_weights(model: nn.Module) -> dict[str, tuple[Format, list[int]]]:
 
 
 def stand_ins(model: nn.Module, packed: Mapping[str, tuple[Format, list[int]]]) -> None:
-    """In a copy on the meta device, replace the layers of bitsandbytes and torchao, which cannot run without data.
-
-    Args:
-        model: The copy.
-        packed: `packed_weights` of the model itself.
+    """In a copy on the meta device, replace the layers of bitsandbytes and torchao, which cannot run without data;
+    `packed` are the `packed_weights` of the model itself.
     """
     for path, module in list(model.named_modules()):
         if path in packed:

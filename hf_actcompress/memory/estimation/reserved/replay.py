@@ -28,12 +28,8 @@ class Held:
 
 
 def reserved_share(held: Held, steps: Sequence[Trace], expandable: bool) -> float:
-    """Bytes that the allocator reserves for each byte that is allocated, at the highest of each.
-
-    Args:
-        held: What the training allocates beside its steps.
-        steps: The steps, in order.
-        expandable: Whether `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` is set.
+    """Bytes that the allocator reserves for each byte that is allocated, at the highest of each, with or without
+    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
     """
     allocator = CachingAllocator(expandable)
     replay(allocator, held, steps)

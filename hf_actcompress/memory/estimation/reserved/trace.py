@@ -13,11 +13,8 @@ from .repeated import Repeated, Trace, Unit
 
 @dataclass(frozen=True)
 class _Recorded:
-    """The trace of a step that was run.
-
-    Args:
-        trace: The trace.
-        forward, backward: The ranges of its events between two marks, where a peak may be; empty ones are left out.
+    """The trace of a step that was run, and in its forward and backward the ranges of events between two marks, where a
+    peak may be; empty ranges are left out.
     """
 
     trace: Trace

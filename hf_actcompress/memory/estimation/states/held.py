@@ -76,11 +76,6 @@ def held_by(whole: nn.Module, rule: OptimizerRule) -> Held:
     )
 
 
-def in_buckets(states: States) -> States:
-    """The states under DistributedDataParallel, which copies each gradient into a bucket and reduces the buckets."""
-    return states._replace(gradients=2 * states.gradients)
-
-
 def context_bytes(setting: Setting) -> int:
     """The allowance in bytes for what a device takes beside tensors."""
     return CONTEXT_BYTES if setting.cuda else 0

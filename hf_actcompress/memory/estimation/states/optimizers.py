@@ -40,10 +40,6 @@ class OptimizerRule:
                 yield from states(part(p))
 
 
-def _copies(count: int) -> Callable[[Tensor], Iterable[int]]:
-    return lambda p: [p.nbytes] * count
-
-
 def _fused_adamw(p: Tensor) -> Iterable[int]:
     # two moments, and a step count in fp32
     return [p.nbytes, p.nbytes, 4]
@@ -103,8 +99,8 @@ OPTIMIZERS: dict[str, OptimizerRule] = {
         "row and column sums in fp32 and no momentum, as transformers' Adafactor keeps them",
         _adafactor_step,
     ),
-    "sgd_momentum": OptimizerRule(_copies(1), "one moment in the parameter's dtype"),
-    "sgd": OptimizerRule(_copies(0), "nothing"),
+    "sgd_momentum": OptimizerRule(lambda p: [p.nbytes], "one moment in the parameter's dtype"),
+    "sgd": OptimizerRule(lambda p: [], "nothing"),
 }
 
 

@@ -39,12 +39,7 @@ _BUCKET, _LIVE, _PERSISTENT, _SUB_GROUP = 5 * 10**8, 10**9, 10**5, 10**9
 
 @dataclass(frozen=True)
 class Zero:
-    """How ZeRO divides a model.
-
-    Args:
-        stage: 2 or 3.
-        processes: At least 2.
-    """
+    """How ZeRO divides a model: in stage 2 or 3, among 2 or more processes."""
 
     stage: int
     processes: int
@@ -59,8 +54,7 @@ class Zero:
     def prepare(self, model: nn.Module) -> None:
         """Give all weights of a model on the meta device one dtype, as DeepSpeed does.
 
-        Raises:
-            ModelConfigError: Quantised weights would have to be divided.
+        Raises ModelConfigError if quantised weights would have to be divided.
         """
         floating = [p for p in model.parameters() if p.is_floating_point()]
         if self.stage == 3 and len(floating) < len(list(model.parameters())):
@@ -104,9 +98,10 @@ class Zero:
         return self.stage == 3 and p.numel() > _PERSISTENT
 
     def _weights(self, model: nn.Module) -> list[int]:
-        whole = [x for x in chain(model.parameters(), model.buffers()) if not self._is_divided(x) or not _is_weight(x)]
+        whole = [p for p in model.parameters() if not self._is_divided(p)]
         divided = [p for p in model.parameters() if self._is_divided(p)]
-        return [*storage_sizes(whole).values(), *(self._share(p.numel()) * p.itemsize for p in divided)]
+        sizes = storage_sizes([*whole, *model.buffers()]).values()
+        return [*sizes, *(self._share(p.numel()) * p.itemsize for p in divided)]
 
     def _gathered(self, model: nn.Module) -> int:
         """The most bytes of weights that are whole at the same time; at least those of one layer."""
@@ -120,7 +115,3 @@ class Zero:
         largest = max(model.parameters(), key=Tensor.numel)
         live = max([_LIVE, largest.numel(), *map(elements, layers)])
         return min(elements(model), live) * largest.itemsize
-
-
-def _is_weight(x: Tensor) -> bool:
-    return isinstance(x, nn.Parameter)
