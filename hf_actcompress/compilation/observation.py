@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from ..private_apis import compile_for_inductor
+from ..private_apis import compile_for_inductor, graph_call
 from .buffers import Buffers
 from .policy import hint, module_reading
 
@@ -63,11 +63,21 @@ class _Watched:
     def __init__(self, graph: GraphModule, names: dict[str, str], watcher: Watcher) -> None:
         self._module, self._watcher = graph, watcher
         self._plan = Buffers(graph.graph)
+        calls = (node for node in graph.graph.nodes if node.target is graph_call())
+        self._called = {call: _Watched(getattr(graph, call.args[1]), names, watcher) for call in calls}
         output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
         self._returned: tuple[Any, ...] = tuple(output.args[0])
         self._modules = [names.get(module_reading(x), "") if isinstance(x, Node) else "" for x in self._returned]
 
     def __call__(self, args: list[Any]) -> list[Any]:
+        results = self.run(args)
+        for x, module in zip(results, self._modules, strict=True):
+            if isinstance(x, Tensor):
+                self._watcher.returned(x, module)
+        return results
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """What the graph returns. The watcher is not told of it, as if it was a part of another graph."""
         values: dict[Node, Any] = {}
         for node in self._module.graph.nodes:
             if node.op == "placeholder":
@@ -84,13 +94,11 @@ class _Watched:
                 values[node] = self._run(node, values)
             for dead in self._plan.dead.get(node, ()):
                 del values[dead]
-        results = [values[x] if isinstance(x, Node) else x for x in self._returned]
-        for x, module in zip(results, self._modules, strict=True):
-            if isinstance(x, Tensor):
-                self._watcher.returned(x, module)
-        return results
+        return [values[x] if isinstance(x, Node) else x for x in self._returned]
 
     def _run(self, node: Node, values: dict[Node, Any]) -> Any:
+        if node in self._called:
+            return self._called[node].run([values[x] for x in node.args[2:]])  # type: ignore[index]
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         with self._watcher.fused() if node in self._plan.no_memory else nullcontext():
             return node.target(*args, **kwargs)  # type: ignore[operator]

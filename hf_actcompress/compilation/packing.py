@@ -18,6 +18,7 @@ from ..codecs.table import CODECS
 from ..errors import CodecError
 from ..private_apis import inductor_decompositions, tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask
+from .calls import behind_product, called, can_call, copied
 from .policy import CODEC, attributed, hint, made_by, numel
 
 aten = torch.ops.aten
@@ -27,12 +28,13 @@ _RELUS = {aten.relu.default, aten.leaky_relu.default, aten.hardtanh.default}
 _MASK = 1024
 
 
-def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> None:
+def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int, *, calls: bool = False) -> None:
     """Change both graphs so that every saved value with a codec is passed to backward in packed form.
 
     Args:
         forward, backward: The graphs, which are changed in place.
         outputs: How many of the first outputs of `forward` belong to the caller; all further ones are for backward.
+        calls: Whether the compiler can compile a graph once that is called several times.
     """
     output = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     returned = list(output.args[0])  # type: ignore[arg-type]
@@ -48,7 +50,7 @@ def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int) -> Non
             continue
         base = together.get(x, x)
         if base not in unpacked:
-            tensors, meta = _pack(forward.graph, base, codec, traces)
+            tensors, meta = _pack(forward.graph, base, codec, traces, calls)
             users = [read[y.name] for y in returned[outputs:] if y is x or together.get(y) is base]
             unpacked[base] = _unpack(backward.graph, base, read[x.name], users, tensors, codec, meta, traces, sizes)
             saved.extend(tensors)
@@ -173,10 +175,14 @@ class _Traces:
         return self._known[key]
 
 
-def _pack(graph: Graph, x: Node, codec: Codec | _Bits, traces: _Traces) -> tuple[list[Node], object]:
+def _pack(graph: Graph, x: Node, codec: Codec | _Bits, traces: _Traces, calls: bool) -> tuple[list[Node], object]:
     """Insert after x the nodes that pack it. Returns the packed tensors' nodes and the codec's static data."""
     traced, meta = traces.pack(codec, x.meta["val"])
-    made = _insert(graph, traced, [x], _behind(x))
+    # a mask is made in registers
+    if calls and codec is not _BITS and can_call(traced):
+        made = called(graph, traced, [x], behind_product(x) or _behind(x))
+    else:
+        made = copied(graph, traced, [x], _behind(x))
     attributed(made, x)
     return made, meta
 
@@ -212,7 +218,7 @@ def _unpack(
     like = base.meta["val"]
     places += sizes.of(base)
     traced = traces.unpack(codec, meta, len(tensors), [place.meta["val"] for place in places], like)
-    (value,) = _insert(graph, traced, places, first)
+    (value,) = copied(graph, traced, places, first)
     return value
 
 
@@ -239,20 +245,6 @@ def _replace(graph: Graph, x: Node, value: Node, views: Sequence[Node]) -> None:
         value.meta = {"val": view.meta["val"]}
     x.replace_all_uses_with(value)
     graph.erase_node(x)
-
-
-def _insert(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: Node) -> list[Node]:
-    """Copy the traced graph of a function of tensors in front of the node `before`. Returns its results' nodes."""
-    places = (node for node in traced.graph.nodes if node.op == "placeholder")
-    known: dict[Node, Any] = dict(zip(places, inputs, strict=True))
-    with graph.inserting_before(before):
-        for node in traced.graph.nodes:
-            if node.op == "output":
-                return [known[result] for result in node.args[0]]
-            if node.op != "placeholder":
-                known[node] = graph.node_copy(node, lambda n: known[n])
-                known[node].meta = {"val": node.meta.get("val")}
-    raise AssertionError("a graph has an output")
 
 
 class _Sizes:

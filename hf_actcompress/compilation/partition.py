@@ -39,7 +39,7 @@ def partition(
             order_weights(backward.graph)
             divide_logits(backward.graph)
             backward.recompile()
-        pack_saved(forward, backward, num_fwd_outputs)
+        pack_saved(forward, backward, num_fwd_outputs, calls=inductor)
         if inductor:
             # Inductor wants the random numbers that a codec draws in its own form
             replace_random(forward)

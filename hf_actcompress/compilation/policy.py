@@ -213,7 +213,7 @@ def is_pointwise(node: Node) -> bool:
 
 
 def _is_cheap(node: Node) -> bool:
-    if node.target is operator.getitem or _draws_or_writes(node):
+    if node.target is operator.getitem or draws_or_writes(node):
         return False
     packet, ops = getattr(node.target, "overloadpacket", node.target), partitioner_ops()
     if packet in ops.compute_intensive_ops or packet in ops.random_ops or _name(node) in _VIEWS:
@@ -224,7 +224,7 @@ def _is_cheap(node: Node) -> bool:
     return pointwise or not _is_statistic(node)
 
 
-def _draws_or_writes(node: Node) -> bool:
+def draws_or_writes(node: Node) -> bool:
     """Whether a second run would draw other random numbers, or write a second time."""
     schema = getattr(node.target, "_schema", None)
     tags = getattr(node.target, "tags", ())

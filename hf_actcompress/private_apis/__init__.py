@@ -59,6 +59,7 @@ __all__ = [
     "fake_tensor",
     "fused_attention_choice",
     "graph_breaks",
+    "graph_call",
     "hooks_on_every_module",
     "inductor_decompositions",
     "innermost_saved_tensor_hooks",
@@ -221,6 +222,11 @@ def seed_ops() -> tuple[Any, Any]:
     from torch._inductor.inductor_prims import lookup_seed, seeds
 
     return seeds, lookup_seed
+
+
+def graph_call() -> Any:
+    """The op that calls a graph; Inductor compiles each graph once. None where torch does not have it."""
+    return getattr(torch.ops.higher_order, "invoke_subgraph", None)
 
 
 def graph_breaks() -> list[str]:

@@ -134,6 +134,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._inductor.fx_passes.replace_random.replace_random_passes", _T, "random numbers as seeds"),
     PrivateAPI("torch._inductor.inductor_prims.seeds", _T, "a CPU's seeds one by one"),
     PrivateAPI("torch._inductor.inductor_prims.lookup_seed", _T, "the same"),
+    PrivateAPI("torch.ops.higher_order.invoke_subgraph", _T, "equal codecs are compiled once"),
+    PrivateAPI("torch._inductor.config.cpp_wrapper", _T, "where they are not"),
     PrivateAPI("torch._inductor.decomposition.select_decomp_table", _T, "the ops of codecs as the compiler takes them"),
     PrivateAPI("torch._dynamo.backends.common.aot_autograd", _T, 'the backend "hf_actcompress"'),
     PrivateAPI("torch._dynamo.backends.registry._COMPILER_FNS", _T, "whether that backend is known already"),

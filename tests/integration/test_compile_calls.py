@@ -1,0 +1,109 @@
+"""Graphs of codecs under Inductor on a CPU: they are called, so that equal tensors of all layers share one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import config as inductor
+from torch.fx import GraphModule, Node
+
+from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.compilation import packing
+from hf_actcompress.compilation._backend import _as_it_is
+from hf_actcompress.private_apis import compile_for_inductor, graph_call
+from tests.families import BY_NAME, Family, differing, relative_error, step
+from tests.integration.compiling import build
+from tests.integration.test_compile_inductor import _Gated
+
+pytestmark = pytest.mark.daily(3)
+
+three = pytest.mark.parametrize(
+    "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def _compiled(model: nn.Module, dynamic: bool | None = None) -> tuple[Any, list[list[Node]]]:
+    """Inductor's graphs, run op by op, and the calls in each of them."""
+    calls: list[list[Node]] = []
+
+    def look(graph: GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        calls.append([node for node in graph.graph.nodes if node.target is graph_call()])
+        return _as_it_is(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=compile_for_inductor(look), fullgraph=True, dynamic=dynamic), calls
+
+
+@three
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_further_layers_add_no_graph(family: Family, preset: str) -> None:
+    """There are more calls, of the graphs that the first layers call; backward has none."""
+    number, distinct = [], []
+    for layers in (2, 4):
+        key = "n_layer" if family.name.startswith("gpt2") else "num_hidden_layers"
+        model = patch_model(build(family, **{key: layers}), preset)
+        compiled, calls = _compiled(model)
+        step(compiled, family.make_batch("right"))
+        number.append([len(graph) for graph in calls])
+        distinct.append([len({node.args[1] for node in graph}) for graph in calls])
+    (few, *backward), (many, *further) = number
+    assert 0 < distinct[0][0] == distinct[1][0] < few < many
+    assert backward == further == [0]
+
+
+@three
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_a_call_returns_what_the_nodes_do(family: Family, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, also in the second step."""
+    model, batch = patch_model(build(family), preset), family.make_batch("right")
+    compiled, calls = _compiled(model)
+    found = [step(compiled, batch) for _ in range(2)]
+    assert calls[0]
+    monkeypatch.setattr(packing, "can_call", lambda traced: False)
+    compiled, calls = _compiled(model)
+    expected_loss, expected = step(compiled, batch)
+    assert not any(calls)
+    for loss, grads in found:
+        assert torch.equal(loss, expected_loss) and not differing(grads, expected)
+
+
+@pytest.mark.parametrize("preset", ["int8", "int4"])
+def test_gradients_are_as_close_to_fp64_as_of_copied_nodes(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call packs values that are rounded to bf16, where copied nodes may be fused into the op that makes them."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_Gated(64), _Gated(64)).bfloat16(), torch.randn(512, 64).bfloat16()
+    exact = nn.Sequential(_Gated(64), _Gated(64)).double()
+    exact.load_state_dict(model.state_dict())
+    oracle = _gradients(exact, x.double())
+    called = relative_error(_gradients(torch.compile(patch_model(model, preset), fullgraph=True), x), oracle)
+    torch._dynamo.reset()
+    monkeypatch.setattr(packing, "can_call", lambda traced: False)
+    with inductor.patch(force_disable_caches=True):
+        copied = relative_error(_gradients(torch.compile(model, fullgraph=True), x), oracle)
+    assert 0 < called <= 1.1 * copied
+
+
+def _gradients(model: Any, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", ["any length", "cpp_wrapper", "stochastic"])
+def test_where_nodes_are_copied(case: str) -> None:
+    """A graph for any length, Inductor's own wrapper in C++, and a codec that draws have no calls."""
+    family = BY_NAME["llama"]
+    config = CompressionConfig(mlp="int4_stochastic") if case == "stochastic" else "int8"
+    compiled, calls = _compiled(patch_model(build(family), config), dynamic=case == "any length" or None)
+    with inductor.patch(cpp_wrapper=case == "cpp_wrapper"):
+        step(compiled, family.make_batch())
+    assert calls and not any(calls)
