@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,20 +10,17 @@ from torch import Tensor, nn
 
 from ..private_apis import transforms_active
 from ..records import Padding, padding_of
-from .arguments import argument
 
 
-def padding_of_call(
-    model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Padding | None:
-    """The padding of one call of `model`, if it can be dropped.
+def padding_of_call(model: nn.Module, given: Mapping[str, Any]) -> Padding | None:
+    """The padding of one call of `model` with those arguments, if it can be dropped.
 
     Only a mask [B, S] says which rows are padding; of one with more dimensions, or of several sequences
     (`why_not`), nothing is dropped.
     """
     if why_not(model) or not torch.is_grad_enabled() or transforms_active():
         return None
-    mask = argument("attention_mask", stock, args, kwargs)
+    mask = given.get("attention_mask")
     # only a plain tensor has values to read; a fake or distributed one has none
     if type(mask) is not Tensor or mask.dim() != 2 or mask.device.type == "meta":
         return None
