@@ -114,8 +114,8 @@ def _run(forward: Callable[..., Any], call: _Call, *args: Any, **kwargs: Any) ->
 @cache
 def _copy(stock_class: Any) -> GlobalsCopy | None:
     """A copy of the class's forward that finds our makers of masks; None if there is nothing for them to do."""
-    found: dict[str, Any] = {name: read_global(stock_class, name) for name in _MAKERS}
-    stocks = {name: f for name, f in found.items() if f is not None and f is getattr(masking_utils, name, None)}
+    found = {name: read_global(stock_class, name) for name in _MAKERS}
+    stocks: dict[str, Any] = {name: f for name, f in found.items() if f and f is getattr(masking_utils, name, None)}
     if not stocks.keys() - {"create_bidirectional_mask"}:
         return None
     return copy_of_forward(stock_class, {name: _maker(f, *_MAKERS[name]) for name, f in stocks.items()})
