@@ -84,15 +84,12 @@ class ExpertsMixin(ModuleMixin):
         products = self.actcompress.products
         x = _gathered(hidden, tokens, up[0].dtype)
         both = products.forward(x, up[0], offsets, None if up[1] is None else up[1][experts])
-        h = ops.recomputed(both, self._activated(), codec=codec)
+        h = ops.recomputed(both, self._apply_gate if self.has_gate else self.act_fn, codec=codec)
         y = ops.experts_down(h, down[0], down[1], routing, experts, offsets, products, codec=codec)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.size(0), device=order.device)
         # each token has one row per chosen expert; torch sums them in fp32
         return y[back].view(hidden.size(0), choices, -1).sum(dim=1).to(hidden.dtype)
-
-    def _activated(self) -> Callable[[Tensor], Tensor]:
-        return self._apply_gate if self.has_gate else self.act_fn
 
     def _ends(self, experts: Tensor) -> Tensor:
         """[E], int32: where the rows of each expert end."""
