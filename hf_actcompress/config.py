@@ -14,7 +14,7 @@ from .errors import UnknownOptionError
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(ConfigFile):
-    """How each role's kept tensors are stored, and which roles are patched. The default is the preset "exact".
+    """How the kept tensors of each field are stored, and which modules are patched. The default is the preset "exact".
 
     Codecs are names of `CODECS`. A codec object is also accepted: the config holds its name, or else its `repr`.
 
@@ -124,8 +124,8 @@ class CompressionConfig(ConfigFile):
             predict one thing for a sequence choose its first and last token in any case.
 
     Raises:
-        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
-            `gradient_norms` with one that samples no tokens, `refresh_bits` where no role's bits are measured, a
+        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs in another field,
+            `gradient_norms` with one that samples no tokens, `refresh_bits` where no field's bits are measured, a
             variant that is not in ``VARIANTS``, rows of a tile that are no number, or `tokens` that are no share.
     """
 

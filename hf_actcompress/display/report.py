@@ -72,18 +72,20 @@ def _built(kind: Any, data: Any) -> Any:
     if is_dataclass(kind):
         assert isinstance(kind, type)
         hints = get_type_hints(kind)
-        missing = [f.name for f in fields(kind) if f.name not in data and not _has_default(f)]
+        # a field may have had another name in older files
+        found = {f: data[name] for f in fields(kind) for name in (f.metadata.get("formerly"), f.name) if name in data}
+        missing = [f.name for f in fields(kind) if f not in found and not _has_default(f)]
         if missing:
             raise ValueError(f"no JSON of a {kind.__name__}: it has no {', '.join(missing)}")
-        return kind(**{f.name: _built(hints[f.name], data[f.name]) for f in fields(kind) if f.name in data})
+        return kind(**{f.name: _built(hints[f.name], value) for f, value in found.items()})
     if isinstance(data, list) and get_origin(kind) is tuple:
         inner = get_args(kind)
         each = [inner[0]] * len(data) if len(inner) == 2 and inner[1] is Ellipsis else inner
         return tuple(_built(part, value) for part, value in zip(each, data, strict=True))
     if isinstance(data, list):
         # a union with a tuple in it
-        found = next((part for part in get_args(kind) if get_origin(part) is tuple), None)
-        return data if found is None else _built(found, data)
+        union = next((part for part in get_args(kind) if get_origin(part) is tuple), None)
+        return data if union is None else _built(union, data)
     return data
 
 
