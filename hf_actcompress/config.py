@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .codecs import Offload
@@ -168,11 +168,7 @@ class CompressionConfig(ConfigFile):
         """The preset of that name, with some of its fields replaced. Raises UnknownOptionError."""
         if name not in PRESETS:
             raise UnknownOptionError("preset", name, PRESETS)
-        known = [field.name for field in fields(cls)]
-        for option in overrides:
-            if option not in known:
-                raise UnknownOptionError("option", option, known)
-        return replace(PRESETS[name], **overrides)
+        return cls.from_dict({**vars(PRESETS[name]), **overrides})
 
     def at(self, module: str) -> CompressionConfig:
         """The config of the module of that name: this one, with the overrides that hold there."""

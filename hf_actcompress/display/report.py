@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from .pictures import Target
 from .tables import Table, print_tables
-
-_Report = TypeVar("_Report", bound="Report")
 
 
 class Report:
@@ -34,7 +32,7 @@ class Report:
         return json.dumps({**derived, **asdict(self), **derived}, indent=2)  # type: ignore[call-overload]
 
     @classmethod
-    def from_json(cls: type[_Report], text: str) -> _Report:
+    def from_json(cls, text: str) -> Self:
         """The report that `to_json` wrote.
 
         Raises:
@@ -43,7 +41,7 @@ class Report:
         data = json.loads(text)
         if not isinstance(data, Mapping):
             raise ValueError(f"{cls.__name__}.from_json takes what {cls.__name__}.to_json wrote")
-        found: _Report = _built(cls, data)
+        found: Self = _built(cls, data)
         return found
 
     def summary(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,16 +49,13 @@ def _settings(module: Any, codec: Codec) -> ExpertsSettings:
     return ExpertsSettings(Role.EXPERTS, GROUPED, codec, "the first projection's output", products=products)
 
 
-class _Config:
-    _experts_implementation = GROUPED
-
-
 class _Experts(nn.Module):
     """Experts as the interface makes them, tiny."""
 
     def __init__(self, bias: bool, transposed: bool) -> None:
         super().__init__()
-        self.config, self.num_experts, self._is_expert_parallel = _Config(), 4, False
+        self.config = SimpleNamespace(_experts_implementation=GROUPED)
+        self.num_experts, self._is_expert_parallel = 4, False
         self.has_gate, self.has_bias, self.is_transposed, self.has_post_expert_norm = True, bias, transposed, False
         shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (4, 32, 16), "down_proj": (4, 16, 16)}
         if transposed:

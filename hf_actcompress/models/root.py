@@ -113,7 +113,8 @@ class PatchedForward:
         compilation.note_trace()
         model: Any = self.model
         trained = self.active and model.training and torch.is_grad_enabled()
-        unnamed = trained and isinstance(model, PreTrainedModel) and _has_no_loss(model)
+        unnamed = trained and isinstance(model, PreTrainedModel) and getattr(model, "loss_type", None) is None
+        unnamed = unnamed and not hasattr(model, "_loss_function")
         if unnamed:
             # torch 2.11 would run the setter of `loss_function` once more, after the deletion below
             model._loss_function = LOSS_MAPPING[_DEFAULT_LOSS]
@@ -194,10 +195,6 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
 def root_module(model: nn.Module) -> nn.Module:
     """The outermost transformers model, e.g. inside a PeftModel; the module itself if it holds none."""
     return next(iter(pretrained_models(model).values()))
-
-
-def _has_no_loss(model: PreTrainedModel) -> bool:
-    return getattr(model, "loss_type", None) is None and not hasattr(model, "_loss_function")
 
 
 def name_default_loss(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from .sites import Site
 _LINEAR = (nn.Linear, Conv1D)
 # rows; a smaller tile does not fill a device
 _SMALLEST = 256
-_Settings = TypeVar("_Settings", bound=TiledSettings)
 
 
 def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
@@ -39,7 +38,7 @@ def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
     return Site(TiledMixin, tiled_settings(settings, module, config))
 
 
-def tiled_settings(settings: _Settings, module: nn.Module, config: CompressionConfig) -> _Settings:
+def tiled_settings(settings: TiledSettings, module: nn.Module, config: CompressionConfig) -> TiledSettings:
     """The settings of an MLP, with the rows of a tile if tiles were asked for."""
     if not config.tiled_mlp:
         return settings
