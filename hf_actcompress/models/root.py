@@ -31,9 +31,8 @@ from ..reference.rng import Generators
 from .arguments import arguments
 from .heads import deferred_logits
 from .packed_masks import packed_forward
-from .padding import padding_of_call
+from .rows_left_out import copies_of_call, padding_of_call
 from .samples import samples_of_call
-from .shared_prompts import copies_of_call
 
 _ATTRIBUTE = "actcompress_root"
 _DEFAULT_LOSS = "ForCausalLM"

@@ -14,9 +14,8 @@ from torch import Tensor
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report
 from hf_actcompress.codecs import IDENTITY
 from hf_actcompress.errors import SharedRowsError, UnknownOptionError
-from hf_actcompress.models import shared_prompts
 from hf_actcompress.models.arguments import arguments
-from hf_actcompress.models.padding import why_not
+from hf_actcompress.models.rows_left_out import copies_of_call, why_not
 from hf_actcompress.ops.heads import keep_heads, keep_row_heads
 from hf_actcompress.records import Derived, dropping, frame, repeated_rows_of
 from tests.oracle import assert_equal_bits
@@ -144,10 +143,10 @@ def test_other_inputs_keep_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         {"past_key_values": (torch.ones(1),)},
     ]
     given = arguments(model.forward, (ids,), {"labels": ids, "use_cache": True})
-    assert shared_prompts.copies_of_call(model, given) is not None
+    assert copies_of_call(model, given) is not None
     for kwargs in more:
-        assert shared_prompts.copies_of_call(model, {"input_ids": ids, **kwargs}) is None
-        assert shared_prompts.copies_of_call(model, arguments(model.forward, (ids,), kwargs)) is None
+        assert copies_of_call(model, {"input_ids": ids, **kwargs}) is None
+        assert copies_of_call(model, arguments(model.forward, (ids,), kwargs)) is None
 
 
 def test_statistics_of_another_shape_stay_whole() -> None:

@@ -1,4 +1,4 @@
-"""Which sequences of a batch begin with the same tokens as another one, found from the arguments of the forward."""
+"""Which rows of a call are not kept: padding, or beginnings that other sequences share; by the forward's arguments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SharedRowsError
 from ..private_apis import transforms_active
-from ..records import RepeatedRows, repeated_rows_of
-from .padding import why_not
+from ..records import Padding, RepeatedRows, padding_of, repeated_rows_of
 
 # the arguments that say what a token is
 _OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
@@ -20,6 +19,28 @@ _OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 _OTHERS = ("labels", "shift_labels", "cache_position", "logits_to_keep", "num_items_in_batch")
 # fields of configs for dropout that is a function and no module
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dropout", "dropout", "hidden_dropout")
+
+
+def why_not(model: nn.Module) -> str:
+    """Why no rows of a model are left out, as padding or as copies; "" if they are."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "rows are kept whole: an encoder-decoder has two sequences, each with rows of its own"
+    return ""
+
+
+def padding_of_call(model: nn.Module, given: Mapping[str, Any]) -> Padding | None:
+    """The padding of one call of `model` with those arguments, if it can be dropped.
+
+    Only a mask [B, S] says which rows are padding; of one with more dimensions, or of several sequences
+    (`why_not`), nothing is dropped.
+    """
+    if why_not(model) or not torch.is_grad_enabled() or transforms_active():
+        return None
+    mask = given.get("attention_mask")
+    # only a plain tensor has values to read; a fake or distributed one has none
+    if type(mask) is not Tensor or mask.dim() != 2 or mask.device.type == "meta":
+        return None
+    return padding_of(mask)
 
 
 def copies_of_call(model: nn.Module, given: Mapping[str, Any]) -> RepeatedRows | None:
