@@ -185,13 +185,7 @@ def _check_overrides(model: nn.Module, config: CompressionConfig) -> None:
             raise UnknownOptionError("module of an override", part, [name for name, _ in model.named_children()])
 
 
-_WRAPPERS = {
-    "DataParallel",
-    "DeepSpeedEngine",
-    "DistributedDataParallel",
-    "FSDPModule",
-    "FullyShardedDataParallel",
-}
+_WRAPPERS = {"DataParallel", "DeepSpeedEngine", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
 
 def _check(model: nn.Module) -> None:

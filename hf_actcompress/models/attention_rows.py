@@ -25,7 +25,7 @@ from ..modules.base import has_hooks, is_sharded, recording, settings_of, stock_
 from ..private_apis import without_dispatch_modes
 from ..roles import Role
 from .eager_attention import eager_function_of
-from .function_copies import GlobalsCopy, copy_of_forward, read_global
+from .function_copies import GlobalsCopy, copy_of_forward, names_read_by, read_global
 from .probe import REFUSALS, undisturbed
 
 NAME = "eager_attention_forward"
@@ -36,7 +36,7 @@ _TOKENS, _ROWS, _WIDTH = 7, 3, 16
 
 def calls_interface(stock_class: Any) -> bool:
     """Whether the class's forward asks transformers' attention interface for a function."""
-    return read_global(stock_class, "ALL_ATTENTION_FUNCTIONS") is not None
+    return "ALL_ATTENTION_FUNCTIONS" in names_read_by(stock_class.forward)
 
 
 @cache

@@ -37,10 +37,7 @@ def find_experts(module: nn.Module, config: CompressionConfig) -> Site | Decline
     if {name for name, _ in module.named_parameters()} - _WEIGHTS:
         return Declined(Role.EXPERTS, "stock's code runs: weights beside those of the two projections")
     if not _same_as_stock():
-        return Declined(
-            Role.EXPERTS,
-            "stock's code runs: its grouped products are not those known (found by a probe)",
-        )
+        return Declined(Role.EXPERTS, "stock's code runs: its grouped products are not those known (found by a probe)")
     return Site(ExpertsMixin, _settings(module, CODECS[config.mlp]))
 
 

@@ -55,8 +55,8 @@ class GlobalsCopy:
 
 def read_global(stock_class: Any, name: str) -> Any:
     """What the forward of a class finds under the name of a global that it reads; None if it does not read it."""
-    inner = inspect.unwrap(stock_class.forward)
-    return inner.__globals__.get(name) if inspect.isfunction(inner) and name in _names_read_by(inner) else None
+    reads = name in names_read_by(stock_class.forward)
+    return inspect.unwrap(stock_class.forward).__globals__.get(name) if reads else None
 
 
 def copy_of_forward(stock_class: Any, ours: Mapping[str, Any]) -> GlobalsCopy | None:
@@ -68,8 +68,10 @@ def copy_of_forward(stock_class: Any, ours: Mapping[str, Any]) -> GlobalsCopy | 
 
 
 @cache
-def _names_read_by(function: FunctionType) -> set[str]:
-    return _global_names(function.__code__)
+def names_read_by(forward: Callable[..., Any]) -> set[str]:
+    """The names of globals that a forward reads under its decorators; none if it is no Python function."""
+    inner = inspect.unwrap(forward)
+    return _global_names(inner.__code__) if isinstance(inner, FunctionType) else set()
 
 
 def _global_names(code: CodeType) -> set[str]:
