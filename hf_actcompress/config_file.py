@@ -35,7 +35,7 @@ class ConfigFile:
         for name in data:
             if name not in known:
                 raise UnknownOptionError("option", name, known)
-        return cls(**{name: _tuples(value) for name, value in data.items()})
+        return cls(**{name: tuples(value) for name, value in data.items()})
 
     def to_json(self) -> str:
         """As `to_dict`. `from_json` reads it unless a field is a function, of which only the name is written."""
@@ -68,5 +68,6 @@ def _name(value: Any) -> str:
     return name
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    """The value of a field, of which JSON has made a list."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
