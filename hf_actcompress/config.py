@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from .codecs import Offload
@@ -14,7 +14,7 @@ from .errors import UnknownOptionError
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(ConfigFile):
-    """How each role's kept tensors are stored, and which roles are patched. The default is the preset "exact".
+    """How the kept tensors of each field are stored, and which modules are patched. The default is the preset "exact".
 
     Codecs are names of `CODECS`. A codec object is also accepted: the config holds its name, or else its `repr`.
 
@@ -124,8 +124,8 @@ class CompressionConfig(ConfigFile):
             predict one thing for a sequence choose its first and last token in any case.
 
     Raises:
-        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs for another role,
-            `gradient_norms` with one that samples no tokens, `refresh_bits` where no role's bits are measured, a
+        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs in another field,
+            `gradient_norms` with one that samples no tokens, `refresh_bits` where no field's bits are measured, a
             variant that is not in ``VARIANTS``, rows of a tile that are no number, or `tokens` that are no share.
     """
 
@@ -168,11 +168,7 @@ class CompressionConfig(ConfigFile):
         """The preset of that name, with some of its fields replaced. Raises UnknownOptionError."""
         if name not in PRESETS:
             raise UnknownOptionError("preset", name, PRESETS)
-        known = [field.name for field in fields(cls)]
-        for option in overrides:
-            if option not in known:
-                raise UnknownOptionError("option", option, known)
-        return replace(PRESETS[name], **overrides)
+        return cls.from_dict({**vars(PRESETS[name]), **overrides})
 
     def at(self, module: str) -> CompressionConfig:
         """The config of the module of that name: this one, with the overrides that hold there."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from .errors import UnknownOptionError
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from os import PathLike
 
 FILE_NAME = "actcompress_config.json"
-
-_Config = TypeVar("_Config", bound="ConfigFile")
 
 
 class ConfigFile:
@@ -27,7 +25,7 @@ class ConfigFile:
         return found
 
     @classmethod
-    def from_dict(cls: type[_Config], data: Mapping[str, Any]) -> _Config:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The config of a dictionary that `to_dict` made, also after JSON; missing fields have their defaults.
 
         Raises:
@@ -37,14 +35,14 @@ class ConfigFile:
         for name in data:
             if name not in known:
                 raise UnknownOptionError("option", name, known)
-        return cls(**{name: _tuples(value) for name, value in data.items()})
+        return cls(**{name: tuples(value) for name, value in data.items()})
 
     def to_json(self) -> str:
         """As `to_dict`. `from_json` reads it unless a field is a function, of which only the name is written."""
         return json.dumps(self.to_dict(), indent=2, default=_name)
 
     @classmethod
-    def from_json(cls: type[_Config], text: str) -> _Config:
+    def from_json(cls, text: str) -> Self:
         """The config that `to_json` wrote. It raises the errors of `from_dict`."""
         return cls.from_dict(json.loads(text))
 
@@ -55,7 +53,7 @@ class ConfigFile:
         (target / FILE_NAME).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls: type[_Config], folder: str | PathLike[str]) -> _Config:
+    def from_pretrained(cls, folder: str | PathLike[str]) -> Self:
         """The config that `save_pretrained` wrote there.
 
         Raises:
@@ -70,5 +68,6 @@ def _name(value: Any) -> str:
     return name
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    """The value of a field, of which JSON has made a list."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value

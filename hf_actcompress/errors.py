@@ -10,7 +10,7 @@ class ActCompressError(Exception):
 
 
 class UnknownOptionError(ActCompressError, ValueError):
-    """An option, preset, role or codec that does not exist."""
+    """An option, preset, field or codec that does not exist."""
 
     def __init__(self, what: str, asked: object, known: Iterable[object]) -> None:
         listed = ", ".join(repr(name) for name in known)

@@ -75,7 +75,7 @@ class Registration:
 
 
 def register_codec(name: str, codec: Codec) -> Registration:
-    """Give a codec a name that configs can use for any role.
+    """Give a codec a name that configs can use in any field for a codec.
 
     Args:
         name: A new one.

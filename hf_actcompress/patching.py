@@ -125,7 +125,7 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
 def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
     places = Places.of(model)
     # a list, because the loop changes the modules' classes
-    for name, module in list(_named(model, prefix)):
+    for name, module in list(model.named_modules(prefix=prefix)):
         if settings_of(module) is not None or is_parametrization(name):
             continue
         if isinstance(module, PatchedModule):
@@ -160,18 +160,12 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
     """Let modules whose own code keeps much run again in backward. Of nested modules only the outermost one does."""
     inside: set[int] = set()
-    for name, module in list(_named(model, prefix)):
+    for name, module in list(model.named_modules(prefix=prefix)):
         found = find_selective(module, config.at(name)) if id(module) not in inside else None
         if found is not None:
             inside.update(map(id, module.modules()))
             codec = found.settings.codec.drawing_from(generators)
             patch_instance(module, found.mixin, replace(found.settings, codec=codec))
-
-
-def _named(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every module, with its name in the model for which the config gives names."""
-    for name, module in model.named_modules():
-        yield f"{prefix}.{name}" if prefix and name else name or prefix, module
 
 
 def _warn_if_lossy(config: CompressionConfig) -> None:
@@ -191,13 +185,7 @@ def _check_overrides(model: nn.Module, config: CompressionConfig) -> None:
             raise UnknownOptionError("module of an override", part, [name for name, _ in model.named_children()])
 
 
-_WRAPPERS = {
-    "DataParallel",
-    "DeepSpeedEngine",
-    "DistributedDataParallel",
-    "FSDPModule",
-    "FullyShardedDataParallel",
-}
+_WRAPPERS = {"DataParallel", "DeepSpeedEngine", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
 
 def _check(model: nn.Module) -> None:

@@ -16,8 +16,8 @@ from .errors import NotPatchedError
 from .models.checkpointing import is_switched_on
 from .models.foreign import find_foreign
 from .models.heads import find_head
-from .models.padding import why_not
 from .models.root import pretrained_models, root_module, root_of
+from .models.rows_left_out import why_not
 from .models.rules import Places, find_site
 from .models.sites import Declined, Site
 from .modules.base import PLAIN_TENSORS, Settings, settings_of, stock_type

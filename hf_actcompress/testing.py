@@ -36,7 +36,8 @@ def _check(codec: Codec, x: Tensor, what: str) -> None:
     tensors, meta = codec.pack(x)
     assert isinstance(tensors, tuple), f"{what}: pack returns (a tuple of tensors, static data)"
     assert torch.equal(x, before), f"{what}: pack wrote into its argument"
-    held = sum(t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().data_ptr() != _start(x))
+    own = x.untyped_storage().data_ptr()
+    held = sum(t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().data_ptr() != own)
     assert held <= codec.nbytes(x.shape, x.dtype), f"{what}: it holds {held} bytes and says fewer"
     y = codec.unpack(tensors, meta)
     assert y.shape == x.shape, f"{what}: came back as {tuple(y.shape)}"
@@ -45,7 +46,3 @@ def _check(codec: Codec, x: Tensor, what: str) -> None:
         assert torch.equal(y, x), f"{what}: a lossless codec changed a value"
     again = codec.unpack(tensors, meta)
     assert torch.equal(again, y), f"{what}: a second unpack gave something else"
-
-
-def _start(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()

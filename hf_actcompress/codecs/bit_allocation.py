@@ -13,17 +13,13 @@ BITS = (2, 3, 4, 8)
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The tensors of one role in one layer.
+    """A group of tensors that get the same bits.
 
     Args:
-        layer: Name of the layer, or of the module itself if it is in no layer.
-        role: "norm", "mlp" or "linear".
         elements: How many are stored.
         error: Relative error of the whole gradient when these tensors alone are stored in 4 bits.
     """
 
-    layer: str
-    role: str
     elements: int
     error: float
 

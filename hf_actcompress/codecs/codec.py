@@ -30,7 +30,7 @@ class Codec(Protocol):
 
     @property
     def linear_only(self) -> bool:
-        """Whether it only serves the sum over tokens that a linear's weight gradient is, and no other role."""
+        """Whether it only serves the sum over tokens of a linear's weight gradient, so only the field `linear`."""
         return False
 
     @property

@@ -42,7 +42,7 @@ class Offload(Codec):
     Bias: the inner codec's.
 
     Args:
-        inner: The codec that encodes the bytes before they are moved; it decides for which roles this one serves.
+        inner: The codec that encodes the bytes before they are moved; it decides for which fields this one serves.
     """
 
     inner: Codec = field(default_factory=Identity)

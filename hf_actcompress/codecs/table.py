@@ -14,7 +14,7 @@ from .codec import Codec
 
 CODECS: dict[str, Codec] = {
     "identity": IDENTITY,
-    # for any role
+    # for any field of a config
     "int8": IntGroup(8),
     "int4": IntGroup(4),
     "int3": IntGroup(3, group_size=32),

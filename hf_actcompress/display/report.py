@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from .pictures import Target
 from .tables import Table, print_tables
-
-_Report = TypeVar("_Report", bound="Report")
 
 
 class Report:
@@ -34,7 +32,7 @@ class Report:
         return json.dumps({**derived, **asdict(self), **derived}, indent=2)  # type: ignore[call-overload]
 
     @classmethod
-    def from_json(cls: type[_Report], text: str) -> _Report:
+    def from_json(cls, text: str) -> Self:
         """The report that `to_json` wrote.
 
         Raises:
@@ -43,7 +41,7 @@ class Report:
         data = json.loads(text)
         if not isinstance(data, Mapping):
             raise ValueError(f"{cls.__name__}.from_json takes what {cls.__name__}.to_json wrote")
-        found: _Report = _built(cls, data)
+        found: Self = _built(cls, data)
         return found
 
     def summary(self) -> str:
@@ -72,16 +70,18 @@ def _built(kind: Any, data: Any) -> Any:
     if is_dataclass(kind):
         assert isinstance(kind, type)
         hints = get_type_hints(kind)
-        missing = [f.name for f in fields(kind) if f.name not in data and f.default is f.default_factory is MISSING]
+        # a field may have had another name in older files
+        found = {f: data[name] for f in fields(kind) for name in (f.metadata.get("formerly"), f.name) if name in data}
+        missing = [f.name for f in fields(kind) if f not in found and f.default is f.default_factory is MISSING]
         if missing:
             raise ValueError(f"no JSON of a {kind.__name__}: it has no {', '.join(missing)}")
-        return kind(**{f.name: _built(hints[f.name], data[f.name]) for f in fields(kind) if f.name in data})
+        return kind(**{f.name: _built(hints[f.name], value) for f, value in found.items()})
     if isinstance(data, list) and get_origin(kind) is tuple:
         inner = get_args(kind)
         each = [inner[0]] * len(data) if len(inner) == 2 and inner[1] is Ellipsis else inner
         return tuple(_built(part, value) for part, value in zip(each, data, strict=True))
     if isinstance(data, list):
         # a union with a tuple in it
-        found = next((part for part in get_args(kind) if get_origin(part) is tuple), None)
-        return data if found is None else _built(found, data)
+        union = next((part for part in get_args(kind) if get_origin(part) is tuple), None)
+        return data if union is None else _built(union, data)
     return data

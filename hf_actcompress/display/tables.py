@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
+# characters that LaTeX does not print as they are
+_LATEX = str.maketrans(
+    {
+        **{mark: rf"\{mark}" for mark in "&%$#_{}"},
+        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+        "<": r"\textless{}", ">": r"\textgreater{}",
+    }
+)  # fmt: skip
 # where the output is no terminal, no column is cut
 _PIPE_WIDTH = 10_000
 
@@ -49,14 +56,11 @@ class Table:
     def to_latex(self) -> str:
         """A tabular with lines of booktabs, for papers."""
         form = "".join("r" if column in self.numbers else "l" for column in self.columns)
-        head, *rows = (" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows))
+        texts = ([text.translate(_LATEX) for text in row] for row in (self.columns, *self.rows))
+        head, *rows = (" & ".join(row) + r" \\" for row in texts)
         begin, end = rf"\begin{{tabular}}{{{form}}}", r"\end{tabular}"
         lines = [begin, r"\toprule", head, r"\midrule", *rows, r"\bottomrule", end]
         return "\n".join(lines) + "\n"
-
-
-def _latex(text: str) -> str:
-    return re.sub(r"([&%$#_{}])", r"\\\1", text)
 
 
 def print_tables(tables: Iterable[Table], text: str) -> None:

@@ -16,12 +16,16 @@ from ..roles import Role
 from .sites import Declined, Site
 
 
+def is_adapter(module: Any) -> bool:
+    """Whether a module is a layer of PEFT's tuners."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    return peft is not None and isinstance(module, peft.BaseTunerLayer)
+
+
 def find_adapter(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
     """The site of a PEFT tuner layer that casts its input."""
-    peft = sys.modules.get("peft.tuners.tuners_utils")
-    if peft is None or not isinstance(module, peft.BaseTunerLayer) or not hasattr(module, "_cast_input_dtype"):
-        return None
-    return Site(AdapterMixin, Settings(Role.ADAPTER))
+    casts = is_adapter(module) and hasattr(module, "_cast_input_dtype")
+    return Site(AdapterMixin, Settings(Role.ADAPTER)) if casts else None
 
 
 def rank_layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -29,9 +33,8 @@ def rank_layers(module: nn.Module) -> Iterator[nn.Module]:
 
     Such an input is small compared to all others. A codec would cost time and accuracy and save next to no bytes.
     """
-    peft = sys.modules.get("peft.tuners.tuners_utils")
     width = getattr(module, "in_features", None)
-    if peft is None or not isinstance(module, peft.BaseTunerLayer) or not isinstance(width, int):
+    if not is_adapter(module) or not isinstance(width, int):
         return
     for name, child in module.named_modules():
         inside = name and not f".{name}.".startswith(".base_layer.")

@@ -30,15 +30,3 @@ def arguments(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return {**inspect.signature(stock).bind_partial(*args).arguments, **kwargs}
     names = argument_names(function)
     return {**{names[i] if i < len(names) else str(i): x for i, x in enumerate(args)}, **kwargs}
-
-
-def argument(name: str, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument of a call with that name, given by keyword or by position; None if there is none."""
-    found = kwargs.get(name)
-    if found is not None or not args:
-        return found
-    function = getattr(stock, "__func__", None)
-    if function is None:
-        # somebody has wrapped the forward of this one model
-        return inspect.signature(stock).bind_partial(*args).arguments.get(name)
-    return dict(zip(argument_names(function), args, strict=False)).get(name)

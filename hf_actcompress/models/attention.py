@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +29,7 @@ from ..reference.device_rules import on_cpu
 from ..reference.sequences import Band, Sequences
 from ..roles import Role
 from .attention_kernels import fusable, is_wasteful
+from .attention_rows import calls_interface
 from .eager_attention import find_eager
 from .rope import RotaryMixin, calls_rope, why_stock
 from .rotations import rotation_of
@@ -46,10 +46,7 @@ class RegisteredAttentionMixin(RotaryMixin):
 
 def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Declined | None:
     """The site of a module whose forward asks the attention interface for its function by `self.config`."""
-    if isinstance(module, PreTrainedModel) or "config" not in module.__dict__:
-        return None
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+    if isinstance(module, PreTrainedModel) or "config" not in module.__dict__ or not calls_interface(type(module)):
         return None
     found = _site(module, config)
     reason = why_stock(type(module)) if isinstance(found, Site) and calls_rope(type(module)) else None

@@ -25,7 +25,7 @@ from ..modules.base import has_hooks, is_sharded, recording, settings_of, stock_
 from ..private_apis import without_dispatch_modes
 from ..roles import Role
 from .eager_attention import eager_function_of
-from .function_copies import GlobalsCopy, global_names
+from .function_copies import GlobalsCopy, copy_of_forward, names_read_by, read_global
 from .probe import REFUSALS, undisturbed
 
 NAME = "eager_attention_forward"
@@ -34,25 +34,18 @@ _Eager = Callable[..., tuple[Tensor, Tensor | None]]
 _TOKENS, _ROWS, _WIDTH = 7, 3, 16
 
 
-@cache
 def calls_interface(stock_class: Any) -> bool:
     """Whether the class's forward asks transformers' attention interface for a function."""
-    inner = inspect.unwrap(stock_class.forward)
-    return inspect.isfunction(inner) and "ALL_ATTENTION_FUNCTIONS" in global_names(inner.__code__)
+    return "ALL_ATTENTION_FUNCTIONS" in names_read_by(stock_class.forward)
 
 
 @cache
 def copy_in_rows(stock_class: Any) -> GlobalsCopy | None:
     """A copy of the class's forward that finds our function; None if the forward looks for no such function."""
     function = eager_function_of(stock_class)
-    if not calls_interface(stock_class) or not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType) or not calls_interface(stock_class):
         return None
-    if inspect.unwrap(stock_class.forward).__globals__.get(NAME) is not function:
-        return None
-    try:
-        return GlobalsCopy(stock_class.forward, {NAME: _ours(function)})
-    except ValueError:
-        return None
+    return copy_of_forward(stock_class, {NAME: _ours(function)}) if read_global(stock_class, NAME) is function else None
 
 
 def goes_in_rows(module: Any) -> bool:

@@ -32,7 +32,14 @@ def switch_on(model: nn.Module, asked: tuple[str, ...] | str) -> None:
     """
     layers = checkpointable(model)
     for name in layers_asked_for(model, asked):
-        _switch_on(layers[name])
+        layer: Any = layers[name]
+        if _BEFORE in layer.__dict__:
+            continue
+        layer.__dict__[_BEFORE] = {flag: layer.__dict__[flag] for flag in _FLAGS if flag in layer.__dict__}
+        if not layer.gradient_checkpointing:
+            # a function that `gradient_checkpointing_disable` has left behind was not asked for
+            layer._gradient_checkpointing_func = partial(checkpoint_without_cache, use_reentrant=False)
+        layer.gradient_checkpointing = True
 
 
 def layers_asked_for(model: nn.Module, asked: tuple[str, ...] | str) -> tuple[str, ...]:
@@ -80,16 +87,6 @@ def checkpointable(model: nn.Module) -> dict[str, nn.Module]:
 def below(name: str, part: str) -> bool:
     """Whether a dotted part of a name covers the module of that name."""
     return f".{part}." in f".{name}."
-
-
-def _switch_on(layer: Any) -> None:
-    if _BEFORE in layer.__dict__:
-        return
-    layer.__dict__[_BEFORE] = {flag: layer.__dict__[flag] for flag in _FLAGS if flag in layer.__dict__}
-    if not layer.gradient_checkpointing:
-        # a function that `gradient_checkpointing_disable` has left behind was not asked for
-        layer._gradient_checkpointing_func = partial(checkpoint_without_cache, use_reentrant=False)
-    layer.gradient_checkpointing = True
 
 
 def checkpoint_without_cache(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -52,8 +52,8 @@ def empty_layer(cache: Any, index: int) -> DynamicLayer | None:
         return None
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    return layer if isinstance(layer, DynamicLayer) and _is_new(layer) else None
+    layer: Any = cache.layers[index] if index < len(cache.layers) else None
+    return layer if type(layer) is DynamicLayer and not layer.is_initialized else None
 
 
 def empty_layers(cache: Any, indices: Sequence[int]) -> list[DynamicLayer] | None:
@@ -68,10 +68,6 @@ def empty_layers(cache: Any, indices: Sequence[int]) -> list[DynamicLayer] | Non
         return None
     layers = [empty_layer(one, index) for one, index in zip(caches, indices, strict=True)]
     return None if None in layers else layers  # type: ignore[return-value]
-
-
-def _is_new(layer: DynamicLayer) -> bool:
-    return type(layer) is DynamicLayer and not layer.is_initialized
 
 
 def fill(cache: Any, layers: Sequence[DynamicLayer] | None, heads: Sequence[Tensor], index: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,10 +37,7 @@ def find_experts(module: nn.Module, config: CompressionConfig) -> Site | Decline
     if {name for name, _ in module.named_parameters()} - _WEIGHTS:
         return Declined(Role.EXPERTS, "stock's code runs: weights beside those of the two projections")
     if not _same_as_stock():
-        return Declined(
-            Role.EXPERTS,
-            "stock's code runs: its grouped products are not those known (found by a probe)",
-        )
+        return Declined(Role.EXPERTS, "stock's code runs: its grouped products are not those known (found by a probe)")
     return Site(ExpertsMixin, _settings(module, CODECS[config.mlp]))
 
 
@@ -48,16 +46,13 @@ def _settings(module: Any, codec: Codec) -> ExpertsSettings:
     return ExpertsSettings(Role.EXPERTS, GROUPED, codec, "the first projection's output", products=products)
 
 
-class _Config:
-    _experts_implementation = GROUPED
-
-
 class _Experts(nn.Module):
     """Experts as the interface makes them, tiny."""
 
     def __init__(self, bias: bool, transposed: bool) -> None:
         super().__init__()
-        self.config, self.num_experts, self._is_expert_parallel = _Config(), 4, False
+        self.config = SimpleNamespace(_experts_implementation=GROUPED)
+        self.num_experts, self._is_expert_parallel = 4, False
         self.has_gate, self.has_bias, self.is_transposed, self.has_post_expert_norm = True, bias, transposed, False
         shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (4, 32, 16), "down_proj": (4, 16, 16)}
         if transposed:

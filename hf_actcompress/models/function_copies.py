@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from operator import is_not
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -28,7 +29,7 @@ class GlobalsCopy:
         self.stock, self._ours = stock, dict(ours)
         self._inner = inspect.unwrap(stock)
         self._replaced = {name: self._inner.__globals__[name] for name in ours}
-        self._names = tuple(global_names(self._inner.__code__))
+        self._names = tuple(_global_names(self._inner.__code__))
         self._made = self._make()
 
     def is_of(self, stock_class: Any) -> bool:
@@ -52,10 +53,31 @@ class GlobalsCopy:
         return seen, _copied(self.stock, {**self._inner.__globals__, **self._ours})
 
 
-def global_names(code: CodeType) -> set[str]:
+def read_global(stock_class: Any, name: str) -> Any:
+    """What the forward of a class finds under the name of a global that it reads; None if it does not read it."""
+    reads = name in names_read_by(stock_class.forward)
+    return inspect.unwrap(stock_class.forward).__globals__.get(name) if reads else None
+
+
+def copy_of_forward(stock_class: Any, ours: Mapping[str, Any]) -> GlobalsCopy | None:
+    """A copy of the class's forward; None if a decorator does not hold the forward where a copy could be put."""
+    try:
+        return GlobalsCopy(stock_class.forward, ours)
+    except ValueError:
+        return None
+
+
+@cache
+def names_read_by(forward: Callable[..., Any]) -> set[str]:
+    """The names of globals that a forward reads under its decorators; none if it is no Python function."""
+    inner = inspect.unwrap(forward)
+    return _global_names(inner.__code__) if isinstance(inner, FunctionType) else set()
+
+
+def _global_names(code: CodeType) -> set[str]:
     """The names of globals that a function reads, those of the functions inside of it included."""
     names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return names.union(*(global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    return names.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def _copied(function: Any, namespace: dict[str, Any]) -> FunctionType:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
-from ..modules.base import HOOKS, patch_instance
+from ..modules.base import patch_instance
 from ..modules.gated_mlp import FusedGatedMLPMixin, GatedMLPSettings, SplitGatedMLPMixin, T5GatedMLPMixin
 from ..roles import Role
-from .probe import DTYPES, REFUSALS, asked_once, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .probe import (
+    DTYPES,
+    REFUSALS,
+    StandIn,
+    asked_once,
+    bare_copy,
+    probe_rows,
+    same_bits,
+    takes_one_tensor,
+    undisturbed,
+)
 from .sites import Declined, Site
 from .tiled_mlps import tiled_settings
 
@@ -59,35 +67,18 @@ def find_gated_mlp(module: nn.Module, config: CompressionConfig) -> Site | Decli
     return None
 
 
-class _StandIn(nn.Module):
-    """Stands in for a projection: a pointwise affine map, another one per name; two halves for a fused projection."""
-
-    def __init__(self, index: int, halves: bool) -> None:
-        super().__init__()
-        self.index, self.halves = index, halves
-        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * (1.25 + 0.5 * self.index) + 0.125 * self.index
-        return torch.cat([y, 0.75 - y], dim=-1) if self.halves else y
-
-
 def _same_with_stand_ins(module: nn.Module, row: GatedMLP, settings: GatedMLPSettings) -> bool:
     """Run the module's forward and the mixin's on the same stand-in children: no weight is read."""
     if not takes_one_tensor(module):
         return False
-    probe: Any = copy.copy(module)
-    probe._modules, probe._buffers = dict(module._modules), copy.deepcopy(module._buffers)
+    probe = bare_copy(module)
+    probe._buffers = copy.deepcopy(module._buffers)
     for index, name in enumerate(row.children):
         if name in ("dropout", "drop"):
             probe._modules[name] = nn.Identity()
         elif name != row.act:
-            fused = row.mixin is FusedGatedMLPMixin and index == 0
-            probe._modules[name] = _StandIn(index, fused)
-    probe._modules[row.act] = act = copy.copy(module._modules[row.act])
-    for part in (probe, act):
-        part.__dict__.update({hooks: {} for hooks in HOOKS})
-        part.__dict__.pop("forward", None)
+            probe._modules[name] = StandIn(index, halves=row.mixin is FusedGatedMLPMixin and index == 0)
+    probe._modules[row.act] = bare_copy(probe._modules[row.act])
     xs = [probe_rows(24).to(dtype) for dtype in DTYPES]
     try:
         with undisturbed():

@@ -37,10 +37,6 @@ def _of_weight(h: Tensor, dy: Tensor, offsets: Tensor, weight: Tensor, *, transp
 
 # True: weights are [E, in, out]; False: [E, out, in]
 GROUPED_PRODUCTS = {
-    transposed: GroupedProducts(
-        partial(_forward, transposed=transposed),
-        partial(_of_input, transposed=transposed),
-        partial(_of_weight, transposed=transposed),
-    )
+    transposed: GroupedProducts(*(partial(f, transposed=transposed) for f in (_forward, _of_input, _of_weight)))
     for transposed in (False, True)
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from ..modules.head import HeadMixin, HeadSettings, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
 from ..private_apis import transforms_active
 from ..roles import Role
-from .arguments import argument
 from .sites import Declined, Site
 
 
@@ -52,14 +51,13 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
 
 
 @contextmanager
-def deferred_logits(
-    model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[Callable[[Any], Any]]:
+def deferred_logits(model: nn.Module, given: Mapping[str, Any]) -> Iterator[Callable[[Any], Any]]:
     """A context for a forward of `model`: its head defers the logits, for the model's own loss or one outside of it.
 
     Yields the function that the output has to go through.
     """
-    labelled = _labelled(stock, args, kwargs)
+    # with labels the forward computes a loss
+    labelled = given.get("labels") is not None
     if torch.is_grad_enabled():
         defers = model.training and (not labelled or _stock_loss(model))
     else:
@@ -72,11 +70,6 @@ def deferred_logits(
         return
     with deferring(heads):
         yield partial(_without_unreturned, labelled=labelled)
-
-
-def _labelled(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the forward computes a loss."""
-    return argument("labels", stock, args, kwargs) is not None
 
 
 def _stock_loss(model: nn.Module) -> bool:

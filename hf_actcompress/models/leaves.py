@@ -13,7 +13,7 @@ from torch import nn
 from transformers import activations as hf
 from transformers.pytorch_utils import Conv1D
 
-from ..codecs import IDENTITY, Codec
+from ..codecs import IDENTITY
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..methods.fewbit.reference import TABLE_OPTIONS, TWO_VALUED
@@ -112,11 +112,6 @@ def _linear(module: nn.Module, config: CompressionConfig, kind: str) -> Site:
     return Site(LinearMixin, Settings(Role.LINEAR, kind, codec, keeps))
 
 
-def _linear_codec(config: CompressionConfig) -> Codec:
-    codec = CODECS[config.linear]
-    return IDENTITY if codec.for_images else codec
-
-
 def _conv2d(module: nn.Conv2d, config: CompressionConfig) -> Site | Declined:
     stock = nn.Conv2d
     if type(module).forward is not stock.forward or type(module)._conv_forward is not stock._conv_forward:
@@ -140,7 +135,8 @@ def _layer_norm(module: nn.Module, config: CompressionConfig) -> Site:
 def _dropout(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     if module.inplace:
         return Declined(Role.DROPOUT, "works in place")
-    return Site(DropoutMixin, Settings(Role.DROPOUT, codec=_linear_codec(config)))
+    codec = CODECS[config.linear]
+    return Site(DropoutMixin, Settings(Role.DROPOUT, codec=IDENTITY if codec.for_images else codec))
 
 
 def _activation(module: nn.Module, config: CompressionConfig, row: ActivationRow) -> Site | Declined:

@@ -7,7 +7,6 @@ a backward for some tokens at a time. The kernels of the package fla keep little
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -21,7 +20,7 @@ from .. import ops
 from ..config import CompressionConfig
 from ..modules.base import keeps_for_backward
 from ..private_apis import transforms_active
-from .function_copies import GlobalsCopy, global_names
+from .function_copies import GlobalsCopy, copy_of_forward, read_global
 
 NAME = "torch_chunk_gated_delta_rule"
 # in tokens: a chunk of the rule, and a segment of several chunks, long enough to fill a device
@@ -39,16 +38,8 @@ def segment_of(config: CompressionConfig) -> int:
 @cache
 def copy_in_segments(stock_class: Any, segment: int) -> GlobalsCopy | None:
     """A copy of the class's forward that finds our rule; None if the forward looks for no such rule."""
-    inner = inspect.unwrap(stock_class.forward)
-    if not segment or not inspect.isfunction(inner) or NAME not in global_names(inner.__code__):
-        return None
-    rule = inner.__globals__.get(NAME)
-    if not isinstance(rule, FunctionType):
-        return None
-    try:
-        return GlobalsCopy(stock_class.forward, {NAME: _ours(rule, segment)})
-    except ValueError:
-        return None
+    rule = read_global(stock_class, NAME) if segment else None
+    return copy_of_forward(stock_class, {NAME: _ours(rule, segment)}) if isinstance(rule, FunctionType) else None
 
 
 def _ours(stock: Callable[..., Any], segment: int) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from ..ops import PackedMask
 from ..private_apis import transforms_active
 from ..reference.sequences import Band, Sequences, sequences_of
 from .attention_rows import calls_interface, goes_in_rows
-from .function_copies import GlobalsCopy, global_names
+from .function_copies import GlobalsCopy, copy_of_forward, read_global
 
 # stock's mask function -> the config's field that says how far a query sees, and whether it is causal
 _MAKERS = {
@@ -114,26 +114,17 @@ def _run(forward: Callable[..., Any], call: _Call, *args: Any, **kwargs: Any) ->
 @cache
 def _copy(stock_class: Any) -> GlobalsCopy | None:
     """A copy of the class's forward that finds our makers of masks; None if there is nothing for them to do."""
-    inner = inspect.unwrap(stock_class.forward)
-    if not inspect.isfunction(inner):
+    found = {name: read_global(stock_class, name) for name in _MAKERS}
+    stocks: dict[str, Any] = {name: f for name, f in found.items() if f and f is getattr(masking_utils, name, None)}
+    if not stocks.keys() - {"create_bidirectional_mask"}:
         return None
-    found = global_names(inner.__code__)
-    ours = {
-        name: _maker(getattr(masking_utils, name), *of)
-        for name, of in _MAKERS.items()
-        if name in found and inner.__globals__.get(name) is getattr(masking_utils, name, None)
-    }
-    try:
-        return GlobalsCopy(stock_class.forward, ours) if ours.keys() - {"create_bidirectional_mask"} else None
-    except ValueError:
-        return None
+    return copy_of_forward(stock_class, {name: _maker(f, *_MAKERS[name]) for name, f in stocks.items()})
 
 
 @cache
 def _has_windows(stock_class: Any) -> bool:
     """Whether the class's forward makes masks of windows or chunks."""
-    names = global_names(inspect.unwrap(stock_class.forward).__code__)
-    return any(field is not None and name in names for name, (field, _) in _MAKERS.items())
+    return any(field and read_global(stock_class, name) for name, (field, _) in _MAKERS.items())
 
 
 def _is_compiled(module: Any) -> bool:

@@ -7,6 +7,7 @@ and the place of a cast is seen only where input and weight have different dtype
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
+
+from ..modules.base import HOOKS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # magnitude of the rows of `probe_rows`; some squares overflow in fp16, which shows where a module computes in fp32
@@ -96,6 +99,32 @@ class _Itself:
 
 def _value(value: Any) -> tuple[type, Any]:
     return (_Itself, _Itself(value)) if isinstance(value, PretrainedConfig) else (type(value), value)
+
+
+class StandIn(nn.Module):
+    """Stands in for a linear layer, so that no weight is read: a pointwise affine map, another one for each index.
+
+    With `halves` it returns two halves, as a fused projection does. `returned` is its last output.
+    """
+
+    def __init__(self, index: int, halves: bool = False) -> None:
+        super().__init__()
+        self.index, self.halves, self.returned = index, halves, torch.empty(0)
+        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * (1.25 + 0.5 * self.index) + 0.125 * self.index
+        self.returned = torch.cat([y, 0.75 - y], dim=-1) if self.halves else y
+        return self.returned
+
+
+def bare_copy(module: nn.Module) -> Any:
+    """A shallow copy with the forward of its class, without hooks, and with a dictionary of children of its own."""
+    probe = copy.copy(module)
+    probe.__dict__.update({hooks: {} for hooks in HOOKS})
+    probe.__dict__.pop("forward", None)
+    probe._modules = dict(module._modules)
+    return probe
 
 
 def probe_rows(width: int) -> Tensor:

@@ -6,7 +6,6 @@ run again: it draws no random numbers, writes into no input and multiplies no ma
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from transformers import PreTrainedModel
 
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
-from ..modules.base import HOOKS, Settings
+from ..modules.base import Settings
 from ..modules.recomputed import BatchNormMixin, RecomputedMixin
 from ..records import storage_sizes
 from ..roles import Role
-from .probe import DTYPES, REFUSALS, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .probe import DTYPES, REFUSALS, bare_copy, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Site
 
 # ops that are as cheap as pointwise ones, beside those that torch tags as pointwise and views
@@ -136,9 +135,7 @@ def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
 
 def _probe(module: nn.Module) -> Any:
     """The module in training mode, on the CPU, without hooks."""
-    probe: Any = copy.copy(module)
-    probe.__dict__.update({hooks: {} for hooks in HOOKS})
-    probe.__dict__.pop("forward", None)
+    probe = bare_copy(module)
     probe._parameters = {
         name: None if p is None else nn.Parameter(torch.ones(p.shape, dtype=p.dtype), requires_grad=False)
         for name, p in module._parameters.items()

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..methods.norm_output.reference import rms_norm_output_reasons
-from ..modules.base import HOOKS
 from ..modules.leaves import RMSNormMixin, RMSNormSettings
 from ..reference import RMS_NORM_FORMULAS, rms_norm_fwd
 from ..roles import Role
-from .probe import DTYPES, REFUSALS, asked_once, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .probe import DTYPES, REFUSALS, asked_once, bare_copy, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site, norm_keeps
 
 # dtypes of input and weight; None for the weight of a norm without one
@@ -75,7 +71,9 @@ def _formula(module: nn.Module, eps_name: str) -> tuple[str | None, frozenset[Pa
     best, most = None, frozenset[Pair]()
     for formula in RMS_NORM_FORMULAS:
         eps = getattr(module, eps_name)
-        pairs = frozenset(pair for pair, (x, gain, y) in stock.items() if _equal(x, gain, eps, formula, y))
+        with undisturbed():
+            ours = {pair: rms_norm_fwd(x, gain, eps, formula)[0] for pair, (x, gain, _) in stock.items()}
+        pairs = frozenset(pair for pair, y in ours.items() if same_bits(y, stock[pair][2]))
         has_own = any(gain == own and (own is None or x == own) for x, gain in pairs)
         if has_own and len(pairs) > len(most):
             best, most = formula, pairs
@@ -93,7 +91,9 @@ def _stock_values(
     found: dict[Pair, tuple[Tensor, Tensor | None, Tensor]] = {}
     for weight_dtype in DTYPES if weight is not None else (None,):
         stand_in = gain.to(weight_dtype) if weight_dtype is not None else None
-        probe = _copy_with(module, weight, stand_in)
+        probe = bare_copy(module)
+        if stand_in is not None:
+            probe._parameters = {**module._parameters, "weight": nn.Parameter(stand_in, requires_grad=False)}
         for dtype in DTYPES:
             x = rows.to(dtype)
             try:
@@ -105,17 +105,3 @@ def _stock_values(
             if isinstance(y, Tensor):
                 found[dtype, weight_dtype] = x, stand_in, y
     return found
-
-
-def _copy_with(module: nn.Module, weight: Tensor | None, stand_in: Tensor | None) -> Any:
-    """A deep copy of the module with another weight; the module's own is not copied."""
-    memo: dict[int, Any] = {}
-    if weight is not None and stand_in is not None:
-        memo[id(weight)] = nn.Parameter(stand_in, requires_grad=False)
-    memo.update({id(getattr(module, hooks)): {} for hooks in HOOKS})
-    return copy.deepcopy(module, memo)
-
-
-def _equal(x: Tensor, gain: Tensor | None, eps: float | None, formula: str, stock: Tensor) -> bool:
-    with undisturbed():
-        return same_bits(rms_norm_fwd(x, gain, eps, formula)[0], stock)

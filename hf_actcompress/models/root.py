@@ -11,7 +11,7 @@ A PreTrainedModel's class must stay (output capture is keyed by it), so the forw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,11 +28,11 @@ from ..methods.chosen_tokens.model import choice_of_call, choosing
 from ..methods.gact.model import refresh_bits
 from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted
 from ..reference.rng import Generators
+from .arguments import arguments
 from .heads import deferred_logits
 from .packed_masks import packed_forward
-from .padding import padding_of_call
+from .rows_left_out import copies_of_call, padding_of_call
 from .samples import samples_of_call
-from .shared_prompts import copies_of_call
 
 _ATTRIBUTE = "actcompress_root"
 _DEFAULT_LOSS = "ForCausalLM"
@@ -96,7 +96,8 @@ class PatchedForward:
         if not self.active:
             return self._stock()(*args, **kwargs)
         stock = self._stock()
-        with self._outermost(stock, args, kwargs), deferred_logits(self.model, stock, args, kwargs) as finished:
+        given = arguments(stock, args, kwargs)
+        with self._outermost(stock, given, args, kwargs), deferred_logits(self.model, given) as finished:
             # the masks of chosen tokens are cut out of whole masks
             plain = self.inner is None and self.config.tokens == 1
             packed = packed_forward(self.model, args, kwargs) if plain else None
@@ -111,7 +112,8 @@ class PatchedForward:
         compilation.note_trace()
         model: Any = self.model
         trained = self.active and model.training and torch.is_grad_enabled()
-        unnamed = trained and isinstance(model, PreTrainedModel) and _has_no_loss(model)
+        unnamed = trained and isinstance(model, PreTrainedModel) and getattr(model, "loss_type", None) is None
+        unnamed = unnamed and not hasattr(model, "_loss_function")
         if unnamed:
             # torch 2.11 would run the setter of `loss_function` once more, after the deletion below
             model._loss_function = LOSS_MAPPING[_DEFAULT_LOSS]
@@ -128,7 +130,9 @@ class PatchedForward:
         return self(*args, **kwargs)
 
     @contextmanager
-    def _outermost(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def _outermost(
+        self, stock: Callable[..., Any], given: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         """A context for what is done once per forward, whichever of the models inside was called first."""
         if in_frame():
             yield
@@ -139,11 +143,11 @@ class PatchedForward:
         # a config asks for one of them at most
         rows: Padding | RepeatedRows | None = None
         if self.config.drop_padding:
-            rows = padding_of_call(self.model, stock, args, kwargs)
+            rows = padding_of_call(self.model, given)
         elif self.config.share_prompts:
-            rows = copies_of_call(self.model, stock, args, kwargs)
+            rows = copies_of_call(self.model, given)
         if self.config.gradient_norms:
-            self.generators.samples = samples_of_call(self.model, stock, args, kwargs)
+            self.generators.samples = samples_of_call(self.model, given)
         on = self.config.net and self.config.derive_linear
         other = CODECS[self.config.other].drawing_from(self.generators)
         net = netted(other, self._joins) if on else nullcontext()
@@ -190,10 +194,6 @@ def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:
 def root_module(model: nn.Module) -> nn.Module:
     """The outermost transformers model, e.g. inside a PeftModel; the module itself if it holds none."""
     return next(iter(pretrained_models(model).values()))
-
-
-def _has_no_loss(model: PreTrainedModel) -> bool:
-    return getattr(model, "loss_type", None) is None and not hasattr(model, "_loss_function")
 
 
 def name_default_loss(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -19,18 +19,12 @@ from .. import ops
 from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
 from ..reference import rope_fwd
-from .function_copies import GlobalsCopy
-from .rotations import rotation_of
+from .function_copies import GlobalsCopy, read_global
+from .probe import REFUSALS, same_bits
+from .rotations import DTYPES, rotation_of
 
 NAME = "apply_rotary_pos_emb"
 _PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
-# dtypes of q and k, and of cos and sin; the second pair is that under autocast
-_DTYPES = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-)
 
 
 class RotaryMixin(AttentionMixin):
@@ -42,9 +36,12 @@ class RotaryMixin(AttentionMixin):
         stock_class = cls.__dict__.get("stock_class")
         if stock_class is None:
             return
+        found: tuple[str, Callable[..., Any]] | None
         if calls_rope(stock_class) and why_stock(stock_class) is None:
-            cls.forward = _forward(stock_class, rotary_copy(stock_class.forward))  # type: ignore[method-assign]
-        elif (found := rotation_of(stock_class)) is not None:
+            found = NAME, _ours(read_global(stock_class, NAME))
+        else:
+            found = rotation_of(stock_class)
+        if found is not None:
             cls.forward = _forward(stock_class, GlobalsCopy(stock_class.forward, dict([found])))  # type: ignore[method-assign]
 
 
@@ -57,22 +54,15 @@ def _forward(stock_class: Any, rotary: GlobalsCopy) -> Callable[..., Any]:
     return forward
 
 
-def rotary_copy(forward: Any) -> GlobalsCopy:
-    """The copy of a plain forward that finds our rotary embeddings."""
-    return GlobalsCopy(forward, {NAME: _ours(forward.__globals__[NAME])})
-
-
 def calls_rope(stock_class: Any) -> bool:
     """Whether the class's forward, under its decorators, names the function."""
-    code = getattr(inspect.unwrap(stock_class.forward), "__code__", None)
-    return code is not None and NAME in code.co_names
+    return read_global(stock_class, NAME) is not None
 
 
 def why_stock(stock_class: Any) -> str | None:
     """Why the rotary embeddings of a class that calls the function stay stock's."""
     forward = stock_class.forward
-    plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__")
-    if not plain or NAME not in forward.__code__.co_names:
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return "its forward is decorated"
     function = forward.__globals__.get(NAME)
     if not isinstance(function, FunctionType) or tuple(inspect.signature(function).parameters) != _PARAMETERS:
@@ -96,17 +86,13 @@ def _ours(stock: Callable[..., Any]) -> Callable[..., Any]:
 @torch.no_grad()
 def _is_rope(function: Callable[..., Any]) -> bool:
     """Whether values, dtypes and memory order are those of the reference, for heads before and after the tokens."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype)
-
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     # runs when a file is loaded, so it must not depend on the default device or on autocast
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        for dtype, angles in _DTYPES:
-            q, k = normal(2, 5, 6, 8, dtype=dtype), normal(2, 5, 3, 8, dtype=dtype)
+        for dtype, angles in DTYPES:
+            q, k = normal(2, 5, 6, 8).to(dtype), normal(2, 5, 3, 8).to(dtype)
             for batch in (1, 2):
-                cos, sin = normal(batch, 5, 8, dtype=angles), normal(batch, 5, 8, dtype=angles)
+                cos, sin = normal(batch, 5, 8).to(angles), normal(batch, 5, 8).to(angles)
                 if not _same(function, q.transpose(1, 2), k.transpose(1, 2), cos, sin, 1):
                     return False
                 if not _same(function, q, k, cos, sin, 2):
@@ -118,9 +104,8 @@ def _same(function: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: 
     ours = [rope_fwd(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)) for x in (q, k)]
     try:
         stock = function(q, k, cos, sin, unsqueeze_dim)
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):
+    except REFUSALS:
         return False
     if not isinstance(stock, tuple) or len(stock) != 2:
         return False
-    pairs = zip(ours, stock, strict=True)
-    return all(a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b) for a, b in pairs)
+    return all(same_bits(a, b) and a.stride() == b.stride() for a, b in zip(ours, stock, strict=True))

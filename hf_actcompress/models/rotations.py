@@ -23,8 +23,8 @@ from .probe import REFUSALS, same_bits
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
 _PAIR = ("q", "k", "cos", "sin")
 _ONE = ("x", "cos", "sin", "unsqueeze_dim")
-# (dtype of queries and keys, dtype of angles)
-_DTYPES = (
+# dtypes of queries and keys, and of angles; the second pair is that under autocast
+DTYPES = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -106,7 +106,7 @@ def is_rotation(function: _Rotation) -> bool:
         return False
     # [B, H, S, D] with heads in the second place, or [B, S, H, D]; of images [S, H, D]
     places: tuple[tuple[int, ...], ...] = ((1,), (2,)) if "unsqueeze_dim" in names else ((),)
-    cases = [(dtype, angles, dims) for dtype, angles in _DTYPES for dims in places]
+    cases = [(dtype, angles, dims) for dtype, angles in DTYPES for dims in places]
     with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         # angles of all numbers of a head, and of half of them, which not every function takes
         return all(_tried(function, 8, *case) is True and _tried(function, 4, *case) is not False for case in cases)
@@ -116,17 +116,13 @@ def _tried(
     function: _Rotation, width: int, dtype: torch.dtype, angles: torch.dtype, dims: tuple[int, ...]
 ) -> bool | None:
     """Whether the function is such a rotation for angles of that width; None if it does not take them."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype)
-
+    normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     batch = (2,) if dims else ()
     shape = (*batch, 3, 5, 8) if dims == (1,) else (*batch, 5, 3, 8)
-    x = [normal(*shape, dtype=dtype).requires_grad_() for _ in range(3)]
-    cos, sin = (normal(*batch, 5, width, dtype=angles) for _ in range(2))
+    x = [normal(shape).to(dtype).requires_grad_() for _ in range(3)]
+    cos, sin = (normal(*batch, 5, width).to(angles) for _ in range(2))
     try:
-        return _rotates(function, x, cos, sin, dims, normal(*shape, dtype=torch.float32))
+        return _rotates(function, x, cos, sin, dims, normal(shape))
     except REFUSALS:
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..private_apis import transforms_active
-from .arguments import argument
 
 
-def samples_of_call(
-    model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor | None:
+def samples_of_call(model: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
     """Numbers int64 [B], on the host, of the sequences of one call: hashes of the model's main input [B, ...].
 
     Padding at the end of a sequence, by the mask [B, T], is not hashed, so that a sample keeps its number in batches of
@@ -23,10 +20,10 @@ def samples_of_call(
     """
     if not torch.is_grad_enabled() or transforms_active():
         return None
-    x = argument(getattr(model, "main_input_name", "input_ids"), stock, args, kwargs)
+    x = given.get(getattr(model, "main_input_name", "input_ids"))
     if type(x) is not Tensor or x.dim() < 2 or x.numel() == 0 or x.device.type == "meta":
         return None
-    mask = argument("attention_mask", stock, args, kwargs)
+    mask = given.get("attention_mask")
     lengths = [x.size(1)] * x.size(0)
     if type(mask) is Tensor and mask.shape == x.shape[:2]:
         last = mask.ne(0) * torch.arange(1, x.size(1) + 1, device=mask.device)

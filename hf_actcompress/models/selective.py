@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from ..ops import PackedMask
 from ..private_apis import BatchNormBase
 from ..records import is_foreign
 from ..roles import Role
+from .adapters import is_adapter
 from .attention_rows import copy_in_rows
 from .empty_cache import EmptyCache
 from .linear_attention import copy_in_segments, segment_of
@@ -123,15 +123,10 @@ def _has_small_rest(module: nn.Module) -> bool:
         role = settings.role if settings is not None else ""
         if role in _OTHERS or (part is not module and isinstance(part, _LAYERS)):
             return False
-        if role in _LINEAR or _is_adapter(part):
+        if role in _LINEAR or is_adapter(part):
             linear += sum(p.numel() for p in part.parameters())
             continue
         if not isinstance(part, nn.Embedding):
             rest += sum(p.numel() for p in part._parameters.values() if p is not None and p.dim() > 1)
         pending += part.children()
     return bool(linear) and rest <= _SMALL * linear
-
-
-def _is_adapter(module: Any) -> bool:
-    peft = sys.modules.get("peft.tuners.tuners_utils")
-    return peft is not None and isinstance(module, peft.BaseTunerLayer)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,16 +11,15 @@ from transformers.pytorch_utils import Conv1D
 
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
-from ..modules.base import HOOKS, settings_of, stock_type
+from ..modules.base import settings_of, stock_type
 from ..modules.tiled import TiledMixin, TiledSettings
 from ..roles import Role
-from .probe import REFUSALS, probe_rows, takes_one_tensor, undisturbed
+from .probe import REFUSALS, StandIn, bare_copy, probe_rows, takes_one_tensor, undisturbed
 from .sites import Site
 
 _LINEAR = (nn.Linear, Conv1D)
 # rows; a smaller tile does not fill a device
 _SMALLEST = 256
-_Settings = TypeVar("_Settings", bound=TiledSettings)
 
 
 def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
@@ -30,18 +28,17 @@ def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
         return None
     linear = [child for child in module.children() if isinstance(_base_layer(child), _LINEAR)]
     others = [child for child in module.children() if child not in linear]
-    if len(linear) < 2 or len(linear) + len(others) < 3 or any(map(_has_weights, others)):
+    weights = any(next(child.parameters(), None) is not None for child in others)
+    if len(linear) < 2 or len(linear) + len(others) < 3 or weights or module._parameters:
         return None
-    if module._parameters or not takes_one_tensor(module):
-        return None
-    last = _last_by_rows(module)
+    last = _last_by_rows(module) if takes_one_tensor(module) else None
     if last is None:
         return None
     settings = TiledSettings(Role.TILED_MLP, codec=CODECS[config.mlp], last=last)
     return Site(TiledMixin, tiled_settings(settings, module, config))
 
 
-def tiled_settings(settings: _Settings, module: nn.Module, config: CompressionConfig) -> _Settings:
+def tiled_settings(settings: TiledSettings, module: nn.Module, config: CompressionConfig) -> TiledSettings:
     """The settings of an MLP, with the rows of a tile if tiles were asked for."""
     if not config.tiled_mlp:
         return settings
@@ -67,34 +64,15 @@ def _base_layer(module: Any) -> nn.Module:
     return base
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-class _Row(nn.Module):
-    """Stands in for a linear layer: a pointwise function, another one for each layer."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index, self.returned = index, torch.empty(0)
-        self.weight = nn.Parameter(torch.ones(1), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.returned = x * (1.25 + 0.5 * self.index) + 0.125 * self.index
-        return self.returned
-
-
 def _last_by_rows(module: nn.Module) -> str | None:
     """The name of the linear layer that makes the output, "" if something else does; None if rows depend on each other.
 
     The module runs on all rows and on each alone, with stand-ins for its linear layers: no weight is read.
     """
-    probe: Any = copy.copy(module)
-    probe._modules = dict(module._modules)
-    probe.__dict__.update({hooks: {} for hooks in HOOKS})
+    probe = bare_copy(module)
     for index, (name, child) in enumerate(module._modules.items()):
         if child is not None and isinstance(_base_layer(child), _LINEAR):
-            probe._modules[name] = _Row(index)
+            probe._modules[name] = StandIn(index)
         elif isinstance(child, nn.Dropout):
             probe._modules[name] = nn.Identity()
     x = probe_rows(24)

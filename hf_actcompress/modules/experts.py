@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
@@ -84,15 +86,12 @@ class ExpertsMixin(ModuleMixin):
         products = self.actcompress.products
         x = _gathered(hidden, tokens, up[0].dtype)
         both = products.forward(x, up[0], offsets, None if up[1] is None else up[1][experts])
-        h = ops.recomputed(both, self._activated(), codec=codec)
+        h = ops.recomputed(both, self._apply_gate if self.has_gate else self.act_fn, codec=codec)
         y = ops.experts_down(h, down[0], down[1], routing, experts, offsets, products, codec=codec)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.size(0), device=order.device)
         # each token has one row per chosen expert; torch sums them in fp32
         return y[back].view(hidden.size(0), choices, -1).sum(dim=1).to(hidden.dtype)
-
-    def _activated(self) -> Callable[[Tensor], Tensor]:
-        return self._apply_gate if self.has_gate else self.act_fn
 
     def _ends(self, experts: Tensor) -> Tensor:
         """[E], int32: where the rows of each expert end."""
@@ -111,29 +110,20 @@ def _weight(module: Any, name: str) -> Any:
         # some adapters hold an update as large as the weight itself: to keep that would save nothing
         small = sum(value.nbytes for value in own.values()) < weight.nbytes
         if type(adapter).__module__.startswith("peft.") and small and next(adapter.parameters(), None) is None:
-            declare(
-                weight, _Adapted(adapter, tuple(own)), parameter(made[name].original), *map(stored_exact, own.values())
-            )
+            # without tensors, because only those in `save_for_backward` are seen by checkpointing and offloading
+            bare = copy.copy(adapter)
+            bare.__dict__.update(dict.fromkeys(own))
+            made_again = partial(_adapted, bare, tuple(own))
+            declare(weight, made_again, parameter(made[name].original), *map(stored_exact, own.values()))
     return weight
 
 
-class _Adapted:
-    """Recompute function of a weight to which an adapter adds its part, as LoRA does for `target_parameters`.
-
-    It holds no tensor, because only tensors in `save_for_backward` are seen by checkpointing and offloading. So it has
-    a copy of the adapter without tensors, and a call gets them as arguments.
-    """
-
-    def __init__(self, adapter: nn.Module, names: tuple[str, ...]) -> None:
-        self.names = names
-        self.adapter = copy.copy(adapter)
-        self.adapter.__dict__.update(dict.fromkeys(names))
-
-    def __call__(self, weight: Tensor, *values: Tensor) -> Tensor:
-        adapter = copy.copy(self.adapter)
-        adapter.__dict__.update(zip(self.names, values, strict=True))
-        y: Tensor = adapter(weight)
-        return y
+def _adapted(bare: nn.Module, names: tuple[str, ...], weight: Tensor, *values: Tensor) -> Tensor:
+    """A weight to which an adapter adds its part, as LoRA does for `target_parameters`; `values` are its tensors."""
+    adapter = copy.copy(bare)
+    adapter.__dict__.update(zip(names, values, strict=True))
+    y: Tensor = adapter(weight)
+    return y
 
 
 def _three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -145,15 +135,11 @@ def _three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tenso
     return given  # type: ignore[return-value]
 
 
-def _gather(hidden: Tensor, tokens: Tensor) -> Tensor:
-    return hidden[tokens]
-
-
 def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of those tokens [S, H], declared as derived from the rows of all tokens."""
     x = hidden[tokens]
     # the record with padding rows, because these are routed to experts, too
-    declare(x, _gather, whole_record_of(hidden), stored_exact(tokens))
+    declare(x, getitem, whole_record_of(hidden), stored_exact(tokens))
     if x.dtype == dtype:
         return x
     known, cast = known_record(x), x.to(dtype)

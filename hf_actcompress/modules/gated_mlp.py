@@ -3,6 +3,7 @@ quantised layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,14 @@ class GatedMLPSettings(TiledSettings):
 
 class _GatedMLPMixin(TiledMixin):
     actcompress: GatedMLPSettings | None
+    # what the MLP computes, of its input and its children
+    _gated: Callable[..., Tensor]
+
+    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
+        x, settings = only_tensor(args, kwargs), self.actcompress
+        if x is None or settings is None:
+            return self.stock_forward()(*args, **kwargs)  # type: ignore[no-any-return]
+        return self._gated(x, *[getattr(self, name) for name in settings.children])
 
     def _product(self, gate: Tensor, up: Tensor, act: Any) -> Tensor:
         """act(gate) * up; by our op if the activation is a patched one without hooks."""
@@ -38,29 +47,18 @@ class _GatedMLPMixin(TiledMixin):
             return stock(gate) * up  # type: ignore[no-any-return]
         return ops.gated_product(gate, up, stock, activation.kind, activation.constants, codec=settings.codec)
 
-    def _parts(self, settings: GatedMLPSettings) -> list[Any]:
-        return [getattr(self, name) for name in settings.children]
-
 
 class SplitGatedMLPMixin(_GatedMLPMixin):
     """down(act(gate(x)) * up(x)); children: gate, up, down and act."""
 
-    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
-        x, settings = only_tensor(args, kwargs), self.actcompress
-        if x is None or settings is None:
-            return self.stock_forward()(*args, **kwargs)  # type: ignore[no-any-return]
-        gate, up, down, act = self._parts(settings)
+    def _gated(self, x: Tensor, gate: Any, up: Any, down: Any, act: Any) -> Tensor:
         return down(self._product(gate(x), up(x), act))  # type: ignore[no-any-return]
 
 
 class FusedGatedMLPMixin(_GatedMLPMixin):
     """down(act(gate) * up), where gate and up are halves of one projection; children: that projection, down and act."""
 
-    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
-        x, settings = only_tensor(args, kwargs), self.actcompress
-        if x is None or settings is None:
-            return self.stock_forward()(*args, **kwargs)  # type: ignore[no-any-return]
-        both, down, act, *rest = self._parts(settings)
+    def _gated(self, x: Tensor, both: Any, down: Any, act: Any, *rest: Any) -> Tensor:
         gate, up = both(x).chunk(2, dim=-1)
         h = self._product(gate, up, act)
         for dropout in rest:  # between the product and the last projection
@@ -71,11 +69,7 @@ class FusedGatedMLPMixin(_GatedMLPMixin):
 class T5GatedMLPMixin(_GatedMLPMixin):
     """T5's wo(dropout(act(wi_0(x)) * wi_1(x))), with its cast to wo's dtype."""
 
-    def whole(self, *args: Any, **kwargs: Any) -> Tensor:
-        x, settings = only_tensor(args, kwargs), self.actcompress
-        if x is None or settings is None:
-            return self.stock_forward()(*args, **kwargs)  # type: ignore[no-any-return]
-        gate, up, down, act, dropout = self._parts(settings)
+    def _gated(self, x: Tensor, gate: Any, up: Any, down: Any, act: Any, dropout: Any) -> Tensor:
         h = dropout(self._product(gate(x), up(x), act))
         weight = getattr(down, "weight", None)
         if isinstance(weight, Tensor) and weight.dtype not in (h.dtype, torch.int8):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,26 +16,18 @@ from ..ops.autocast import autocast_dtype
 from .base import Settings, keeps_for_backward, only_tensor
 from .leaves import LinearMixin
 
-
-class _Scope(threading.local):
-    """The heads that may defer their output in the forward in progress. Outside of a forward there are none."""
-
-    def __init__(self) -> None:
-        self.heads: tuple[HeadMixin, ...] = ()
-
-
-_scope = _Scope()
+# the heads that may defer their output in the forward in progress; outside of a forward there are none
+_deferring: ContextVar[tuple[HeadMixin, ...]] = ContextVar("deferring heads", default=())
 
 
 @contextmanager
 def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
     """While the block runs in this thread, these heads and no others return deferred logits."""
-    before = _scope.heads
-    _scope.heads = heads
+    token = _deferring.set(heads)
     try:
         yield
     finally:
-        _scope.heads = before
+        _deferring.reset(token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +50,7 @@ class HeadMixin(LinearMixin):
         if torch.compiler.is_compiling():
             y: Tensor = super().forward(*args, **kwargs)
             return compilation.recompute(y) if settings is not None and keeps_for_backward(y) else y
-        if x is None or settings is None or not any(head is self for head in _scope.heads):
+        if x is None or settings is None or not any(head is self for head in _deferring.get()):
             return super().forward(*args, **kwargs)
         # read once: a parametrisation computes the weight each time that it is read
         weight, bias = self.weight, self.bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,20 +44,13 @@ class BatchNormMixin(ModuleMixin):
             batch = self.training or self.running_mean is None
             statistics = () if batch else (self.running_mean, self.running_var)
             affine = (self.weight, self.bias) if self.weight is not None else ()
-            made = _Normed(self.eps, bool(statistics), bool(affine))
+            made = partial(_normed, self.eps, bool(statistics), bool(affine))
             declare(y, made, whole_record_of(x), *(stored_exact(t) for t in (*statistics, *affine) if t is not None))
         return y
 
 
-class _Normed:
-    """Recompute function of a BatchNorm's output. It holds no tensor and updates no running statistics."""
-
-    __slots__ = ("affine", "eps", "running")
-
-    def __init__(self, eps: float, running: bool, affine: bool) -> None:
-        self.eps, self.running, self.affine = eps, running, affine
-
-    def __call__(self, x: Tensor, *sources: Tensor) -> Tensor:
-        mean, var = sources[:2] if self.running else (None, None)
-        weight, bias = sources[-2:] if self.affine else (None, None)
-        return nn.functional.batch_norm(x, mean, var, weight, bias, not self.running, 0.0, self.eps)
+def _normed(eps: float, running: bool, affine: bool, x: Tensor, *sources: Tensor) -> Tensor:
+    """A BatchNorm's output, made again. It updates no running statistics."""
+    mean, var = sources[:2] if running else (None, None)
+    weight, bias = sources[-2:] if affine else (None, None)
+    return nn.functional.batch_norm(x, mean, var, weight, bias, not running, 0.0, eps)

@@ -28,6 +28,11 @@ def recalled(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
 class SelectiveMixin(ModuleMixin):
     """A module with code of its own between its linear layers, such as eager attention or a state-space scan."""
 
+    # (args, kwargs) -> the keywords that a second run gets in place of the first one's; None if it must not run again
+    kwargs_again: Callable[..., dict[str, Any] | None]
+    # the second run: the stock forward with what `kwargs_again` has returned
+    run_again: Callable[..., Any]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
         if settings is None or torch.compiler.is_compiling():
@@ -47,15 +52,6 @@ class SelectiveMixin(ModuleMixin):
         if not settings.note and not all(proved.values()):
             self.__dict__["actcompress"] = replace(settings, note=_DIFFERS)
         return out
-
-    def kwargs_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The keyword arguments that a second run gets in place of the first one's; None if it must not run again."""
-        return {}
-
-    @staticmethod
-    def run_again(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The second run: the stock forward with what `kwargs_again` has returned."""
-        return stock(*args, **kwargs)
 
 
 def _undone(module: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,10 +16,6 @@ from .base import ModuleMixin, PatchedModule, Settings, has_hooks, is_sharded, k
 _LORA = "peft.tuners.lora.layer"
 
 
-def _in_tile() -> bool:
-    return current.stock_only or transforms_active()
-
-
 @dataclass(frozen=True, kw_only=True)
 class TiledSettings(Settings):
     """Also how many rows are computed at a time (0: all), and the name of the linear layer that makes the output.
@@ -45,7 +41,8 @@ class TiledMixin(ModuleMixin):
             return self.whole(*args, **kwargs)
         own = ops.OwnWeights(self)
         # without gradients there is one reason for tiles: the memory inside of the MLP, if there are several tiles
-        saves = not torch.is_grad_enabled() and x[..., 0].numel() > settings.tile and not _in_tile()
+        inside = current.stock_only or transforms_active()
+        saves = not torch.is_grad_enabled() and x[..., 0].numel() > settings.tile and not inside
         if not saves and not keeps_for_backward(x, *own.tensors):
             return self.whole(*args, **kwargs)
         return ops.tiled(x, self.stock_forward(), settings.tile, own, unread=self._unread(), codec=settings.codec)

@@ -8,7 +8,7 @@ are read where they are needed. `names.py` lists all of them: for what, and sinc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
-from .autograd_keys import above_autograd, below_autograd
 from .hooks import (
     accumulation_hooks,
     captured_alike,
@@ -34,57 +33,24 @@ from .hooks import (
 )
 from .names import PRIVATE_APIS, PrivateAPI
 
+# the names that come from elsewhere; those that are defined below need no entry
 __all__ = [
-    "ENGINE_CALLS",
     "PRIVATE_APIS",
     "BatchNormBase",
     "ConvolutionBase",
     "FakeTensor",
     "FakeTensorMode",
     "PrivateAPI",
-    "ProfilerEvent",
-    "above_autograd",
     "accumulation_hooks",
-    "active_fake_mode",
-    "after_compiling",
-    "at_end_of_backward",
-    "bare_apply",
-    "below_autograd",
     "captured_alike",
-    "compile_for_inductor",
-    "current_backward",
-    "delayed_error",
-    "exporting",
-    "fake_process_store",
-    "fake_tensor",
-    "fused_attention_choice",
-    "graph_breaks",
-    "graph_call",
     "hooks_on_every_module",
-    "inductor_decompositions",
     "innermost_saved_tensor_hooks",
     "is_idle_capture",
-    "min_cut_partition",
-    "next_sequence_number",
-    "not_a_view",
-    "output_metadata",
-    "partitioner_ops",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
-    "replace_random",
-    "run_backward",
     "saved_tensor_hooks_allowed",
-    "seed_ops",
-    "tensors_holding",
-    "traced_for_any_size",
-    "traced_frame",
-    "tracing_for_compiler",
-    "transforms_active",
     "unset_fake_temporarily",
     "without_dispatch_modes",
-    "without_torch_dispatch",
-    "without_torch_function",
-    "without_torch_function_modes",
 ]
 
 
@@ -108,6 +74,24 @@ def _counted_beside_tensors() -> int:
     """How many references torch counts for a storage's Python object, which exists once ``_cdata`` was read."""
     x = torch.empty(1)
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
+
+
+_AUTOGRAD_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+_AUTOGRAD_KEYS |= torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """In this context ops bypass autograd: inside of our Functions it has nothing to do, and it costs host time.
+
+    A mode that sees each op would get composite ops there (linear, reshape), so nothing changes while one is on.
+    """
+    return nullcontext() if torch._C._len_torch_dispatch_stack() else torch._C._AutoDispatchBelowAutograd()
+
+
+def above_autograd() -> Any:
+    """In this context, inside of `below_autograd`, ops go through autograd again."""
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
 
 
 def current_backward() -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..models.attention_rows import calls_interface
 from ..modules.base import stock_type
 from .tape import Attend
 
@@ -24,8 +25,7 @@ _KNOWN = ("sdpa", "eager")
 
 def interface_name(module: nn.Module) -> str | None:
     """The name under which a module asks transformers' interface for its attention function; None if it does not."""
-    code = getattr(inspect.unwrap(stock_type(module).forward), "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+    if not calls_interface(stock_type(module)):
         return None
     name: str | None = getattr(vars(module).get("config"), "_attn_implementation", None)
     return name

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..codecs import Codec
 from ..models.attention import attention_forward
 from ..models.empty_cache import empty_layers, fill
-from ..models.position_bias import position_bias
 from ..records import current, unnetted
 from ..reference.device_rules import device_rules
 from . import handing
+from .arguments import position_bias
 from .handing import Heads, HeadsHanded, let_go
 from .interfaces import call
 from .left_out import left_out_of, with_attentions

@@ -4,7 +4,7 @@ Under causal attention a token's hidden states depend only on it and the tokens 
 begin with the same tokens (GRPO's groups, the two answers of DPO), an activation x [B, S, ...] has the same rows
 there, and is rebuilt from the rows that differ. A row of a product may differ by rounding from its repetition at
 another place of the matrix, as it may differ on another device. A larger difference is an error. Dropout and attention
-in both directions are detected before the forward (models/shared_prompts.py). In addition, each record compares a few
+in both directions are detected before the forward (models/rows_left_out.py). In addition, each record compares a few
 features of the rows when it is made; an error is raised when backward reads it.
 
 In a region under `torch.utils.checkpoint` all rows are kept, as under `drop_padding` (padding.py).

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..config import CompressionConfig, resolve
+from ..config_file import tuples
 from ..models.root import root_of
 from ..patching import patch_model
 from ..reporting import PatchReport, patch_report
@@ -59,7 +60,7 @@ class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[mis
         # values of JSON are compared: the checkpoint's codecs may not be registered in this process
         ours = self.config.to_dict()
         stored = {**CompressionConfig().to_dict(), **(before or ours)}
-        other = {name: value for name, value in ours.items() if _listed(value) != _listed(stored[name])}
+        other = {name: value for name, value in ours.items() if tuples(value) != tuples(stored[name])}
         if other:
             logger.warning(
                 "the checkpoint was written under another config than this run's, which has %s; to go on as before, "
@@ -76,8 +77,3 @@ class ActCompressCallback(TrainerCallback, ExportableState):  # type: ignore[mis
         patch_model(model, self.config, strict=self.strict)
         self.report = patch_report(model)
         logger.info("%s", self.report)
-
-
-def _listed(value: Any) -> Any:
-    """The value as JSON stores it: a tuple becomes a list."""
-    return [_listed(x) for x in value] if isinstance(value, tuple) else value

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import NotPatchedError
 from ..methods.row_sample.codec import RowSample
 from ..methods.row_sample.codec_gradient_norms import SiteNorms, samples_are
-from ..modules.base import PatchedModule
+from ..modules.base import settings_of
 from ..roles import Role
 
 
@@ -43,7 +43,7 @@ class GradientNorms:
     def __init__(self, model: nn.Module, samples: int, positions: int) -> None:
         self.sites: dict[str, SiteNorms] = {}
         for name, module in model.named_modules():
-            settings = module.actcompress if isinstance(module, PatchedModule) else None
+            settings = settings_of(module)
             if settings is not None and settings.role == Role.LINEAR and isinstance(settings.codec, RowSample):
                 self.sites[name] = norms = SiteNorms(samples, positions)
                 module.__dict__["actcompress"] = replace(settings, codec=replace(settings.codec, norms=norms))

@@ -22,6 +22,7 @@ from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.errors import NotPatchedError, UnknownOptionError
 from hf_actcompress.methods.row_sample.codec import RowSample, SampledMeta
 from hf_actcompress.methods.row_sample.codec_gradient_norms import RememberedNorms, SiteNorms, samples_are
+from hf_actcompress.models.arguments import arguments
 from hf_actcompress.models.samples import samples_of_call
 from hf_actcompress.modules.base import settings_of
 from hf_actcompress.ops import linear
@@ -209,7 +210,7 @@ def test_the_oldest_samples_are_forgotten_and_a_copy_knows_none() -> None:
 
 def test_a_sample_is_known_by_its_ids_wherever_the_batch_ends() -> None:
     def numbers(*args: Any, **kwargs: Any) -> list[int]:
-        found = samples_of_call(model, model.forward, args, kwargs)
+        found = samples_of_call(model, arguments(model.forward, args, kwargs))
         assert found is not None
         return found.tolist()
 
@@ -222,7 +223,7 @@ def test_a_sample_is_known_by_its_ids_wherever_the_batch_ends() -> None:
     )
     assert numbers(ids) != [long, short]
     with torch.no_grad():
-        assert samples_of_call(model, model.forward, (ids,), {}) is None
+        assert samples_of_call(model, {"input_ids": ids}) is None
 
 
 @pytest.mark.filterwarnings("ignore")

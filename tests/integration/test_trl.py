@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_actcompress import PRESETS, CompressionConfig, patch_model
 from hf_actcompress.memory.measurement.allocator import allocator_events, collected
-from hf_actcompress.models import shared_prompts
+from hf_actcompress.models import rows_left_out
 from tests.oracle import held_bytes
 from tests.programs.pairs import calls
 
@@ -243,8 +243,8 @@ def test_trains_as_stock_with_the_defaults_of_trl(name: str, adapters: bool, tmp
 def test_prompts_of_a_group_are_kept_once(
     name: str, adapters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, real = [], shared_prompts.repeated_rows_of
-    monkeypatch.setattr(shared_prompts, "repeated_rows_of", lambda *tokens: found.append(real(*tokens)) or found[-1])
+    found, real = [], rows_left_out.repeated_rows_of
+    monkeypatch.setattr(rows_left_out, "repeated_rows_of", lambda *tokens: found.append(real(*tokens)) or found[-1])
     config = CompressionConfig(share_prompts=True)
     _assert_same_training(BY_RECIPE[name], tmp_path, "fp32", adapters, config)
     assert sum(copies is not None for copies in found) >= STEPS

@@ -14,8 +14,8 @@ from torch import Tensor
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model, patch_report
 from hf_actcompress.codecs import IDENTITY
 from hf_actcompress.errors import SharedRowsError, UnknownOptionError
-from hf_actcompress.models import shared_prompts
-from hf_actcompress.models.padding import why_not
+from hf_actcompress.models.arguments import arguments
+from hf_actcompress.models.rows_left_out import copies_of_call, why_not
 from hf_actcompress.ops.heads import keep_heads, keep_row_heads
 from hf_actcompress.records import Derived, dropping, frame, repeated_rows_of
 from tests.oracle import assert_equal_bits
@@ -133,7 +133,6 @@ def test_what_nobody_knew_raises_in_backward() -> None:
 def test_other_inputs_keep_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examples: pictures behind equal placeholders, embeddings, masks that the caller made, and a filled cache."""
     model, ids = build("llama"), group()["input_ids"]
-    stock = model.forward
     more: list[dict[str, Any]] = [
         {"inputs_embeds": torch.ones(GROUP, LENGTH, HIDDEN)},
         {"pixel_values_videos": torch.ones(1)},
@@ -143,10 +142,11 @@ def test_other_inputs_keep_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         {"position_ids": torch.ones(3, GROUP, LENGTH)},
         {"past_key_values": (torch.ones(1),)},
     ]
-    assert shared_prompts.copies_of_call(model, stock, (ids,), {"labels": ids, "use_cache": True}) is not None
+    given = arguments(model.forward, (ids,), {"labels": ids, "use_cache": True})
+    assert copies_of_call(model, given) is not None
     for kwargs in more:
-        assert shared_prompts.copies_of_call(model, stock, (), {"input_ids": ids, **kwargs}) is None
-        assert shared_prompts.copies_of_call(model, stock, (ids,), kwargs) is None
+        assert copies_of_call(model, {"input_ids": ids, **kwargs}) is None
+        assert copies_of_call(model, arguments(model.forward, (ids,), kwargs)) is None
 
 
 def test_statistics_of_another_shape_stay_whole() -> None:

@@ -96,7 +96,7 @@ def _treatment(layer: nn.Module, name: str, config: CompressionConfig | None) ->
         return None
     inside = [f"{name}.{module}" if module else name for module, _ in layer.named_modules()]
     codecs = tuple(
-        tuple((role, codec) for part, role, codec in config.overrides if below(module, part)) for module in inside
+        tuple((field, codec) for part, field, codec in config.overrides if below(module, part)) for module in inside
     )
     return codecs, any(below(name, part) for part in config.checkpoint)
 

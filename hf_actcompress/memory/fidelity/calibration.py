@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -32,14 +32,22 @@ _VARIED = frozenset({Role.NORM, Role.ACTIVATION, Role.GATED_MLP, Role.LINEAR, Ro
 
 @dataclass(frozen=True)
 class CalibrationRow(Sensitivity):
-    """The measurement of one role in one layer, and the bits that it gets."""
+    """The measurement of one group, and the bits that it gets.
 
-    bits: int = 0
+    Args:
+        layer: Name of the layer, or of the module itself if it is in no layer.
+        field: The field of a CompressionConfig that names the group's codec: "norm", "mlp" or "linear".
+        bits: Bits of each element.
+    """
+
+    layer: str
+    field: str = field(metadata={"formerly": "role"})
+    bits: int
 
 
 @dataclass(frozen=True)
 class Calibration(Report):
-    """Bits per layer and role. Pass it to `patch_model`; it prints and serialises.
+    """Bits per layer and field of the config. Pass it to `patch_model`; it prints and serialises.
 
     Args:
         rows: What was measured and decided.
@@ -60,8 +68,8 @@ class Calibration(Report):
 
     def tables(self) -> tuple[Table, ...]:
         """A row per group."""
-        columns = ("layer", "role", "elements", "error at 4 bits", "bits")
-        rows = [(row.layer, row.role, f"{row.elements:,}", f"{row.error:.3%}", str(row.bits)) for row in self.rows]
+        columns = ("layer", "field", "elements", "error at 4 bits", "bits")
+        rows = [(row.layer, row.field, f"{row.elements:,}", f"{row.error:.3%}", str(row.bits)) for row in self.rows]
         return (Table(columns, rows, columns[2:]),)
 
 
@@ -72,9 +80,9 @@ def calibrate(
     *,
     config: CompressionConfig = PRESETS["adaptive"],
 ) -> Calibration:
-    """Bit widths per layer and role for this model and batch, measured once.
+    """Bit widths per layer and field of the config, for this model and batch, measured once.
 
-    For each group (a role in a layer) one forward and backward runs with that group alone in 4 bits; its gradient is
+    For each group (a field in a layer) one forward and backward runs with that group alone in 4 bits; its gradient is
     compared with the exact one. Then each group gets 2, 3, 4 or 8 bits, more where they remove most error. Afterwards
     the model is as it was.
 
@@ -101,10 +109,11 @@ def calibrate(
         elements = _elements(model, inputs, config)
         if not elements:
             raise MeasurementError("calibrate found no norm, MLP or linear tensor that the model stores")
-        groups = tuple(_sensitivities(model, inputs, elements))
-    widths = allocate(groups, average_bits)
-    rows = tuple(CalibrationRow(**asdict(group), bits=bits) for group, bits in zip(groups, widths, strict=True))
-    overrides = tuple((row.layer, row.role, codec_name(row.bits)) for row in rows)
+        groups = dict(_sensitivities(model, inputs, elements))
+    widths = allocate(list(groups.values()), average_bits)
+    measured = zip(groups.items(), widths, strict=True)
+    rows = tuple(CalibrationRow(at.elements, at.error, *place, bits) for (place, at), bits in measured)
+    overrides = tuple((row.layer, row.field, codec_name(row.bits)) for row in rows)
     total = sum(row.elements for row in rows)
     return Calibration(
         rows=rows,
@@ -120,7 +129,7 @@ def codec_name(bits: int) -> str:
 
 
 def _elements(model: nn.Module, inputs: dict[str, Any], config: CompressionConfig) -> dict[tuple[str, str], int]:
-    """The number of stored elements by layer and role: twice the bytes by which 8 bits take more than 4 bits."""
+    """The number of stored elements by layer and field: twice the bytes by which 8 bits take more than 4 bits."""
     wide, narrow = (_kept(model, inputs, config, codec) for codec in ("int8", "int4"))
     halves = {group: wide[group] - narrow.get(group, 0) for group in wide}
     return {group: 2 * half for group, half in halves.items() if half > 0}
@@ -131,7 +140,7 @@ def _kept(
 ) -> dict[tuple[str, str], int]:
     unpatch_model(model)
     patch_model(model, replace(config, linear=codec, norm=codec, mlp=codec), strict=False)
-    roles = {row.name: Role(row.role).field for row in patch_report(model).patched if row.role in _VARIED}
+    fields_of = {row.name: Role(row.role).field for row in patch_report(model).patched if row.role in _VARIED}
     # names as the transformers model itself has them, without a wrapper's prefix: `patch_model` uses these names, also
     # where adapters are added after the calibration
     outer = next((f"{name}." for name, module in model.named_modules() if name and module is root_module(model)), "")
@@ -144,17 +153,17 @@ def _kept(
             "off for the calibration"
         )
     for tensor in seen.tensors:
-        if tensor.module in roles:
-            found[layer_of(tensor.module.removeprefix(outer)), roles[tensor.module]] += tensor.nbytes
+        if tensor.module in fields_of:
+            found[layer_of(tensor.module.removeprefix(outer)), fields_of[tensor.module]] += tensor.nbytes
     return found
 
 
 def _sensitivities(
     model: nn.Module, inputs: dict[str, Any], elements: dict[tuple[str, str], int]
-) -> Iterator[Sensitivity]:
+) -> Iterator[tuple[tuple[str, str], Sensitivity]]:
     unpatch_model(model)
     exact = gradients(model, inputs)
-    for (layer, role), count in elements.items():
+    for (layer, name), count in elements.items():
         unpatch_model(model)
-        patch_model(model, CompressionConfig(overrides=((layer, role, codec_name(4)),)), strict=False)
-        yield Sensitivity(layer, role, count, relative_error(gradients(model, inputs), exact))
+        patch_model(model, CompressionConfig(overrides=((layer, name, codec_name(4)),)), strict=False)
+        yield (layer, name), Sensitivity(count, relative_error(gradients(model, inputs), exact))

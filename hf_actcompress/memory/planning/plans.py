@@ -117,7 +117,7 @@ def plan(
     """How to keep each layer's tensors so that training fits, at the least cost. Needs no weights and no GPU.
 
     A few steps on fake tensors say what each option keeps per layer. Dynamic programming picks one option per layer
-    and, among norm, MLP and attention tensors, one per role. The whole plan is then run on fake tensors, and corrected
+    and, among norm, MLP and attention tensors, one per group. The whole plan is then run on fake tensors, and corrected
     until it fits. Checkpointed layers come first and the least exact layers next, because there their peaks and
     errors reach the fewest other layers.
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ...config import CompressionConfig
 from ...errors import UnsupportedModelError
-from ...models.arguments import argument
+from ...models.arguments import arguments
 from ...private_apis import transforms_active
 
 # losses whose labels stand at the position that predicts them
@@ -111,10 +111,7 @@ def choice_of_call(
     """
     if config.tokens == 1 or not torch.is_grad_enabled() or transforms_active():
         return None
-
-    def given(name: str) -> Any:
-        return argument(name, stock, args, kwargs)
-
+    given = arguments(stock, args, kwargs).get
     tokens = next((x for x in map(given, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)), None)
     shape = None if tokens is None else (tokens.size(0), tokens.size(1))
     mask, labels = given("attention_mask"), given("labels")

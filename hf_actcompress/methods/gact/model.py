@@ -103,8 +103,7 @@ def _sensitivities(widths: dict[str, Width], gradients: Callable[[], list[Tensor
         assert rounded is not None
         widths[place].bits, widths[place].elements = 0, count
         error = _norm([a - b for a, b in zip(rounded, exact, strict=True)]) / norm
-        layer, _, role = place.rpartition(" ")
-        found[place] = Sensitivity(layer, role, count, error)
+        found[place] = Sensitivity(count, error)
     return found
 
 

@@ -1,8 +1,8 @@
-"""Which sequences of a batch begin with the same tokens as another one, found from the arguments of the forward."""
+"""Which rows of a call are not kept: padding, or beginnings that other sequences share; by the forward's arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SharedRowsError
 from ..private_apis import transforms_active
-from ..records import RepeatedRows, repeated_rows_of
-from .arguments import arguments
-from .padding import why_not
+from ..records import Padding, RepeatedRows, padding_of, repeated_rows_of
 
 # the arguments that say what a token is
 _OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
@@ -23,9 +21,29 @@ _OTHERS = ("labels", "shift_labels", "cache_position", "logits_to_keep", "num_it
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dropout", "dropout", "hidden_dropout")
 
 
-def copies_of_call(
-    model: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> RepeatedRows | None:
+def why_not(model: nn.Module) -> str:
+    """Why no rows of a model are left out, as padding or as copies; "" if they are."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "rows are kept whole: an encoder-decoder has two sequences, each with rows of its own"
+    return ""
+
+
+def padding_of_call(model: nn.Module, given: Mapping[str, Any]) -> Padding | None:
+    """The padding of one call of `model` with those arguments, if it can be dropped.
+
+    Only a mask [B, S] says which rows are padding; of one with more dimensions, or of several sequences
+    (`why_not`), nothing is dropped.
+    """
+    if why_not(model) or not torch.is_grad_enabled() or transforms_active():
+        return None
+    mask = given.get("attention_mask")
+    # only a plain tensor has values to read; a fake or distributed one has none
+    if type(mask) is not Tensor or mask.dim() != 2 or mask.device.type == "meta":
+        return None
+    return padding_of(mask)
+
+
+def copies_of_call(model: nn.Module, given: Mapping[str, Any]) -> RepeatedRows | None:
     """The repeated rows of one call of `model`; None if nothing is kept, or if unknown arguments may make rows differ.
 
     Raises:
@@ -33,10 +51,9 @@ def copies_of_call(
     """
     if why_not(model) or not torch.is_grad_enabled() or transforms_active():
         return None
-    given = {name: value for name, value in arguments(stock, args, kwargs).items() if value is not None}
-    cache = given.pop("past_key_values", None)
-    tokens = [given.pop(name) for name in _OF_TOKENS if name in given]
-    unknown = [value for name, value in given.items() if name not in _OTHERS]
+    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    tokens = [given[name] for name in _OF_TOKENS if given.get(name) is not None]
+    unknown = [value for name, value in given.items() if name not in (*_OF_TOKENS, *_OTHERS, "past_key_values")]
     if any(isinstance(x, Tensor) for x in tree_leaves(unknown)) or any(type(x) is not Tensor for x in tokens):
         return None
     ids = tokens[0] if tokens else None
@@ -48,7 +65,6 @@ def copies_of_call(
     of_each = [x for x in tokens if x.dim() == 0 or x.size(0) > 1]
     if any(x.shape != ids.shape for x in of_each):
         return None
-    mask = arguments(stock, args, kwargs).get("attention_mask")
     copies = repeated_rows_of(of_each, mask)
     if copies is not None and (reason := _why_rows_differ(model)):
         raise SharedRowsError(
