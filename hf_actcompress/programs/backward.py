@@ -71,8 +71,8 @@ class Backward(Emitter):
         self._forward, self._weights = forward, weights
         self._maker = {value: step for step in steps for value in step.outs}
         # value of an activation [B, T, C] -> value of its view as rows [B * T, C], which the steps read
-        self._rows = {step.ins[0]: step.outs[0] for step in steps if step.operation.makes_rows}
-        self._tokens = {rows: value for value, rows in self._rows.items() if value is not None}
+        self._rows = {step.x: step.y for step in steps if step.operation.makes_rows}
+        self._tokens = {rows: value for value, rows in self._rows.items()}
 
     def want(self, value: int) -> Node:
         """The node of a value of the forward: kept, or made again right before its first use."""
@@ -170,7 +170,7 @@ class Backward(Emitter):
                 continue
             if value in step.outs[:1] and step.operation.keeps_output:
                 return step.codec, True
-            if value in step.ins[: step.operation.keeps] and self.wants(step.outs[0]):
+            if value in step.ins[: step.operation.keeps] and self.wants(step.y):
                 return step.operation.codec_of(step, value), False
         return IDENTITY, False
 
@@ -222,12 +222,11 @@ class Backward(Emitter):
             return False
         if value in self.wanted or all(x is None or x in self._weights for x in step.ins):
             return True
-        return step.operation.same and self._bytes(step.ins[0]) <= self._bytes(value)
+        return step.operation.same and self._bytes(step.x) <= self._bytes(value)
 
     def _is_narrower_than_what_is_kept(self, step: Step, value: int) -> bool:
         """Whether the source of a cast would be kept for the cast alone, and takes more memory than the cast."""
-        (source,) = step.ins
-        assert source is not None
+        source = step.x
         kept = source in self._maker and not self._rebuilds(source)
         alone = source not in self.values and self.read_by(source) == [step]
         return kept and alone and self._bytes(value) < self._bytes(source)
@@ -236,13 +235,12 @@ class Backward(Emitter):
         """Whether a view is kept through a codec, while its source would be kept without one."""
         if not self._inputs or self.codec_of(value) == IDENTITY:
             return False
-        (source,) = step.ins
-        assert source is not None
+        source = step.x
         kept = source in self._maker and not self._rebuilds(source)
         return kept and source not in self.values and self.codec_of(source) == IDENTITY
 
-    def _bytes(self, value: int | None) -> int:
-        return 0 if value is None else int(self._forward.meta(self._forward.values[value]).itemsize)
+    def _bytes(self, value: int) -> int:
+        return int(self._forward.meta(self._forward.values[value]).itemsize)
 
     def dy(self, step: Step, index: int = 0) -> Node:
         """The gradient of a value that the step has made."""
@@ -274,3 +272,9 @@ class Backward(Emitter):
         if known is not None:
             gradient = self.call(plus if known in self.optional else operator.add, known, gradient)
         self.gradients[value] = gradient
+
+    def give_each(self, values: Sequence[int | None], found: Node) -> None:
+        """Add to the gradients of those values that want one; `found` is a tuple with one for each value."""
+        for i, value in enumerate(values):
+            if self.wants(value):
+                self.give(value, self.item(found, i))

@@ -47,7 +47,7 @@ class Computation:
     def seen_as_tokens(self) -> dict[int, int]:
         """For each value [B, T, C] that is a view of rows, the value of the rows."""
         views = [s for s in self.steps if isinstance(s.operation, Reshape) and s.operation.makes_tokens]
-        return {step.outs[0]: step.ins[0] for step in views if step.ins[0] is not None}
+        return {step.y: step.x for step in views}
 
     @cached_property
     def elements(self) -> int:

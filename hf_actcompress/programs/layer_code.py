@@ -166,10 +166,7 @@ class LayerCode:
         part = whole.part if cache is None else whole.cached
         ins = self._given(part.ins, x, kwargs, whole.given_masks(masks, kernel, self.autocast))
         heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
-        if checkpointed is not None:
-            found = part.program.checkpointed([*ins, *weights], self.autocast, heads, kernel, checkpointed, left_out)
-        else:
-            found = part.program([*ins, *weights], self.autocast, sharded, heads, kernel, left_out)
+        found = part.program([*ins, *weights], self.autocast, sharded, heads, kernel, left_out, checkpointed)
         place = 0
         if cache is not None:
             place, *others = whole.outputs

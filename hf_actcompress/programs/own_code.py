@@ -17,7 +17,7 @@ from torch.fx import Node
 from ..modules.base import stock_type
 from ..ops.own_weights import alias
 from .backward import Backward
-from .emit import CallSetting, Emitter
+from .emit import Emitter, UnderAutocast
 from .step import Operation, Step
 from .tape import plain
 
@@ -37,19 +37,6 @@ class OwnCode:
         module.__dict__.update(self._rest)
         module.__dict__["_parameters"] = dict(zip(self.names, weights, strict=True))
         return self.kind.forward(module, x)
-
-
-class UnderAutocast:
-    """Own code under the autocast of a setting, whatever autocast is on when it is called."""
-
-    def __init__(self, code: OwnCode, setting: CallSetting) -> None:
-        self.code, self.device, self.dtype = code, setting.device.type, setting.autocast
-        self.__name__, self.__module__ = "own_code", __name__
-
-    def __call__(self, x: Tensor, *weights: Tensor) -> Any:
-        device = "cpu" if x.is_meta else self.device
-        with torch.autocast(device, self.dtype, enabled=self.dtype is not None, cache_enabled=False):
-            return self.code(x, *weights)
 
 
 class Gradients:
@@ -86,8 +73,7 @@ class Recomputed(Operation):
         tensors = [b.want(x) for x in step.ins if x is not None]
         gradients = Gradients(UnderAutocast(self.code, b.setting), needed)
         found = b.call(gradients, b.dy(step), *tensors, like=lambda _, *metas: _wanted(metas, needed))
-        for i, value in enumerate(like):
-            b.give(value, b.item(found, i))
+        b.give_each(like, found)
 
 
 def _wanted(metas: tuple[Tensor, ...], needed: tuple[bool, ...]) -> tuple[Tensor, ...]:

@@ -142,7 +142,7 @@ def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) ->
         # a codec changes the terms, so their sum would not be the one of the forward
         return frozenset()
     found: set[int] = set()
-    sums = {step.outs[0] for step in program.steps if step.operation.sums}
+    sums = {step.y for step in program.steps if step.operation.sums}
     for value in sorted(sums.intersection(map(backward.wide, backward.kept))):
         again = Backward(forward, program.steps, backward.wanted, program.weights, sums=frozenset({value}))
         again.take_sizes_of(again.popped(forward.meta(forward.values[0])))
@@ -206,7 +206,7 @@ def _outside(program: Computation, backward: Backward, place: int, value: int) -
     if codec == IDENTITY:
         for step in program.steps:
             if isinstance(step.operation, Reshape) and step.operation.flattens and step.ins == (value,):
-                return Outside(place, backward.codec_of(step.outs[0]), True, fewer)
+                return Outside(place, backward.codec_of(step.y), True, fewer)
     return Outside(place, codec, fewer=fewer)
 
 

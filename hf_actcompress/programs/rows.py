@@ -66,7 +66,7 @@ def _works(tape: Tape, step: Step, flat: set[int]) -> bool:
     if not operation.works_by_rows:
         return False
     activations = set(step.ins) - {None, *tape.parameters.values()}
-    return step.outs[0] in flat and activations <= flat
+    return step.y in flat and activations <= flat
 
 
 def _is_of_heads(operation: Reshape) -> bool:
@@ -78,7 +78,7 @@ def _is_of_heads(operation: Reshape) -> bool:
 def _on_rows(step: Step, flat: set[int]) -> Operation:
     """The step's operation, with the sizes and dimensions of rows."""
     operation = step.operation
-    if isinstance(operation, Split) and step.outs[0] in flat:
+    if isinstance(operation, Split) and step.y in flat:
         return replace(operation, dim=-1)
     if isinstance(operation, Reshape) and flat.intersection((*step.ins, *step.outs)):
         return replace(operation, sizes=_as_rows(operation.sizes), back=_as_rows(operation.back))
