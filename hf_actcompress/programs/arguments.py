@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ..modules.base import stock_type
 from .refusal import NotStraight
@@ -74,9 +75,14 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 
 def config_of(layer: nn.Module) -> Any:
     found = next((m.__dict__["config"] for m in layer.modules() if "config" in m.__dict__), None)
-    if found is None:
+    if not isinstance(found, PretrainedConfig):
         raise NotStraight("none of its modules has a config")
     return found
+
+
+def configs_of(layer: nn.Module) -> dict[int, Any]:
+    """All configs of a layer by their ids: the memo of a copy that shares them."""
+    return {id(v): v for m in layer.modules() for v in vars(m).values() if isinstance(v, PretrainedConfig)}
 
 
 def width_of(layer: nn.Module) -> int:
@@ -88,8 +94,7 @@ def width_of(layer: nn.Module) -> int:
 
 def head_width(layer: nn.Module) -> int:
     """The width of the angles: a head, or the part of it that is rotated."""
-    config = next((vars(m)["config"] for m in layer.modules() if "config" in vars(m)), None)
-    share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    share = (getattr(config_of(layer), "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
     for module in layer.modules():
         if isinstance(getattr(module, "rotary_ndims", None), int):
             return int(module.rotary_ndims)  # type: ignore[arg-type]

@@ -138,11 +138,6 @@ class Split(Operation):
         b.give(step.x, b.call(torch.cat, [b.dy(step, i) for i in range(len(step.outs))], self.dim))
 
 
-def sliced(x: Tensor, start: int, end: int, step: int) -> Tensor:
-    """x[..., start:end:step]."""
-    return x[..., start:end:step]
-
-
 def unsliced(dy: Tensor, dim: int, size: int, start: int, step: int) -> Tensor:
     """dy [..., n] among zeros [..., size], if `dim` is the last dimension."""
     shape = list(dy.shape)
@@ -172,7 +167,7 @@ class Slice(Operation):
 
     def forward(self, e: Emitter, x: Node) -> Node:
         if self.step > 1:
-            return e.call(sliced, x, self.start, self.end, self.step)
+            return e.call(operator.getitem, x, (Ellipsis, slice(self.start, self.end, self.step)))
         return e.call(torch.narrow, x, self.dim, self.start, self.end - self.start)
 
     def backward(self, b: Backward, step: Step) -> None:

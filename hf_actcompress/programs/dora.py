@@ -97,11 +97,8 @@ class Rescaled(Operation):
 
     scaling: float
 
-    def _parts(self, e: Emitter, scale: Node) -> Node:
-        return e.once(operator.sub, scale, 1)
-
     def forward(self, e: Emitter, scale: Node, base: Node, added: Node) -> Node:
-        own = e.call(operator.mul, self._parts(e, scale), base)
+        own = e.call(operator.mul, e.once(operator.sub, scale, 1), base)
         return e.call(operator.add, own, e.call(operator.mul, e.call(operator.mul, scale, added), self.scaling))
 
     def backward(self, b: Backward, step: Step) -> None:
@@ -115,7 +112,7 @@ class Rescaled(Operation):
         if b.wants(added):
             b.give(added, b.call(operator.mul, scaled, of))
         if b.wants(base):
-            b.give(base, b.call(operator.mul, dy, self._parts(b, of)))
+            b.give(base, b.call(operator.mul, dy, b.once(operator.sub, of, 1)))
 
 
 @dataclass(frozen=True)

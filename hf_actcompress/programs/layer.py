@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -141,12 +141,13 @@ class LayerPrograms:
     def of(
         cls,
         layer: nn.Module,
-        tapes: Mapping[torch.dtype | None, Tape],
+        tape: Tape,
+        autocast: torch.dtype | None,
         prove: Callable[[nn.Module, torch.dtype | None], Tape],
     ) -> LayerPrograms:
-        codes = [LayerCode.of(layer, tape, autocast) for autocast, tape in tapes.items()]
+        code = LayerCode.of(layer, tape, autocast)
         return cls(
-            {(code.dtype, code.autocast): code for code in codes},
+            {(code.dtype, autocast): code},
             prove,
             tuple(inspect.signature(inspect.unwrap(stock_type(layer).forward)).parameters)[2:],
             Look.at(layer),
@@ -208,9 +209,8 @@ def _why_unknown(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> str | No
     if x.dim() != 3 or x.dtype != code.dtype or not x.numel() or not (x.is_contiguous() or code.any_order):
         return "its input has another dtype, shape or order in memory"
     if not kwargs.keys() <= _KNOWN:
-        others = kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks
-        for name in others:
-            if _says_something(kwargs[name]):
+        for name in kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks:
+            if kwargs[name] is not None and kwargs[name] is not False:
                 return f"it is called with {name}"
     if len(code.inputs) > _OF_ALL and not _has_inputs(code, x, kwargs):
         return "position biases or an encoder's states are given otherwise"
@@ -248,10 +248,6 @@ def _are_given(angles: Any, x: Tensor, width: int) -> bool:
         return False
     cos = angles[0]
     return cos.dtype == x.dtype and cos.size(-1) == width and cos.dim() == 3 and not cos.requires_grad
-
-
-def _says_something(argument: Any) -> bool:
-    return argument is not None and argument is not False
 
 
 def _is_empty(cache: Any, layer: int) -> bool:

@@ -82,7 +82,12 @@ class LayerCode:
             whole,
             parts,
             tuple(modules[part.module] if isinstance(part, Attend) else None for part in parts),
-            tuple(_readers(modules, part) for part in parts),
+            tuple(
+                {name: _reader(modules[part.module], name, value) for name, value in part.keywords}
+                if isinstance(part, Attend)
+                else {}
+                for part in parts
+            ),
             tuple(_heads(part, later) for part, later in zip_longest(parts, parts[1:])),
             tuple(_place(modules, name) for name in names),
             tuple(
@@ -259,15 +264,8 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[dict[str, Any], st
     return modules[path]._parameters, leaf  # type: ignore[return-value]
 
 
-def _readers(modules: dict[str, nn.Module], part: Part | Attend) -> Mapping[str, Callable[[Any], Any]]:
-    """How to read each keyword off the attention's module or config; one that is on neither is a constant."""
-    if not isinstance(part, Attend):
-        return {}
-    module = modules[part.module]
-    return {name: _reader(module, name, value) for name, value in part.keywords}
-
-
 def _reader(module: nn.Module, name: str, value: Any) -> Callable[[Any], Any]:
+    """How to read a keyword off the attention's module or config; one that is on neither is a constant."""
     for place in (name, f"config.{name}"):
         try:
             if attrgetter(place)(module) == value:

@@ -5,7 +5,6 @@ Their own code runs in the forward, and again in backward, as in `ops.recomputed
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,7 +28,6 @@ class OwnCode:
         self.kind, self.names = stock_type(module), tuple(n for n, w in module._parameters.items() if w is not None)
         self.key: Hashable = (self.kind, plain(module), self.names)
         self._rest = {name: value for name, value in vars(module).items() if name not in ("_parameters", "actcompress")}
-        self._rest = copy.copy(self._rest)
         self.__name__, self.__module__ = "own_code", __name__
 
     def __call__(self, x: Tensor, *weights: Tensor) -> Any:

@@ -55,11 +55,11 @@ class Activation(Operation):
             return False
         return runs_kernel(name, torch.empty(1, dtype=e.dtype(x), device=e.setting.device), self.kind)
 
-    def forward(self, e: Emitter, x: Node) -> Node:
-        return self._of(e, Bound(self.stock), x)
+    def forward(self, e: Emitter, *ins: Node) -> Node:
+        return self._of(e, Bound(self.stock), *ins)
 
-    def repeat(self, e: Emitter, x: Node) -> Node:  # type: ignore[override]
-        return self._of(e, self.again_under(e), x)
+    def repeat(self, e: Emitter, *ins: Node) -> Node:
+        return self._of(e, self.again_under(e), *ins)
 
     def _of(self, e: Emitter, stock: Any, x: Node) -> Node:
         if self.has_kernel(e, "activation_fwd", x):
@@ -103,13 +103,7 @@ class GatedProduct(Activation):
 
     keeps: ClassVar[int] = 2
 
-    def forward(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
-        return self._product(e, Bound(self.stock), gate, up)
-
-    def repeat(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
-        return self._product(e, self.again_under(e), gate, up)
-
-    def _product(self, e: Emitter, stock: Any, gate: Node, up: Node) -> Node:
+    def _of(self, e: Emitter, stock: Any, gate: Node, up: Node) -> Node:  # type: ignore[override]
         if self.has_kernel(e, "gated_product_fwd", gate):
             return e.dispatched("gated_product_fwd", self.kind, gate, up, tail=(stock, self.kind, self.options))
         return e.call(operator.mul, e.call(stock, gate), up)

@@ -147,7 +147,7 @@ class ProgramFunction(torch.autograd.Function):
         ctx.plan, ctx.stages, ctx.heads = plan, stages, heads
         if plan.optional:
             ctx.set_materialize_grads(False)
-            ctx.like = [_kind(outputs[i]) for i in plan.graded]
+            ctx.like = [(outputs[i].shape, outputs[i].dtype) for i in plan.graded]
         if len(plan.graded) < plan.outputs:
             ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in plan.graded))
         return outputs
@@ -171,10 +171,6 @@ class ProgramFunction(torch.autograd.Function):
         handed.clear()
         found = run_backward(plan.backward, plan.differentiates, ctx.stages, saved, grads)
         return (None, None, None, None, None, None, *found)
-
-
-def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
-    return x.shape, x.dtype
 
 
 def _with_zeros(plan: ProgramPlan, like: list[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

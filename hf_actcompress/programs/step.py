@@ -99,6 +99,11 @@ class Step:
     module: str = field(default="", compare=False)
     codec: Codec = IDENTITY
 
+    def key(self, sizes: bool = True) -> Hashable:
+        """Equal for two steps that do the same; without sizes, perhaps with tensors of other sizes."""
+        operation = self.operation.key() if sizes else (type(self.operation), self.operation.structure())
+        return operation, self.ins, self.outs, self.codec
+
     @property
     def x(self) -> int:
         """The first input, which is never missing."""
