@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -13,15 +12,8 @@ _DROPOUT = torch.nn.functional.dropout.__code__
 _MAX_POOL = torch.nn.functional._max_pool2d.__code__  # type: ignore[attr-defined]
 
 
-class Dropped(NamedTuple):
-    """A call of dropout."""
-
-    given: Tensor
-    p: float
-
-
-def dropout_of_mask(x: Tensor, frames: int) -> Dropped | None:
-    """The call of `torch.nn.functional.dropout` that saves x as its mask now; None if x is saved by something else.
+def dropout_of_mask(x: Tensor, frames: int) -> tuple[Tensor, float] | None:
+    """The input and the rate of the `torch.nn.functional.dropout` that saves x as its mask now; None if none does.
 
     Args:
         x: A tensor that autograd saves.
@@ -31,7 +23,7 @@ def dropout_of_mask(x: Tensor, frames: int) -> Dropped | None:
     if frame.f_code is not _DROPOUT or x.grad_fn is not None or not x.is_contiguous():
         return None
     given, p = frame.f_locals["input"], frame.f_locals["p"]
-    return None if x.shape != given.shape or p >= 1 else Dropped(given, p)
+    return None if x.shape != given.shape or p >= 1 else (given, p)
 
 
 def narrow_indices(x: Tensor, frames: int) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from ..reference.bits import unpack_mask
 from .outside import Hooks
 from .record import Recipe
 from .saving import Slot, count
+
+if TYPE_CHECKING:
+    from .selective import Call
 
 
 class Kept:
@@ -32,15 +36,15 @@ class Made:
     """Nothing is kept for this tensor: it is computed from tensors that other nodes hold anyway.
 
     Args:
-        recipe: Computes the tensor.
+        compute: Computes the tensor.
         sources: What it is computed from.
         joined: Whether it counts in a chain of joined tensors (joined.py).
     """
 
     __slots__ = ("__weakref__", "joined", "recipe", "sources")
 
-    def __init__(self, recipe: Recipe, sources: tuple[Held, ...], joined: bool = False) -> None:
-        self.recipe, self.sources, self.joined = recipe, sources, joined
+    def __init__(self, compute: Callable[..., Tensor], sources: Iterable[Held], joined: bool = False) -> None:
+        self.recipe, self.sources, self.joined = Recipe(compute), tuple(sources), joined
 
 
 class Mask:
@@ -80,18 +84,10 @@ class Again:
 
     __slots__ = ("__weakref__", "call", "held", "index", "version", "x")
 
-    def __init__(self, call: Recalled, index: int, x: Tensor) -> None:
+    def __init__(self, call: Call, index: int, x: Tensor) -> None:
         self.call, self.index, self.version = call, index, x._version
         self.x: Tensor | None = x
         self.held: Held | None = None
-
-
-class Recalled(Protocol):
-    """A call of a module that can run again in backward."""
-
-    def value(self, index: int, outside: Hooks | None) -> Tensor:
-        """The tensor that the module's code saves at position `index`."""
-        ...
 
 
 Held = Kept | Made | Mask | Again

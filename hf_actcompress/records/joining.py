@@ -64,11 +64,7 @@ def _cast(node: Any, number: int) -> Compute | None:
     """The cast, from the same source. A copy to another device is none."""
     after = output_metadata(node, number)
     same = after.device == output_metadata(*node.next_functions[0]).device
-    return partial(_in_dtype, dtype=after.dtype) if same else None
-
-
-def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
+    return partial(Tensor.to, dtype=after.dtype) if same else None
 
 
 def _no_padding(node: Any, number: int) -> Compute | None:
@@ -80,19 +76,11 @@ def _negative(node: Any, number: int) -> Compute:
 
 
 def _repeat(node: Any, number: int) -> Compute:
-    return partial(_repeated, repeats=node._saved_repeats)
-
-
-def _repeated(x: Tensor, repeats: tuple[int, ...]) -> Tensor:
-    return x.repeat(repeats)
+    return partial(Tensor.repeat, repeats=node._saved_repeats)
 
 
 def _expand(node: Any, number: int) -> Compute:
-    return partial(_expanded, shape=shape_of(node, number))
-
-
-def _expanded(x: Tensor, shape: torch.Size) -> Tensor:
-    return x.expand(shape)
+    return partial(torch.broadcast_to, size=shape_of(node, number))
 
 
 def _order(node: Any) -> tuple[int, ...]:

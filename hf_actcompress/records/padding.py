@@ -143,16 +143,6 @@ def checkpointed() -> bool:
     return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def drops(x: Tensor, codec: Codec) -> bool:
-    """Whether `keep` leaves padding rows of x out."""
-    return padding_in(x) is not None and codec.takes_rows
-
-
-def keeps_fewer(x: Tensor, codec: Codec) -> bool:
-    """Whether `keep` leaves rows of x out, because they are padding or repeat others."""
-    return rows_left_out(x) is not None and codec.takes_rows
-
-
 def keep(x: Tensor, codec: Codec) -> Record:
     """The record of x itself through `codec`, without its padding rows and repeated ones where these are left out."""
     return _keep(x, codec, rows_left_out(x))
