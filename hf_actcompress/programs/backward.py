@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from ..codecs import IDENTITY, Codec
+from .computation import Computation
 from .emit import Emitter
 from .keeping import Packing, opened, plus, popped, unpacked
 from .left_out import ROWS, TOKENS_FIRST, picked, restored, seen_as
@@ -26,32 +26,28 @@ class Backward(Emitter):
 
     Args:
         forward: The graph of the forward.
-        steps: The steps of the program.
+        program: The program.
         wanted: The values that want a gradient.
-        weights: The inputs that are parameters.
         inputs: The number of all inputs; 0: the code takes the values themselves, even where they are kept packed.
-        layouts: For each activation, which dimensions hold its tokens.
         sums: Sums that are made again, because everything that they are made from is kept anyway.
     """
 
     def __init__(
         self,
         forward: Emitter,
-        steps: Sequence[Step],
+        program: Computation,
         wanted: frozenset[int],
-        weights: frozenset[int],
         inputs: int = 0,
-        layouts: Mapping[int, str] = MappingProxyType({}),
         sums: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(forward.setting)
         self._sums = sums
         self._inputs = inputs
-        self._layouts = layouts if self.setting.fewer else {}
+        self._layouts = program.layouts if self.setting.fewer else {}
         # for each value that is kept through a codec, the node of the forward that makes its record
         self.packed: dict[int, Node] = {}
         self.wanted = wanted
-        self._steps = steps
+        self._steps = program.steps
         # for each value that is kept in a narrower dtype, the number under which it is kept
         self.casts: dict[int, int] = {}
         self._wide: dict[int, int] = {}
@@ -68,10 +64,10 @@ class Backward(Emitter):
         self.gradients: dict[int, Node] = {}
         # gradients that may be None when the code runs
         self.optional: set[Node] = set()
-        self._forward, self._weights = forward, weights
-        self._maker = {value: step for step in steps for value in step.outs}
+        self._forward, self._weights = forward, program.weights
+        self._maker = {value: step for step in program.steps for value in step.outs}
         # value of an activation [B, T, C] -> value of its view as rows [B * T, C], which the steps read
-        self._rows = {step.x: step.y for step in steps if step.operation.makes_rows}
+        self._rows = {step.x: step.y for step in program.steps if step.operation.makes_rows}
         self._tokens = {rows: value for value, rows in self._rows.items()}
 
     def want(self, value: int) -> Node:

@@ -202,8 +202,7 @@ def unsharded(held: Held, x: Tensor) -> Held | None:
 
     A small weight (the scale of a layer) is copied; for a large one this is None.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not distributed or not isinstance(held, Kept) or held.slot is not None:
+    if not distributed() or not isinstance(held, Kept) or held.slot is not None:
         return held
     part = held.parts[0]
     if isinstance(part, Tensor) and part.numel() <= x.numel() // 16:
@@ -211,6 +210,11 @@ def unsharded(held: Held, x: Tensor) -> Held | None:
         return Kept((copy,), None if held.versions is None else (copy._version,), None)
     weight = not isinstance(part, Tensor) or isinstance(part, Parameter) or isinstance(part._base, Parameter)
     return None if weight else held
+
+
+def distributed() -> bool:
+    """Whether other processes may have parts of this model."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _in_order(*sources: Tensor, compute: Compute, stride: tuple[int, ...]) -> Tensor:

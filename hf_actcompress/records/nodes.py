@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from ..private_apis import unset_fake_temporarily
+from .joining import signed
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 def _glu(x: Tensor, dim: int) -> Tensor:
-    # the node has the dimension as an unsigned number
-    return F.glu(x, dim if dim < 2**63 else dim - 2**64)
+    return F.glu(x, signed(dim))
 
 
 def _weight_norm(g: Tensor, v: Tensor, norms: Tensor, dim: int) -> Tensor:
