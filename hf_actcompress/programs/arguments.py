@@ -28,10 +28,10 @@ def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tenso
         **dict.fromkeys(CACHES),
         "use_cache": False,
     }
-    names = _names(stock_type(layer).forward)
+    names = {*forward_names(layer)}
     if "kwargs" in names:
         # the layer hands its keyword arguments on to its children
-        names = names.union(*(_names(stock_type(child).forward) for child in layer.children()))
+        names = names.union(*map(forward_names, layer.children()))
     return {name: value for name, value in known.items() if name in names}
 
 
@@ -45,7 +45,7 @@ def further_arguments(
         tokens, sources: The numbers of tokens of the decoder and of the encoder.
         make: Makes a tensor of a shape, of floats or of bools; a size of -1 is that of the batch.
     """
-    names = _names(stock_type(layer).forward)
+    names = forward_names(layer)
     if "alibi" in names and getattr(config_of(layer), "alibi", False):
         return {"alibi": make((-1, config_of(layer).num_attention_heads, 1, tokens), float)}
     if "position_bias" not in names:
@@ -59,8 +59,9 @@ def further_arguments(
     return found
 
 
-def _names(forward: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(inspect.unwrap(forward)).parameters)
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's stock forward, in order: the first one is `self`."""
+    return tuple(inspect.signature(inspect.unwrap(stock_type(module).forward)).parameters)
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:

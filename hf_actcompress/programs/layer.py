@@ -6,7 +6,6 @@ layer over its patched children, with the same numbers.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec
-from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording, stock_type
+from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording
 from ..modules.checkpoint import (
     CHECKPOINT_FUNCTION,
     WITH_ATTENTION,
@@ -27,6 +26,7 @@ from ..modules.checkpoint import (
 )
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
+from .arguments import forward_names
 from .checkpoint import is_plain
 from .layer_code import LayerCode, cache_of
 from .look import Look
@@ -149,7 +149,7 @@ class LayerPrograms:
         return cls(
             {(code.dtype, autocast): code},
             prove,
-            tuple(inspect.signature(inspect.unwrap(stock_type(layer).forward)).parameters)[2:],
+            forward_names(layer)[2:],
             Look.at(layer),
         )
 
@@ -158,10 +158,7 @@ class LayerPrograms:
     ) -> tuple[Any] | None:
         """What the layer returns, in a tuple; None for a call that goes leaf by leaf.
 
-        Args:
-            layer: The layer that runs.
-            args, kwargs: The arguments of the call.
-            checkpointed: Through which codec its input is kept, if all else is to be made again in backward.
+        `checkpointed` is the codec through which its input is kept, if all else is to be made again in backward.
         """
         if len(args) != 1:
             if not args or len(args) > 1 + len(self.names):

@@ -113,19 +113,14 @@ class LayerCode:
     ) -> tuple[Any] | None:
         """What the layer returns, in a tuple; None for a call that this code cannot run.
 
-        Args:
-            x: Its input.
-            weights: The parameters in `places`.
-            kwargs: Its other arguments.
-            sharded: Whether the weights' memory is freed when the layer has run.
-            checkpointed: Through which codec its input is kept, if all else is to be made again in backward.
+        `weights` are the parameters in `places`. `sharded` says whether their memory is freed when the layer has run.
         """
         y = None
         own = self.whole is not None and self.whole.own
         if self.biases:
             kwargs = self._with_biases(x, kwargs)
-        if self.whole is not None and (self.again or checkpointed is None):
-            y = self._as_a_whole(self.whole, x, weights, kwargs, sharded, checkpointed)
+        if self.again or checkpointed is None:
+            y = self._as_a_whole(x, weights, kwargs, sharded, checkpointed)
         if y is None and checkpointed is None and not own and not (self.another and left_out_of(x) is not None):
             y = self._in_parts(x, kwargs, sharded)
         if y is None:
@@ -145,16 +140,12 @@ class LayerCode:
         return found
 
     def _as_a_whole(
-        self,
-        whole: Whole,
-        x: Tensor,
-        weights: list[Any],
-        kwargs: dict[str, Any],
-        sharded: bool,
-        checkpointed: Codec | None,
+        self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: Codec | None
     ) -> Tensor | None:
         """The result of the layer as one program; None for a call that cannot run so."""
-        cache = cache_of(kwargs)
+        whole, cache = self.whole, cache_of(kwargs)
+        if whole is None:
+            return None
         masks = [kwargs.get(name) for name in whole.masks]
         kernel = whole.kernel(x, masks, self.autocast)
         if kernel is None:

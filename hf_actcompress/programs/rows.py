@@ -21,10 +21,7 @@ from .tape import Tape
 def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int]:
     """The steps on rows where that is possible, and the value of the result, as tokens.
 
-    Args:
-        tape: The tape of the layer; the shapes of its values become those of rows.
-        steps: The steps of the layer, in order.
-        result: The value that the layer returns.
+    The shapes of the tape's values become those of rows.
     """
     x = tape.inputs["x"]
     flat = _flat_values(tape, steps, x)

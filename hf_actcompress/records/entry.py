@@ -43,6 +43,20 @@ class Entry:
             return self.record
         return Derived(Recipe(partial(viewed, shape=shape, stride=stride)), (self.record,))
 
+    def seen_as(self, x: Tensor) -> Record | None:
+        """The record as x sees the data: as many elements from the same offset on, perhaps in another shape or order.
+
+        None if the record cannot give x.
+        """
+        if self.record is None or not self.describes(x):
+            return None
+        if x.shape == self.shape and x.stride() == self.stride:
+            return self.record
+        key = ("view", x.shape, x.stride())
+        if key not in self.derivations:
+            self.derivations[key] = Recipe(partial(viewed, shape=x.shape, stride=x.stride()))
+        return Derived(self.derivations[key], (self.record,))
+
     def describes(self, x: Tensor) -> bool:
         """Whether the record can give x, which has the same data as this tensor."""
         if self.record is None or self.versions != versions(self.record):

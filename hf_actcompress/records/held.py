@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from ..reference.bits import unpack_mask
 from .outside import Hooks
 from .record import Recipe
 from .saving import Slot, count
-
-if TYPE_CHECKING:
-    from .selective import Call
 
 
 class Kept:
@@ -84,10 +81,18 @@ class Again:
 
     __slots__ = ("__weakref__", "call", "held", "index", "version", "x")
 
-    def __init__(self, call: Call, index: int, x: Tensor) -> None:
+    def __init__(self, call: Recalled, index: int, x: Tensor) -> None:
         self.call, self.index, self.version = call, index, x._version
         self.x: Tensor | None = x
         self.held: Held | None = None
+
+
+class Recalled(Protocol):
+    """A call of a module that can run again in backward."""
+
+    def value(self, index: int, outside: Hooks | None) -> Tensor:
+        """The tensor that the module's code saves at position `index`."""
+        ...
 
 
 Held = Kept | Made | Mask | Again

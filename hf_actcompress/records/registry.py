@@ -29,7 +29,7 @@ from .entry import Entry
 from .outside import hooks_outside
 from .padding import is_dropped, keep, keep_later, padding_in, rows_left_out
 from .record import Derived, Recipe, Record, Stored
-from .views import pixels_first, tokens_first, viewed
+from .views import pixels_first, tokens_first
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
@@ -145,19 +145,14 @@ def _note(y: Tensor, entry: Entry | None) -> None:
 def known_record(x: Tensor) -> Record | None:
     """The record that x has already: what its producer declared, or what an earlier consumer keeps."""
     entry = _find(x)
-    if entry is None or not entry.describes(x):
-        return None
-    assert entry.record is not None
-    return _viewed(entry, entry.record, x)
+    return None if entry is None else entry.seen_as(x)
 
 
 def record_before_write(x: Tensor) -> Record | None:
     """The record that x had before the last write to it in place; None if it had none."""
     key = _key(x)
     entry = None if key is None else _entries().get((*key[:-1], key[-1] - 1))
-    if entry is None or entry.record is None or entry.tensor() is not x or not entry.describes(x):
-        return None
-    return _viewed(entry, entry.record, x)
+    return None if entry is None or entry.tensor() is not x else entry.seen_as(x)
 
 
 def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
@@ -214,9 +209,9 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
     of `order`.
     """
     entry = _find(x)
-    if entry is not None and entry.describes(order):
-        assert entry.record is not None
-        return _viewed(entry, entry.record, order)
+    known = None if entry is None else entry.seen_as(order)
+    if known is not None:
+        return known
     if (codec == IDENTITY and rows_left_out(order) is None) or _is_parameter(x):
         return Stored(IDENTITY, (order,))
     record = keep_later(order, codec)
@@ -229,16 +224,6 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
 def _is_parameter(x: Tensor) -> bool:
     """Whether x is a parameter or a view of one. It is no activation: it lives anyway, so keeping it costs nothing."""
     return isinstance(x, Parameter) or isinstance(x._base, Parameter)
-
-
-def _viewed(entry: Entry, record: Record, x: Tensor) -> Record:
-    """`record` as x sees the data: the same element count at the same offset, perhaps in another shape or order."""
-    if x.shape == entry.shape and x.stride() == entry.stride:
-        return record
-    key = ("view", x.shape, x.stride())
-    if key not in entry.derivations:
-        entry.derivations[key] = Recipe(partial(viewed, shape=x.shape, stride=x.stride()))
-    return Derived(entry.derivations[key], (record,))
 
 
 @contextmanager
