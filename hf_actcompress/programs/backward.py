@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from ..codecs import IDENTITY, Codec
@@ -253,6 +254,10 @@ class Backward(Emitter):
         """The shape of a value of the forward, with the recorded sizes of batch and tokens."""
         shape: torch.Size = self._forward.meta(self._forward.values[value]).shape
         return shape
+
+    def empty(self, values: Sequence[int]) -> tuple[Tensor, ...]:
+        """A tensor without data for each of these values of the forward."""
+        return tuple(torch.empty(self.shape_of(x), dtype=self.dtype_of(x), device="meta") for x in values)
 
     def stop(self, weights: Sequence[int]) -> None:
         """Hand over the gradients of weights, and stop until they have been added up."""

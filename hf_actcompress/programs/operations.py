@@ -22,11 +22,6 @@ from .step import Operation, Step
 from .views import rows_of, tokens_of
 
 
-def _residual(b: Backward, x: int) -> Node | None:
-    """The gradient that a norm's input already has. The norm's backward adds its own to it, which saves a pass."""
-    return b.gradients.pop(x, None)
-
-
 def _transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear_fwd(x, weight, bias, True)
 
@@ -108,7 +103,8 @@ class RMSNorm(Operation):
         needed = b.wants(x), b.wants(weight) and not shared
         if not any(needed):
             return
-        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.formula, needed, _residual(b, x)
+        # the kernel adds its own gradient to the one that x has already, which saves a pass
+        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.formula, needed, b.gradients.pop(x, None)
         both = b.dispatched("rms_norm_bwd", self.formula, *args)
         b.give_each(step.ins[:1] if shared else step.ins, both)
 
@@ -142,7 +138,7 @@ class LayerNorm(Operation):
         x, weight, bias = self._inputs(b, tuple(None if value is None else b.want(value) for value in step.ins))
         mean, rstd = (b.want(value) for value in step.outs[1:])
         needed = tuple(b.wants(value) for value in step.ins)
-        # dx of an input that was cast for the norm is cast back before it is added
-        residual = _residual(b, step.x) if b.dtype(x) == b.dtype_of(step.x) else None
+        # as in RMSNorm; but dx of an input that was cast for the norm is cast back before it is added
+        residual = b.gradients.pop(step.x, None) if b.dtype(x) == b.dtype_of(step.x) else None
         args = b.dy(step), x, self.shape, mean, rstd, weight, bias, needed, residual
         b.give_each(step.ins, b.dispatched("layer_norm_bwd", None, *args))

@@ -173,6 +173,4 @@ class OwnAttention(Operation):
         (graph,) = b.shared.get(step.y) or (b.item(self._again(b, step), 1),)
         *heads, _, bias = step.ins
         like = [x for x in (*heads, bias) if x is not None and b.wants(x) and b.is_given(x)]
-        empty = tuple(torch.empty(b.shape_of(x), dtype=b.dtype_of(x), device="meta") for x in like)
-        found = b.call(gradients, b.dy(step), graph, like=lambda *_: empty)
-        b.give_each(like, found)
+        b.give_each(like, b.call(gradients, b.dy(step), graph, like=lambda *_: b.empty(like)))

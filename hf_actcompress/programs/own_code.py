@@ -66,13 +66,8 @@ class Recomputed(Operation):
         return e.call(UnderAutocast(self.code, e.setting), *ins)
 
     def backward(self, b: Backward, step: Step) -> None:
-        needed = tuple(b.wants(x) for x in step.ins)
-        like = [x for x, wanted in zip(step.ins, needed, strict=True) if wanted]
-        tensors = [b.want(x) for x in step.ins if x is not None]
-        gradients = Gradients(UnderAutocast(self.code, b.setting), needed)
-        found = b.call(gradients, b.dy(step), *tensors, like=lambda _, *metas: _wanted(metas, needed))
-        b.give_each(like, found)
-
-
-def _wanted(metas: tuple[Tensor, ...], needed: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x, wanted in zip(metas, needed, strict=True) if wanted)
+        values = [x for x in step.ins if x is not None]
+        wanted = [x for x in values if b.wants(x)]
+        gradients = Gradients(UnderAutocast(self.code, b.setting), tuple(map(b.wants, values)))
+        found = b.call(gradients, b.dy(step), *map(b.want, values), like=lambda *_: b.empty(wanted))
+        b.give_each(wanted, found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from ..codecs import Codec
@@ -148,14 +148,6 @@ def _own_dy(b: Backward, step: Step) -> Node | None:
     return dy if len(b.read_by(step.y)) == 1 else None
 
 
-def _like_first(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _like_dropout(x: Tensor, _: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty(0, dtype=torch.uint8)
-
-
 @dataclass(frozen=True)
 class Dropout(Operation):
     """y and the generator's state before the draw."""
@@ -169,11 +161,13 @@ class Dropout(Operation):
         return True
 
     def forward(self, e: Emitter, x: Node) -> tuple[Node, ...]:
-        both = e.call(dropout_fwd, x, self.p, like=_like_dropout)
+        like: Any = torch.empty_like(e.meta(x)), torch.empty(0, dtype=torch.uint8)
+        both = e.call(dropout_fwd, x, self.p, like=lambda *_: like)
         return e.item(both, 0), e.item(both, 1)
 
     def _replay(self, b: Backward, step: Step, x: Node) -> Node:
-        return b.dispatched("dropout_replay", None, x, b.want(step.outs[1]), self.p, like=_like_first)
+        state = b.want(step.outs[1])
+        return b.dispatched("dropout_replay", None, x, state, self.p, like=lambda y, *_: torch.empty_like(y))
 
     def rebuild(self, b: Backward, step: Step) -> None:
         b.values[step.y] = self._replay(b, step, b.want(step.x))

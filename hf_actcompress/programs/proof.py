@@ -148,17 +148,13 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
         if made.calls != calls:
             return f"its calls are not ordinary ones{_of(case)}"
         if tape.whole and tape.again and tape.lossless and "cache" not in case:
-            found = _step(_checkpointed(programs), tape, case, autocast)
+            vars(programs).update({CHECKPOINTED: True, CHECKPOINT_FUNCTION: partial(checkpoint, use_reentrant=False)})
+            found = _step(programs, tape, case, autocast)
             if not all(map(same_bits, found, by_leaf)) or made.calls != calls + 1:
                 return f"{_NOT_AGAIN}{_of(case)}"
             made.calls -= 1
             vars(programs).pop(CHECKPOINTED)
     return None
-
-
-def _checkpointed(layer: nn.Module) -> nn.Module:
-    vars(layer).update({CHECKPOINTED: True, CHECKPOINT_FUNCTION: partial(checkpoint, use_reentrant=False)})
-    return layer
 
 
 def _of(case: str) -> str:
