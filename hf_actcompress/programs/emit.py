@@ -49,7 +49,7 @@ class CallSetting:
     fewer: bool = False
 
     def autocasting(self, x: Tensor) -> torch.autocast:
-        """The autocast of this setting, for code that reads x. Its cache is off: it is for weights that are cast."""
+        """The autocast of this setting, for code that reads x. Its cache, which is for cast weights, is off."""
         device = "cpu" if x.is_meta else self.device.type
         return torch.autocast(device, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
 
